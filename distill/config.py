@@ -1,0 +1,182 @@
+"""One file configures a run: the sections of a TOML file and the rules between them.
+
+A section lives beside its owner; this module holds those of the controller and joins them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from student_trainer.config import TrainerSettings
+from student_trainer.objectives.config import Full, ObjectiveConfig
+from sync.settings import ModelSource, Placement, Settings
+from sync.stores.config import WeightsConfig
+from teacher_service.config import TeacherConfig
+
+
+class RunConfigSection(Settings):
+    """[run]"""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder."""
+    folder: Path = Path("runs")
+    """Where the run's folder is made."""
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    seed: int = 0
+    grace_seconds: float = Field(60.0, gt=0)
+    """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
+    start_seconds: float = Field(900.0, gt=0)
+    """Time every role has to come up."""
+    restarts: int = Field(10, ge=0)
+    """Deaths of child processes that the supervisor mends, all roles together."""
+    min_free_disk_gib: float = Field(0.5, ge=0)
+    """Free space below which the run does not start, and pauses."""
+
+
+class StudentConfig(ModelSource, Placement):
+    """[student]: the model, and the replicas that generate."""
+
+    replicas: int = Field(1, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    engine_args: dict[str, Any] = {}
+    """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}."""
+
+
+class TaskPrompts(Settings):
+    """A task that makes its own prompts and judges completions."""
+
+    type: Literal["task"]
+    task: str
+    """Name of a module in distill.tasks, or "package.module"."""
+    options: dict[str, Any] = {}
+
+
+class JsonlPrompts(Settings):
+    """One JSON object a line."""
+
+    type: Literal["jsonl"]
+    path: Path
+    field: str = "prompt"
+    """A string, or a list of chat messages."""
+    source_field: str | None = None
+    """Field that names the data source, for routing to teachers; None: every row is "default"."""
+    answer_field: str | None = None
+    """Field with a reference answer; None: no task reward."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: the student's chat template, applied once. plain: the text as it is."""
+
+
+class DatasetPrompts(Settings):
+    """A dataset that `datasets.load_dataset` knows."""
+
+    type: Literal["dataset"]
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    field: str = "prompt"
+    source_field: str | None = None
+    answer_field: str | None = None
+    template: Literal["chat", "plain"] = "chat"
+
+
+PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+
+
+class RolloutConfig(Settings):
+    """[rollout]: how the student writes."""
+
+    batch: int = Field(256, ge=1)
+    """Rollouts of one optimizer step."""
+    per_prompt: int = Field(1, ge=1)
+    """Completions of each prompt."""
+    max_tokens: int = Field(ge=1)
+    """Longest completion."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop_token_ids: list[int] = []
+    """Ids that end a completion besides the model's own."""
+    request_size: int = Field(16, ge=1)
+    """Prompts in one request to a replica."""
+    max_in_flight: int = Field(1024, ge=1)
+    """Completions that one replica works on at once."""
+    straggler_seconds: float | None = Field(None, gt=0)
+    """A completion that takes longer is dropped and its prompt asked again later; None: no limit."""
+
+
+class BufferConfig(Settings):
+    """[buffer]: what may be trained on."""
+
+    max_staleness: int = Field(4, ge=0)
+    """Oldest age, in versions, at the start of the step that trains on a rollout; 0: synchronous."""
+    order: Literal["oldest", "arrival"] = "oldest"
+    """oldest: rollouts that were started first go first, so that long ones do not starve."""
+    score_batch: int = Field(64, ge=1)
+    """Rollouts in one request to a teacher."""
+    fsync: Literal["always", "batch", "never"] = "batch"
+    """When the journal is forced to disk: every record, every batch handed out, or left to the system."""
+
+
+class EvaluationConfig(Settings):
+    """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
+
+    every: int = Field(0, ge=0)
+    """Optimizer steps between evaluations; 0: before and after only."""
+    prompts: int = Field(512, ge=1)
+    """Held-out prompts, never trained on."""
+    batch: int = Field(128, ge=1)
+    metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
+    """Which one says what the best version is."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations without a better one after which the run stops; None: never early."""
+    placement: Placement = Placement()
+    threads: int | None = Field(None, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class TrackingConfig(Settings):
+    """[tracking]: where metrics go besides metrics.jsonl."""
+
+    wandb: Literal["online", "offline", "disabled"] = "offline"
+    project: str = "onpolicy-distill"
+    entity: str | None = None
+    tags: list[str] = []
+
+
+class ControllerConfig(Settings):
+    """[controller]: the HTTP server that trainer ranks ask for batches."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs a token."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free one."""
+    url: str | None = None
+    """How the trainer reaches it; None: http://host:port."""
+    trainer: Literal["launch", "external"] = "launch"
+    """external: the trainer is started elsewhere with `distill train`."""
+
+
+class RunConfig(Settings):
+    """A whole run."""
+
+    run: RunConfigSection
+    student: StudentConfig
+    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    prompts: PromptsConfig
+    rollout: RolloutConfig
+    buffer: BufferConfig = BufferConfig()
+    objective: ObjectiveConfig = Full()
+    trainer: TrainerSettings
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig | None = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    controller: ControllerConfig = ControllerConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run."""
+        return self.run.folder / self.run.name

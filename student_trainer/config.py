@@ -1,0 +1,73 @@
+"""Configuration of the student trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from student_trainer.objectives.config import Full, ObjectiveConfig
+from sync.settings import ModelSource, Settings
+from sync.stores.config import WeightsConfig
+
+
+class LoRAConfig(Settings):
+    """Train adapters only, and send adapters only."""
+
+    rank: int = Field(32, ge=1)
+    alpha: float = Field(64.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class TrainerSettings(Settings):
+    """What a user sets in [trainer]."""
+
+    ranks: int = Field(2, ge=1)
+    """Processes on this machine; with `hostfile`, processes on each host."""
+    hostfile: Path | None = None
+    """DeepSpeed hostfile; None: this machine alone."""
+    launcher_args: list[str] = []
+    """Further arguments of the deepspeed launcher."""
+    devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the trainer; None: inherited."""
+    env: dict[str, str] = {}
+    """Environment variables of the ranks."""
+    deepspeed: Path
+    """DeepSpeed's JSON: optimizer, schedule, ZeRO-3, precision, offload, whatever it knows."""
+    overrides: dict[str, Any] = {}
+    """Fields put over the JSON, nested by dots: {"optimizer.params.lr" = 5e-4}."""
+    attention: str = "sdpa"
+    """transformers' attn_implementation."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    head_chunk: int = Field(1024, ge=1)
+    """Positions whose full-vocabulary logits are in memory at once."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens of one forward pass of one rank."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Optimizer steps between checkpoints; 0: only when the run ends or is stopped."""
+    keep_checkpoints: int = Field(2, ge=1)
+    lora: LoRAConfig | None = None
+    """None: full fine-tuning."""
+    threads: int | None = Field(None, ge=1)
+    """torch's threads per rank; None: its default."""
+    init_timeout_seconds: float = Field(600.0, gt=0)
+    """Time the ranks have to find each other."""
+
+
+class TrainerConfig(Settings):
+    """Everything a rank is started with: roles/trainer.json in the run's folder."""
+
+    run: str
+    run_dir: Path
+    controller_url: str
+    student: ModelSource
+    objective: ObjectiveConfig = Full()
+    trainer: TrainerSettings
+    weights: WeightsConfig = WeightsConfig()
+    steps: int = Field(ge=1)
+    temperature: float = Field(1.0, gt=0)
+    """Of the rollouts: the trainer's log-probabilities use the same."""
+    seed: int = 0

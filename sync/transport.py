@@ -1,0 +1,268 @@
+"""One HTTP exchange of wire messages: a client, a blocking client, and the server's half.
+
+A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status, 429 with
+Retry-After when the peer is full. A bearer token guards every route but /health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Final, TypeVar
+
+import httpx
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
+from sync.wire import CONTENT_TYPE, Message, decode, encode
+
+TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
+"""Environment variable that carries the bearer token; never a flag, never in a file of the run."""
+MAX_BODY: Final = 1 << 30
+_RETRY_STATUS: Final = {502, 503, 504}
+
+M = TypeVar("M", bound=Message)
+
+
+def token_from_environment() -> str | None:
+    """The bearer token of this process; None when unset or empty."""
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def check_bind(host: str, token: str | None) -> None:
+    """Refuse to listen beyond this machine without a token. Raises ConfigError."""
+    if token or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token is set: "
+            f"bind 127.0.0.1, or set {TOKEN_VARIABLE} for every role"
+        )
+
+
+# --- client -----------------------------------------------------------------------------------------------
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _raise_refusal(url: str, response: httpx.Response) -> None:
+    """Raise what a non-200 response means; `response` must be read."""
+    if response.status_code == 200:
+        return
+    try:
+        text = str(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        text = response.text[:500]
+    message = f"{url} answered {response.status_code}: {text}"
+    if response.status_code == 429:
+        try:
+            retry_after = float(response.headers.get("retry-after", "1"))
+        except ValueError:
+            retry_after = 1.0
+        raise Overloaded(message, retry_after)
+    raise RemoteError(message)
+
+
+class Peer:
+    """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
+
+    `call` retries with doubling pauses what is safe to retry (no connection, 502-504, 429 as told) until
+    `timeout` seconds have passed in all, then raises Unreachable (Overloaded for 429).
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=_headers(token),
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Peer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def alive(self) -> bool:
+        """Whether /health answers 200 within two seconds."""
+        try:
+            return (await self._http.get("/health", timeout=2.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
+        """POST `body` (GET when None) and decode the answer as `kind`."""
+        return decode(await self.raw(path, body, timeout), kind)
+
+    async def raw(self, path: str, body: Message | None, timeout: float | None = None) -> bytes:
+        """Like `call`, undecoded: for proxies."""
+        limit = timeout or self.timeout
+        deadline, pause = time.monotonic() + limit, 0.05
+        content = None if body is None else encode(body)
+        while True:
+            try:
+                response = await self._send(path, content, max(0.1, deadline - time.monotonic()))
+                if response.status_code not in _RETRY_STATUS:
+                    _raise_refusal(self.url + path, response)
+                    return response.content
+                problem: Exception = RemoteError(f"status {response.status_code}")
+                wait = pause
+            except Overloaded as error:
+                problem, wait = error, max(pause, error.retry_after)
+            except httpx.TransportError as error:
+                problem, wait = error, pause
+            if time.monotonic() + wait > deadline:
+                if isinstance(problem, Overloaded):
+                    raise problem
+                raise Unreachable(
+                    f"{self.url}{path} did not answer within {limit:.0f} s "
+                    f"({type(problem).__name__}: {problem}): is the process running?"
+                )
+            await asyncio.sleep(wait)
+            pause = min(pause * 2, 2.0)
+
+    async def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
+        if content is None:
+            return await self._http.get(path, timeout=timeout)
+        return await self._http.post(
+            path, content=content, headers={"content-type": CONTENT_TYPE}, timeout=timeout
+        )
+
+    async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
+        """POST `body` and yield the frames of the answer as they come.
+
+        Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
+        There is no time-out between frames (a long completion is no fault).
+        """
+        try:
+            async with self._http.stream(
+                "POST",
+                path,
+                content=encode(body),
+                headers={"content-type": CONTENT_TYPE},
+                timeout=httpx.Timeout(None, connect=5.0),
+            ) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    _raise_refusal(self.url + path, response)
+                buffer = bytearray()
+                async for chunk in response.aiter_bytes():
+                    buffer += chunk
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := int.from_bytes(buffer[:4], "little")):
+                        message = decode(bytes(buffer[4 : 4 + n]), kind)
+                        del buffer[: 4 + n]
+                        yield message
+                if buffer:
+                    raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+
+class BlockingPeer:
+    """Synchronous client of one process, for code that has no event loop. Retries like `Peer`."""
+
+    def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._http = httpx.Client(
+            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+        )
+
+    def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
+        """POST `body` (GET when None) and decode the answer as `kind`; retries until `timeout` seconds."""
+        limit = timeout or self.timeout
+        deadline, pause = time.monotonic() + limit, 0.05
+        content = None if body is None else encode(body)
+        while True:
+            problem: Exception
+            try:
+                response = (
+                    self._http.get(path)
+                    if content is None
+                    else self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE})
+                )
+                if response.status_code not in _RETRY_STATUS:
+                    _raise_refusal(self.url + path, response)
+                    return decode(response.content, kind)
+                problem = RemoteError(f"status {response.status_code}")
+            except Overloaded as error:
+                problem, pause = error, max(pause, error.retry_after)
+            except httpx.TransportError as error:
+                problem = error
+            if time.monotonic() + pause > deadline:
+                raise Unreachable(
+                    f"{self.url}{path} did not answer within {limit:.0f} s "
+                    f"({type(problem).__name__}: {problem}): is the process running?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 2.0)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+# --- server -----------------------------------------------------------------------------------------------
+
+
+class TokenGuard:
+    """ASGI middleware: 401 unless the bearer token fits; /health is open; no token set, no guard."""
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self.app = app
+        self._token = token if token is not None else token_from_environment()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._token and scope["path"] != "/health":
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
+                await refuse(401, f"this route needs the bearer token of {TOKEN_VARIABLE}")(
+                    scope, receive, send
+                )
+                return
+        await self.app(scope, receive, send)
+
+
+async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:
+    """Body of a request as a message of `kind`.
+
+    Raises WireError when it is none, when it is longer than `limit` bytes, or when the caller left early.
+    """
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise WireError(f"body is longer than {limit} bytes: send fewer sequences a request")
+    except ClientDisconnect:
+        raise WireError("the caller left before its request was complete") from None
+    return decode(bytes(body), kind)
+
+
+def reply(message: Message) -> Response:
+    """200 with a message."""
+    return Response(encode(message), media_type=CONTENT_TYPE)
+
+
+def refuse(status: int, text: str, retry_after: float | None = None) -> Response:
+    """A refusal that `Peer` turns into RemoteError, or Overloaded for 429."""
+    headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
+    return JSONResponse({"error": text}, status, headers)

@@ -1,0 +1,42 @@
+"""Configuration of one teacher."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sync.settings import ModelSource, Placement
+
+
+class TeacherConfig(ModelSource, Placement):
+    """One teacher; several replicas when `replicas` > 1 or several urls are given."""
+
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
+    """transformers: everything. vllm: for teachers that need its parallelism. openai: any server that returns
+    prompt log-probabilities, sampled token only."""
+    engine_url: str | None = None
+    """For engines "vllm" and "openai": a server that runs already; None: in this process (vllm only)."""
+    replicas: int = Field(1, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: str = "sdpa"
+    """transformers' attn_implementation."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest sequence, in tokens; None: the model's own limit."""
+    batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens of one forward pass."""
+    head_chunk: int = Field(1024, ge=1)
+    """Positions whose full-vocabulary logits are in memory at once."""
+    queue_tokens: int = Field(1 << 20, ge=1)
+    """Tokens that may wait; beyond it a caller is told to come back (429)."""
+    wire_dtype: Literal["float16", "float32"] = "float16"
+    """Precision of top-k and gathered log-probabilities on the wire."""
+    engine_args: dict[str, Any] = {}
+    """Any argument of vLLM's engine, for engine "vllm"."""
+    threads: int | None = Field(None, ge=1)
+    """torch's threads; None: its default."""
+    route: list[str] = []
+    """Data sources whose samples go to this teacher; empty: every source that no other teacher names."""
+    prompt_transform: str | None = None
+    """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""
