@@ -6,7 +6,7 @@ Producer → consumer
     controller → teacher           ScoreRequest
     teacher → controller           ScoreReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience
     controller → evaluator         EvalRequest;  evaluator → controller  EvalReport
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
@@ -161,11 +161,25 @@ class GenerateFailed(Message, frozen=True):
     error: str
 
 
+class BroadcastTicket(msgspec.Struct, frozen=True):
+    """A replica's seat in one broadcast of weights straight from the trainer (rank 0 of the group)."""
+
+    address: str
+    """"host:port" of the TCP store that the trainer serves."""
+    group: str
+    """Name of the group's keys in that store; a new one whenever the members change."""
+    rank: int
+    """1 … world_size - 1."""
+    world_size: int
+
+
 class UpdateRequest(Message, frozen=True):
     """Bring the replica to `version`: stage while generating, then pause, swap, stamp, resume."""
 
     version: Version
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    broadcast: BroadcastTicket | None = None
+    """None: the version is read from the store."""
 
 
 class UpdateReply(Message, frozen=True):
@@ -398,6 +412,14 @@ class Published(Message, frozen=True):
     seconds: float
     rendezvous: str | None = None
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
+
+
+class Audience(Message, frozen=True):
+    """Controller's answer to Published of kind "broadcast": who is being told to receive it."""
+
+    group: str
+    world_size: int
+    """1 + replicas; 1: nobody listens, send nothing."""
 
 
 class CheckpointSaved(Message, frozen=True):
