@@ -135,6 +135,8 @@ class GeneratePrompt(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(Message, frozen=True):
+    """Complete every prompt; the answers come one by one, as each ends."""
+
     sampling: Sampling
     prompts: list[GeneratePrompt]
 
@@ -183,6 +185,8 @@ class UpdateRequest(Message, frozen=True):
 
 
 class UpdateReply(Message, frozen=True):
+    """What an update cost."""
+
     version: Version
     """What the replica now serves."""
     bytes_read: int
@@ -196,6 +200,8 @@ class UpdateReply(Message, frozen=True):
 
 
 class ReplicaState(Message, frozen=True):
+    """What a replica serves right now."""
+
     version: Version | None
     """None: still the folder the engine was started with, no published version yet."""
     requests: int
@@ -230,6 +236,8 @@ class ScoreSequence(msgspec.Struct, frozen=True):
 
 
 class ScoreRequest(Message, frozen=True):
+    """Mark these sequences."""
+
     sequences: list[ScoreSequence]
     want: Want = Want()
     deadline: float | None = None
@@ -264,12 +272,16 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreReply(Message, frozen=True):
+    """The marks, or why there are none, one for each sequence asked."""
+
     teacher: str
     results: list[Scored | ScoreRefused]
     """In the order asked."""
 
 
 class TeacherInfo(Message, frozen=True):
+    """What a teacher is and what it can be asked for."""
+
     name: str
     model: str
     revision: str | None
@@ -423,6 +435,8 @@ class Audience(Message, frozen=True):
 
 
 class CheckpointSaved(Message, frozen=True):
+    """Rank 0, when a checkpoint is whole on disk."""
+
     version: Version
     path: str
 
@@ -443,10 +457,14 @@ class Ok(Message, frozen=True):
 
 
 class EvalRequest(Message, frozen=True):
+    """Evaluate a published version on the held-out prompts."""
+
     version: Version
 
 
 class EvalReport(Message, frozen=True):
+    """How good one version is."""
+
     version: Version
     reverse_kl: float
     """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS."""

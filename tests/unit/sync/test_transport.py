@@ -1,0 +1,169 @@
+"""Client and server halves against each other, over real sockets on loopback."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
+from sync.transport import BlockingPeer, Peer, TokenGuard, check_bind, read_message, refuse, reply
+from sync.wire import EvalRequest, Ok, Version, Wait, encode, frame
+
+REQUEST = EvalRequest(version=Version(0, 1))
+
+
+class Scripted:
+    """A server that answers POST /x with the given answers in turn, then with Ok; it counts calls."""
+
+    def __init__(self, *answers: Response) -> None:
+        self.answers = list(answers)
+        self.calls = 0
+        routes = [
+            Route("/x", self.x, methods=["GET", "POST"]),
+            Route("/stream", self.frames, methods=["POST"]),
+            Route("/health", lambda _: Response()),
+        ]
+        self.app = TokenGuard(Starlette(routes=routes), "secret")
+
+    async def x(self, request: Request) -> Response:
+        self.calls += 1
+        if self.answers:
+            return self.answers.pop(0)
+        if request.method == "POST":
+            try:
+                await read_message(request, EvalRequest, limit=100)
+            except WireError as error:
+                return refuse(400, str(error))
+        return reply(Ok())
+
+    async def frames(self, request: Request) -> Response:
+        cut = (await read_message(request, EvalRequest)).version.step
+
+        async def body() -> AsyncIterator[bytes]:
+            data = frame(Ok()) + frame(Wait())
+            for start in range(0, len(data) - cut, 3):
+                yield data[start : min(start + 3, len(data) - cut)]
+
+        return StreamingResponse(body())
+
+
+@contextmanager
+def serving(scripted: Scripted) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(scripted.app, port=0, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+async def test_a_call_brings_the_answer() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            assert await peer.call("/x", REQUEST, Ok) == Ok()
+            assert await peer.call("/x", None, Ok) == Ok()
+            assert await peer.alive()
+
+
+async def test_a_full_peer_is_asked_again_when_it_said() -> None:
+    scripted = Scripted(refuse(429, "full", retry_after=0.01), refuse(503, "starting"))
+    with serving(scripted) as url:
+        async with Peer(url, "secret") as peer:
+            assert await peer.call("/x", REQUEST, Ok) == Ok()
+    assert scripted.calls == 3
+
+
+async def test_a_peer_that_stays_full_says_so() -> None:
+    scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
+    with serving(scripted) as url:
+        async with Peer(url, "secret") as peer:
+            with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
+                await peer.call("/x", REQUEST, Ok, timeout=0.3)
+
+
+async def test_a_refusal_is_not_repeated() -> None:
+    scripted = Scripted(refuse(422, "start 0 must be at least 1"))
+    with serving(scripted) as url:
+        async with Peer(url, "secret") as peer:
+            with pytest.raises(RemoteError, match="422: start 0 must be at least 1"):
+                await peer.call("/x", REQUEST, Ok)
+    assert scripted.calls == 1
+
+
+async def test_a_peer_that_is_gone_is_named() -> None:
+    async with Peer("http://127.0.0.1:9", "secret") as peer:
+        with pytest.raises(Unreachable, match=r"127.0.0.1:9/x did not answer within 0 s"):
+            await peer.call("/x", REQUEST, Ok, timeout=0.2)
+        assert not await peer.alive()
+
+
+async def test_a_wrong_token_opens_nothing_but_health() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "guess") as peer:
+            with pytest.raises(RemoteError, match="401"):
+                await peer.call("/x", REQUEST, Ok)
+            assert await peer.alive()
+
+
+async def test_frames_arrive_whole_however_the_bytes_are_cut() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            frames = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
+    assert frames == [Ok(), Wait()]
+
+
+async def test_a_stream_that_ends_inside_a_frame_is_a_loss() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            received = []
+            with pytest.raises(Unreachable, match="in the middle of a frame"):
+                async for m in peer.stream("/stream", EvalRequest(version=Version(0, 2)), Ok | Wait):
+                    received.append(m)
+    assert received == [Ok()]
+
+
+def test_the_blocking_client_retries_and_refuses_alike() -> None:
+    scripted = Scripted(refuse(503, "starting"), refuse(422, "no"))
+    with serving(scripted) as url:
+        peer = BlockingPeer(url, "secret")
+        with pytest.raises(RemoteError, match="422: no"):
+            peer.call("/x", REQUEST, Ok)
+        assert peer.call("/x", REQUEST, Ok) == Ok()
+        peer.close()
+    assert scripted.calls == 3
+
+
+async def test_a_body_beyond_the_limit_is_refused() -> None:
+    with serving(Scripted()) as url:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+            answer = await http.post(url + "/x", content=encode(REQUEST) + b"\0" * 200)
+    assert answer.status_code == 400
+    assert "longer than 100 bytes" in answer.json()["error"]
+
+
+def test_only_loopback_may_be_bound_without_a_token() -> None:
+    for host in ("127.0.0.1", "127.0.0.7", "::1", "localhost"):
+        check_bind(host, None)
+    check_bind("0.0.0.0", "secret")
+    for host in ("0.0.0.0", "10.0.0.1", "::", "example"):
+        with pytest.raises(ConfigError, match=host):
+            check_bind(host, None)
+
+
+async def test_concurrent_calls_share_one_client() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            assert await asyncio.gather(*[peer.call("/x", REQUEST, Ok) for _ in range(20)]) == [Ok()] * 20

@@ -1,0 +1,122 @@
+"""Messages come back as they were sent, and nothing else is taken for a message."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync.errors import WireError
+from sync.wire import (
+    SCHEMA,
+    Array,
+    Generated,
+    GenerateFailed,
+    Ok,
+    Version,
+    VersionSpan,
+    Wait,
+    decode,
+    encode,
+    frame,
+    pack,
+    unpack,
+)
+
+
+def _generated() -> Generated:
+    return Generated(
+        id="p7-0",
+        token_ids=pack(np.array([5, 6, 7], np.int32)),
+        logprob=pack(np.array([-0.5, -1.25, -2.0], np.float32)),
+        spans=[VersionSpan(Version(0, 3), 0, 2), VersionSpan(Version(1, 4), 2, 3)],
+        finish_reason="stop",
+    )
+
+
+def test_a_message_survives_the_journey_bit_for_bit() -> None:
+    sent = _generated()
+    received = decode(encode(sent), Generated)
+    assert received == sent
+    assert unpack(received.logprob).tolist() == [-0.5, -1.25, -2.0]
+    assert received.spans[1].version == Version(1, 4)
+
+
+def test_a_union_is_told_apart_by_its_tag() -> None:
+    failed = GenerateFailed(id="x", error="too long")
+    assert decode(encode(failed), Generated | GenerateFailed) == failed
+
+
+def test_another_message_is_refused_by_name() -> None:
+    with pytest.raises(WireError, match="is not a Generated"):
+        decode(encode(Wait()), Generated)
+
+
+def test_another_schema_is_refused() -> None:
+    with pytest.raises(WireError, match=f"schema {SCHEMA + 1}"):
+        decode(encode(Ok(schema=SCHEMA + 1)), Ok)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_with_one_error(body: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(body, Generated)
+
+
+@given(st.integers(0, 400))
+def test_a_cut_message_is_refused(length: int) -> None:
+    body = encode(_generated())
+    with pytest.raises(WireError):
+        decode(body[: min(length, len(body) - 1)], Generated)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f2", "f4"])
+def test_arrays_of_every_dtype_come_back_equal(dtype: str) -> None:
+    values = np.arange(12).reshape(3, 4).astype(dtype)
+    message = pack(values)
+    assert message.dtype == dtype
+    assert np.array_equal(unpack(message), values)
+
+
+def test_bfloat16_travels_as_its_bits() -> None:
+    bits = np.array([0x3F80, 0x7FC1, 0x8000], np.uint16)
+    assert np.array_equal(unpack(pack(bits, "bf16")), bits)
+
+
+def test_an_array_is_sent_row_by_row_whatever_its_memory_order() -> None:
+    values = np.arange(6, dtype=np.int32).reshape(2, 3)
+    assert np.array_equal(unpack(pack(values.T)), values.T)
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"), [((2, 2), b"\0" * 12), ((-1, -4), b"\0" * 16), ((3,), b""), ((1 << 40,), b"\0" * 4)]
+)
+def test_an_array_whose_bytes_do_not_fill_its_shape_is_refused(shape: tuple[int, ...], data: bytes) -> None:
+    with pytest.raises(WireError, match="needs"):
+        unpack(Array("i4", shape, data))
+
+
+def test_dtypes_outside_the_wire_are_refused() -> None:
+    with pytest.raises(WireError, match="complex128"):
+        pack(np.zeros(2, np.complex128))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(["O", [1], b"x"]), type=Array)
+
+
+def test_versions_sort_by_lineage_then_step_and_read_back() -> None:
+    versions = [Version(1, 2), Version(0, 11), Version(0, 2)]
+    assert sorted(versions) == [Version(0, 2), Version(0, 11), Version(1, 2)]
+    assert [Version.parse(str(v)) for v in versions] == versions
+    assert sorted(str(v) for v in versions) == [str(v) for v in sorted(versions)]
+
+
+@pytest.mark.parametrize("text", ["", "default", "L0v1", "L000-00000012", "Lx-v1", "L1-v2-v3"])
+def test_what_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(WireError, match="is not a version"):
+        Version.parse(text)
+
+
+def test_a_frame_opens_with_its_length() -> None:
+    data = frame(Ok())
+    assert int.from_bytes(data[:4], "little") == len(data) - 4
+    assert decode(data[4:], Ok) == Ok()
