@@ -226,6 +226,8 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
+    """One sequence to mark."""
+
     id: str
     token_ids: Array
     """i4 [L]"""
@@ -328,6 +330,8 @@ class TrainerHello(Message, frozen=True):
 
 
 class TrainerWelcome(Message, frozen=True):
+    """Where the trainer begins."""
+
     version: Version
     """(lineage of this start, step it begins at)."""
     parent: Version | None
