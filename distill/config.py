@@ -18,7 +18,7 @@ from teacher_service.config import TeacherConfig
 
 
 class RunConfigSection(Settings):
-    """[run]"""
+    """[run]: what the run is called, how long it is, and how it ends."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder."""

@@ -1,0 +1,125 @@
+"""docs/configuration.md, written from the configuration classes: `python -m distill.reference`."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from distill.config import RunConfig
+from sync.settings import Settings
+
+PAGE: Final = Path(__file__).parent.parent / "docs" / "configuration.md"
+_HEAD: Final = """# Configuration
+
+One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
+known one, every value is checked before anything is started, and `--set section.key=value` on the command
+line goes over the file. Secrets are never in the file: `DISTILL_TOKEN`, `HF_TOKEN` and `WANDB_API_KEY`
+come from the environment.
+
+A field that DeepSpeed or vLLM knows and this page does not goes through `trainer.deepspeed`,
+`trainer.overrides` and `student.engine_args` unchanged.
+
+This page is written by `python -m distill.reference` from the classes that check the file.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for name, field in RunConfig.model_fields.items():
+        parts += _section(name, field)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(name: str, field: FieldInfo) -> list[str]:
+    title = (
+        f"[teachers.NAME]{chr(10)}{chr(10)}One such section for each teacher." if name == "teachers" else None
+    )
+    choices = _settings_in(field.annotation)
+    parts = [f"## {title or f'[{name}]'}", ""]
+    for choice in choices:
+        kind = choice.model_fields.get("type")
+        if kind is not None and len(choices) > 1:
+            parts += [f"### type = {_literal(kind)}", ""]
+        parts += [_summary(choice), "", *_table(choice, name), ""]
+    return parts
+
+
+def _table(section: type[Settings], prefix: str) -> list[str]:
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    nested: list[str] = []
+    for name, field in section.model_fields.items():
+        if name == "type":
+            continue
+        inner = _settings_in(field.annotation)
+        kind = " or ".join(f"`[{prefix}.{name}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
+        rows.append(f"| `{name}` | {kind} | {_default(field)} | {_cell(field.description or '')} |")
+        for choice in inner:
+            tag = choice.model_fields.get("type")
+            suffix = f", type = {_literal(tag)}" if tag is not None else ""
+            table = _table(choice, f"{prefix}.{name}")
+            nested += ["", f"### [{prefix}.{name}]{suffix}", "", _summary(choice), "", *table]
+    return rows + nested
+
+
+def _settings_in(annotation: Any) -> list[type[Settings]]:
+    """The configuration classes that an annotation admits."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    if get_origin(annotation) is Literal:
+        return []
+    return [found for part in get_args(annotation) for found in _settings_in(part)]
+
+
+def _type(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin is Literal:
+        return " / ".join(repr(value).replace("'", '"') for value in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        parts = [_type(part) for part in get_args(annotation) if part is not type(None)]
+        return " or ".join(parts)
+    if origin in (list, tuple):
+        return f"list of {_type(get_args(annotation)[0])}"
+    if origin is dict:
+        return "table"
+    return {"str": "string", "Path": "path", "bool": "true / false"}.get(
+        annotation.__name__, annotation.__name__
+    )
+
+
+def _literal(field: FieldInfo) -> str:
+    return f'"{get_args(field.annotation)[0]}"'
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, Settings):
+        kind = getattr(field.default, "type", None)
+        return f'type = "{kind}"' if kind else "its defaults"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return (
+        f"`{field.default!r}`".replace("'", '"') if isinstance(field.default, str) else f"`{field.default}`"
+    )
+
+
+def _summary(section: type[Settings]) -> str:
+    text = " ".join((section.__doc__ or "").split())
+    return text.split(": ", 1)[1].capitalize() if text.startswith("[") and ": " in text else text
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
