@@ -69,7 +69,7 @@ def make_models(folder: Path, seed: int) -> Models:
 
 
 def recipe_hash(seed: int) -> str:
-    """Changes with the seed, with any number of the recipes, and with any line of the code that applies them."""
+    """Changes with the seed, any number of the recipes, and any line of the code that applies them."""
     sources = [Path(module).read_bytes() for module in (__file__, both_ends.__file__)]
     parts = [json.dumps([asdict(TEACHER), asdict(STUDENT), seed]).encode(), *sources]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
