@@ -68,7 +68,9 @@ class Figures(NamedTuple):
     tokens: int = 0
 
     def plus(self, other: Figures) -> Figures:
-        tails = tuple(a + b for a, b in zip(self.tails, other.tails, strict=True)) if self.tails else other.tails
+        tails = (
+            tuple(a + b for a, b in zip(self.tails, other.tails, strict=True)) if self.tails else other.tails
+        )
         return Figures(
             self.kl + other.kl,
             self.student_entropy + other.student_entropy,
@@ -190,9 +192,7 @@ def compare(
     student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int, tails: int = 0
 ) -> Figures:
     """Sums of the exact figures over every completion token, `chunk` positions at a time."""
-    pairs = zip(
-        _hidden(student, sampled).split(chunk), _hidden(teacher, sampled).split(chunk), strict=True
-    )
+    pairs = zip(_hidden(student, sampled).split(chunk), _hidden(teacher, sampled).split(chunk), strict=True)
     total = Figures()
     for student_NH, teacher_NH in pairs:
         logp_NV = student.head.logits(student_NH).log_softmax(-1)

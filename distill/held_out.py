@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from distill import tasks
 from distill.config import RunConfig, TaskPrompts
-from distill.evaluation import Judge
 from distill.prompt_sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from distill.evaluation import Judge
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
@@ -84,15 +85,3 @@ def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) 
             )
         held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
     return PromptSplit(TaskSource(task, seed, encode), held_out, task.passes)
-
-
-def read_tokenizer(source: Any) -> Any:
-    """The tokenizer of a ModelSource, with its chat template replaced where the config says so."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
-    if source.chat_template is not None:
-        tokenizer.chat_template = Path(source.chat_template).read_text()
-    return tokenizer

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from distill.evaluation import LanguageModel
@@ -37,11 +36,19 @@ def torch_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(name)
 
 
-def end_ids(folder: str | Path, tokenizer: Any, more: list[int], revision: str | None = None) -> tuple[int, ...]:
+def end_ids(source: ModelSource, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
     """Ids that end a completion: those of the model's generation config, the tokenizer's, and `more`."""
     try:
-        listed = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
+        listed = GenerationConfig.from_pretrained(source.path, revision=source.revision).eos_token_id
     except OSError:  # a folder without generation_config.json
         listed = None
     own = listed if isinstance(listed, list) else [listed]
     return tuple(dict.fromkeys(i for i in (*own, tokenizer.eos_token_id, *more) if i is not None))
+
+
+def context_length(source: ModelSource) -> int:
+    """Longest sequence that a model takes, in tokens."""
+    config = AutoConfig.from_pretrained(
+        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
+    return int(config.get_text_config().max_position_embeddings)

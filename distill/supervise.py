@@ -39,7 +39,9 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Over this process's environment."""
     url: str | None = None
-    """Healthy when GET /health answers 200; None: healthy once it runs."""
+    """Healthy when GET /health answers 200; None: see `joined`."""
+    joined: Callable[[], bool] | None = None
+    """For a child without a server: whether it has reported for work; None: healthy once it runs."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
@@ -122,15 +124,18 @@ class Supervisor:
         """Return when every child is healthy. Raises ChildFailed when one dies or takes longer."""
         deadline = time.monotonic() + seconds
         waiting = [asyncio.create_task(self._until_ready(c, deadline)) for c in self.children.values()]
+        alarm = asyncio.create_task(self._first_death())
         try:
-            await asyncio.gather(*waiting)
+            starting = asyncio.gather(*waiting)
+            await asyncio.wait([starting, alarm], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                alarm.result()
+            await starting
         finally:
-            for task in waiting:
+            for task in (*waiting, alarm):
                 task.cancel()
 
-    async def watch(
-        self, seconds: float, restarted: Callable[[str], Awaitable[None]] | None = None
-    ) -> None:
+    async def watch(self, seconds: float, restarted: Callable[[str], Awaitable[None]] | None = None) -> None:
         """Mend deaths until cancelled; returns when every child has come to an orderly end.
 
         A restarted child has `seconds` to come up; then `restarted` is awaited with its name. Raises
@@ -178,21 +183,29 @@ class Supervisor:
                 os.close(end)
         self._read_end = self._write_end = -1
 
-    async def _until_ready(self, child: Child, deadline: float) -> None:
-        peer = Peer(child.spec.url) if child.spec.url else None
-        try:
-            while True:
+    async def _first_death(self) -> None:
+        """Raise ChildFailed when a child ends that should not, healthy before or not."""
+        while True:
+            for child in self.children.values():
                 if child.status is not None and not (child.spec.ends and child.status == 0):
-                    raise ChildFailed(f"{child.describe_end()}\nit died while starting; nothing was trained")
-                if peer is None or await peer.alive():
-                    child.phase = Phase.READY
-                    return
+                    raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _until_ready(self, child: Child, deadline: float) -> None:
+        """Wait until a child is healthy. Raises ChildFailed when it ends first, or at the deadline."""
+        spec = child.spec
+        peer = Peer(spec.url) if spec.url else None
+        try:
+            while not (await peer.alive() if peer else spec.joined is None or spec.joined()):
+                if child.status is not None:
+                    raise ChildFailed(f"{child.describe_end()}\nit died while starting")
                 if time.monotonic() > deadline:
                     raise ChildFailed(
-                        f"{child.spec.name} did not come up in time; see {child.log_path}, "
+                        f"{spec.name} did not come up in time; see {child.log_path}, "
                         "or allow more with run.start_seconds"
                     )
                 await asyncio.sleep(POLL_SECONDS)
+            child.phase = Phase.READY
         finally:
             if peer is not None:
                 await peer.aclose()
@@ -237,4 +250,3 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
-

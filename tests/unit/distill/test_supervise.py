@@ -56,7 +56,9 @@ async def spoke(supervisor: Supervisor, *names: str) -> None:
 
 async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_sigterm(tmp_path: Path):
     supervisor = Supervisor(
-        [ChildSpec("calm", SLEEPER), ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)], tmp_path, 0
+        [ChildSpec("calm", SLEEPER), ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)],
+        tmp_path,
+        0,
     )
     await supervisor.start()
     await supervisor.ready(10)
