@@ -9,6 +9,7 @@ Every process is wrapped by `distill.child`. Order of calls: start, ready, then 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -89,10 +90,8 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send to its whole group; nothing when it is gone."""
         if self.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass
 
     def describe_end(self) -> str:
         """How it ended, with the last lines it wrote."""

@@ -19,7 +19,8 @@ SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sle
 STUBBORN = [
     sys.executable,
     "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('up', flush=True); time.sleep(600)",
 ]
 PARENT = [
     sys.executable,
@@ -50,8 +51,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 async def spoke(supervisor: Supervisor, *names: str) -> None:
     """Wait until each child wrote "up"."""
     logs = [supervisor.children[name].log_path for name in names]
-    while not all(log.exists() and b"up" in log.read_bytes() for log in logs):
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(until, lambda: all(log.exists() and b"up" in log.read_bytes() for log in logs))
 
 
 async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_sigterm(tmp_path: Path):
@@ -101,19 +101,16 @@ async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
     await supervisor.ready(10)
     restarted: list[str] = []
 
+    def murder() -> None:
+        os.killpg(supervisor.children["flaky"].process.pid, signal.SIGKILL)
+
     async def note(name: str) -> None:
         restarted.append(name)
+        murder()
 
-    async def murder() -> None:
-        for deaths in range(3):
-            while len(restarted) < deaths:
-                await asyncio.sleep(0.01)
-            os.killpg(supervisor.children["flaky"].process.pid, signal.SIGKILL)
-
-    killer = asyncio.create_task(murder())
+    murder()
     with pytest.raises(ChildFailed, match=r"run\.restarts is used up"):
         await supervisor.watch(10, note)
-    await killer
     assert restarted == ["flaky", "flaky"]
     await supervisor.stop(1)
 
