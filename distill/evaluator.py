@@ -70,7 +70,8 @@ def build(config: RunConfig, weights: Weights) -> Evaluate:
 
     from distill.evaluation import Limits, evaluate
     from distill.held_out import open_prompts
-    from distill.models import context_length, end_ids, load_model
+    from distill.models import end_ids, load_model
+    from distill.preflight import context_length
     from teacher_service.describe import load_tokenizer
     from teacher_service.router import Router
 

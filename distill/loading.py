@@ -22,7 +22,7 @@ S = TypeVar("S", bound=Settings)
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in `path` with overrides such as "run.steps=10" over it.
 
-    Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
+    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
     """
     try:
         raw = tomllib.loads(path.read_text())
@@ -39,6 +39,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     """`raw` as a RunConfig. Raises ConfigError with a line for every key that cannot be used."""
+    if raw.get("evaluation") is False:
+        raw = {**raw, "evaluation": None}
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
