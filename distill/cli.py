@@ -93,14 +93,17 @@ def quickstart(
 
     console = Console()
     config, making = steps.prepare(seed, overrides, console)
-    steps.clear(config, resume)
+    if not resume:
+        steps.make_room(config)
     summary = _run(config, resume, console, {"making": making})
     _write_json(json_file, summary)
     _show(console, config, summary)
 
 
 @app.command()
-def run(config: Config, overrides: Overrides = [], resume: Resume = False, json_file: JsonFile = None) -> None:
+def run(
+    config: Config, overrides: Overrides = [], resume: Resume = False, json_file: JsonFile = None
+) -> None:
     """Run a configuration: start every role, distil, evaluate, leave a model folder."""
     console, settings = Console(), _load(config, overrides)
     summary = _run(settings, resume, console, {})
@@ -137,9 +140,9 @@ def student(
     config: Config, index: Annotated[int, typer.Option(help="Which replica")] = 0, overrides: Overrides = []
 ) -> None:
     """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
-    from distill.alone import replace_process, student_command
+    from distill import alone
 
-    replace_process(*student_command(_load(config, overrides), index))
+    alone.replace_process(alone.student(_load(config, overrides), index))
 
 
 @app.command()
@@ -150,17 +153,17 @@ def teacher(
     overrides: Overrides = [],
 ) -> None:
     """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
-    from distill.alone import replace_process, teacher_command
+    from distill import alone
 
-    replace_process(*teacher_command(_load(config, overrides), name, index))
+    alone.replace_process(alone.teacher(_load(config, overrides), name, index))
 
 
 @app.command()
 def evaluator(config: Config, overrides: Overrides = []) -> None:
     """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
-    from distill.alone import evaluator_command, replace_process
+    from distill import alone
 
-    replace_process(*evaluator_command(_load(config, overrides)))
+    alone.replace_process(alone.evaluator(_load(config, overrides)))
 
 
 @app.command()
@@ -170,9 +173,9 @@ def train(
     overrides: Overrides = [],
 ) -> None:
     """Train; the controller's configuration has controller.trainer = "external"."""
-    from distill.alone import replace_process, trainer_command
+    from distill import alone
 
-    replace_process(*trainer_command(_load(config, overrides), controller))
+    alone.replace_process(alone.trainer(_load(config, overrides), controller))
 
 
 @app.command()
@@ -226,14 +229,9 @@ def export(
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
 ) -> None:
     """Write a published version as a Hugging Face folder."""
-    from distill.export import export as write
-    from distill.export import newest
-    from distill.loading import load_run_dir
-    from sync.wire import Version
+    from distill.sync_commands import export_version
 
-    settings = load_run_dir(run_dir)
-    wanted = Version.parse(version) if version else newest(settings)
-    typer.echo(f"{wanted} is in {write(settings, wanted, target)}")
+    typer.echo(f"{export_version(run_dir, version, target)} is in {target}")
 
 
 @app.command()
@@ -245,12 +243,88 @@ def report(run_dir: RunDir) -> None:
 
 
 @app.command()
+def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Check a run's guarantees from its journal and the trainer's ledger."""
+    from dataclasses import asdict
+
+    from distill.audit import audit as check
+
+    found = check(run_dir)
+    figures = {**asdict(found), "ok": found.ok}
+    for name, value in figures.items():
+        typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
+    _write_json(json_file, figures)
+    if not found.ok:
+        raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+
+
+@app.command()
 def version() -> None:
     """Versions of this package and of those that decide results."""
     from distill.results import versions
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
+
+
+# --- the store of a run -----------------------------------------------------------------------------------
+
+sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
+app.add_typer(sync_app, name="sync")
+
+
+@sync_app.command("ls")
+def sync_ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """List every published version."""
+    from distill.sync_commands import listing
+
+    found = listing(run_dir)
+    for one in found:
+        base = f"on {one['base']}" if one["base"] else ""
+        mark = "  latest" if one["latest"] else ""
+        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
+    _write_json(json_file, found)
+
+
+@sync_app.command("verify")
+def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Read every version back as a replica would."""
+    from distill.sync_commands import verification
+
+    found = []
+    for one in verification(run_dir):
+        found.append(one)
+        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
+    _write_json(json_file, found)
+    broken = [one for one in found if one["problem"]]
+    if broken:
+        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+@sync_app.command("gc")
+def sync_gc(
+    run_dir: RunDir,
+    grace_seconds: Annotated[float, typer.Option(help="Spare what became superfluous since then")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Remove versions that no reader needs."""
+    from distill.sync_commands import collection
+
+    done = collection(run_dir, grace_seconds, dry_run)
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
+    _write_json(json_file, done)
+
+
+@sync_app.command("export")
+def sync_export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+) -> None:
+    """The same as `distill export`."""
+    export(run_dir, target, version)
 
 
 if __name__ == "__main__":

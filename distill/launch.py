@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +32,9 @@ from distill.prompts import PromptStream
 from distill.remote import HttpEvaluator
 from distill.replicas import HttpReplica
 from distill.report import draw
+from distill.results import complete
 from distill.roles import TRAINER, Plan, is_local, plan_servers, trainer_child
 from distill.run_folder import GIB, RunFolder, write_json
-from distill.results import complete
 from distill.supervise import Supervisor
 from student_trainer.objectives.needs import needs, student_topk
 from sync.errors import Interrupted
@@ -53,8 +52,17 @@ DISK_SECONDS = 5.0
 """Between two looks at the free space."""
 
 
-async def run(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
-    """Run to the end; what is written to summary.json. Raises DistillError; nothing is left running."""
+async def run(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Run to the end; what is written to summary.json. Raises DistillError; nothing is left running.
+
+    `seconds`: what was done beforehand and how long it took; it is added to the total.
+    """
     began = time.monotonic()
     split = preflight.check(config)
     token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
@@ -62,7 +70,7 @@ async def run(config: RunConfig, *, resume: bool = False, console: Console | Non
         plan = plan_servers(config, folder, token)
         launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
         figures = await launcher.run()
-        summary = complete(config, figures, time.monotonic() - began)
+        summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         await asyncio.to_thread(draw, folder.path)
     if launcher.stopped_by:
@@ -90,9 +98,7 @@ class _Launcher:
         self._display = ProgressDisplay(config.run.steps, console)
         self._spans = Spans(folder.path / "timeline.jsonl")
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
-        self._teachers = {
-            name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()
-        }
+        self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         self._parts = self._make_parts(plan, split)
         self._controller = Controller(config, self._parts, self._hooks(), token)
         children = list(plan.children)
@@ -236,7 +242,9 @@ class _Launcher:
                 "truncated": report.truncated,
                 "best": best,
             }
-            log_all(self._sinks, report.version.step, {f"eval/{name}": value for name, value in found.items()})
+            log_all(
+                self._sinks, report.version.step, {f"eval/{name}": value for name, value in found.items()}
+            )
 
         return Hooks(step=step, evaluated=evaluated, opened=opened, span=self._spans.write)
 
@@ -245,5 +253,3 @@ class _Launcher:
         if isinstance(self._parts.evaluator, HttpEvaluator):
             peers.append(self._parts.evaluator)  # type: ignore[arg-type]
         await asyncio.gather(*(peer.aclose() for peer in peers), return_exceptions=True)
-
-

@@ -37,6 +37,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(raw, str(path))
 
 
+def load_run_dir(run_dir: Path) -> RunConfig:
+    """The configuration that a run's folder was made with. Raises ConfigError when it holds none."""
+    path = run_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    raw["run"]["folder"] = str(run_dir.absolute().parent)
+    return validate(raw, str(path))
+
+
 def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     """`raw` as a RunConfig. Raises ConfigError with a line for every key that cannot be used."""
     if raw.get("evaluation") is False:

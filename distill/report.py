@@ -101,7 +101,11 @@ def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line])
     axes.plot(x, [e["eval/reverse_kl"] for e in evaluations], "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats a token", color=BLUE)
-    passed = [(at, line["eval/pass_rate"]) for at, line in zip(x, evaluations, strict=True) if "eval/pass_rate" in line]
+    passed = [
+        (at, line["eval/pass_rate"])
+        for at, line in zip(x, evaluations, strict=True)
+        if "eval/pass_rate" in line
+    ]
     if passed:
         right = axes.twinx()
         right.plot(*zip(*passed, strict=True), "s-", color=GREEN, label="pass rate, held out")
@@ -109,7 +113,9 @@ def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line])
         right.set_ylabel("pass rate", color=GREEN)
         right.spines[["top"]].set_visible(False)
         handles = [*axes.get_lines(), *right.get_lines()]
-        axes.legend(handles, [str(h.get_label()) for h in handles], frameon=False, fontsize=8, loc="center right")
+        axes.legend(
+            handles, [str(h.get_label()) for h in handles], frameon=False, fontsize=8, loc="center right"
+        )
     else:
         axes.legend(frameon=False, fontsize=8)
 
@@ -159,7 +165,9 @@ def draw_lanes(axes: Axes, spans: Sequence[Line]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=WORK_COLORS[what], label=what) for what in used]
-    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(used), loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(
+        handles=patches, frameon=False, fontsize=8, ncols=len(used), loc="lower right", bbox_to_anchor=(1, 1)
+    )
 
 
 def middle_window(spans: Sequence[Line]) -> tuple[float, float]:

@@ -24,8 +24,10 @@ PACKAGES = (
 )
 
 
-def complete(config: RunConfig, figures: Mapping[str, Any], total_seconds: float) -> dict[str, Any]:
-    """The controller's figures with what only the launcher knows."""
+def complete(
+    config: RunConfig, figures: Mapping[str, Any], run_seconds: float, before: Mapping[str, float]
+) -> dict[str, Any]:
+    """The controller's figures with what only the launcher knows; `before`: seconds of what preceded."""
     evaluations = figures.get("evaluations", [])
     return {
         **figures,
@@ -34,7 +36,7 @@ def complete(config: RunConfig, figures: Mapping[str, Any], total_seconds: float
         "objective": config.objective.type,
         "before": _marks(evaluations, first=True),
         "after": _marks(evaluations, first=False),
-        "seconds": {**figures.get("seconds", {}), "total": total_seconds},
+        "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
         "versions": versions(),
         "threads": threads(config),
         "machine": {"cpus": _cpus(), "platform": platform.platform(), "python": platform.python_version()},
@@ -64,6 +66,7 @@ def versions() -> dict[str, str]:
 
 def threads(config: RunConfig) -> dict[str, int | str | None]:
     """Threads each role was given; None: its library's default."""
+
     def given(env: Mapping[str, str], setting: int | None = None) -> int | str | None:
         return setting if setting is not None else env.get("OMP_NUM_THREADS")
 
@@ -78,7 +81,6 @@ def threads(config: RunConfig) -> dict[str, int | str | None]:
 
 def _cpus() -> int:
 
-
     return len(os.sched_getaffinity(0))
 
 
@@ -90,7 +92,11 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return "–" if marks.get(key) is None else format(marks[key], form)
 
     rows = [
-        ("reverse KL (nats a token)", value("before", "reverse_kl", ".3f"), value("after", "reverse_kl", ".3f")),
+        (
+            "reverse KL (nats a token)",
+            value("before", "reverse_kl", ".3f"),
+            value("after", "reverse_kl", ".3f"),
+        ),
         ("pass rate", value("before", "pass_rate", ".1%"), value("after", "pass_rate", ".1%")),
     ]
     return [row for row in rows if row[1] != "–" or row[2] != "–"]
