@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,8 @@ def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunC
 def make_models(folder: Path, seed: int) -> Models:
     """Models of the task, made in a process of their own so that this one stays light."""
     command = [sys.executable, "-P", "-m", "distill.tasks.making", str(folder), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise DistillError(f"the models could not be made:\n{done.stderr[-2000:]}")
     teacher, student = done.stdout.split("\n")[-3:-1]
