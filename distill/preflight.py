@@ -37,7 +37,7 @@ def check(config: RunConfig) -> PromptSplit:
 def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
     """A teacher that answers against what the run needs of it. Raises ConfigError."""
     ours = tokenizers.fingerprint(load_tokenizer(config.student))
-    differing = tokenizers.differing_parts(ours, info.tokenizer)
+    differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
     if differing:
         raise ConfigError(
             f"teacher {name} ({info.model}) has another tokenizer than the student {config.student.path} "
