@@ -57,7 +57,8 @@ def check_key(key: str) -> str:
     """`key` itself. Raises StoreError unless it is parts of letters, digits and ._+=@- joined by "/"."""
     if not all(_PART.fullmatch(part) for part in key.split("/")):
         raise StoreError(
-            f"{key!r} is not a key: use parts of letters, digits and ._+=@- joined by '/', none starting with '.'"
+            f"{key!r} is not a key: use parts of letters, digits and ._+=@- joined by '/', "
+            "none starting with '.'"
         )
     return key
 

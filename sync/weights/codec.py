@@ -46,7 +46,7 @@ class Mode(IntEnum):
 
 
 def encode(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort = "fast") -> bytes:
-    """Blob that turns `old` into `new`, 1-D contiguous arrays of the unsigned bits of `kind`, equally long."""
+    """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the unsigned bits of `kind`"""
     if old.dtype != new.dtype or old.shape != new.shape or old.ndim != 1:
         raise SnapshotError(
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
@@ -74,7 +74,7 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
         data = np.frombuffer(reader.rest(), np.uint8)
         _fits(entropy.apply_classes(bits, width, MANTISSA[kind], *entropy.fresh(), data))
     elif mode in (Mode.GAPS, Mode.BITMAP, Mode.PLANES) and kind in MANTISSA:
-        _APPLY[mode](reader, bits, width)
+        _APPLY[Mode(mode)](reader, bits, width)
     elif mode != Mode.SAME:
         raise SnapshotError(f"a range of kind {kind!r} has mode {mode}: the delta was altered or is newer")
     reader.end()
@@ -97,7 +97,7 @@ def _by_class(old: np.ndarray, new: np.ndarray, mantissa: int) -> bytes:
 
     if np.array_equal(old, new):
         return bytes([Mode.SAME])
-    out = np.empty(new.nbytes + 128, np.uint8)
+    out = np.empty(new.nbytes + 512, np.uint8)
     length = entropy.encode_classes(old, new, new.itemsize * 8, mantissa, *entropy.fresh(), out)
     return _by_position(old, new) if length < 0 else bytes([Mode.CLASSES]) + out[:length].tobytes()
 
@@ -113,7 +113,7 @@ def _by_position(old: np.ndarray, new: np.ndarray) -> bytes:
         return bytes([Mode.SAME])
     if changed < 0:
         return _by_bitmap(old, new)
-    streams = [gaps[:changed], wide_gaps[:g], steps[:changed], wide_steps[:s]]
+    streams: list[np.ndarray] = [gaps[:changed], wide_gaps[:g], steps[:changed], wide_steps[:s]]
     return bytes([Mode.GAPS]) + _number(changed) + _pack(streams)
 
 
@@ -124,9 +124,9 @@ def _by_bitmap(old: np.ndarray, new: np.ndarray) -> bytes:
     wide = np.empty(old.size, new.dtype)
     changed, s = kernels.scan_bitmap(old, new, new.itemsize * 8, bitmap, steps, wide)
     if s > _PLANE_SHARE * changed:
-        planes = np.empty((new.itemsize, old.size), np.uint8)
+        planes: Any = np.empty((new.itemsize, old.size), np.uint8)
         kernels.to_planes(old, new, new.itemsize * 8, planes)
-        return bytes([Mode.PLANES]) + _pack(list(planes))
+        return bytes([Mode.PLANES]) + _pack(list(np.asarray(planes)))
     return bytes([Mode.BITMAP]) + _number(changed) + _pack([bitmap, steps[:changed], wide[:s]])
 
 
@@ -163,7 +163,9 @@ _APPLY: Final = {Mode.GAPS: _apply_gaps, Mode.BITMAP: _apply_bitmap, Mode.PLANES
 
 def _fits(result: int) -> None:
     if result != 0:
-        raise SnapshotError("a delta's streams do not fit its tensor: it was altered, or made for another one")
+        raise SnapshotError(
+            "a delta's streams do not fit its tensor: it was altered, or made for another one"
+        )
 
 
 # --- streams ----------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def _number(value: int) -> bytes:
 
 def _pack(streams: Sequence[np.ndarray]) -> bytes:
     """Each stream with its lengths, compressed when that makes it shorter."""
-    parts = []
+    parts: list[bytes | memoryview] = []
     for stream in streams:
         raw = stream.view(np.uint8).data
         stored = _compressor().compress(raw) if len(raw) > 16 else raw
@@ -218,7 +220,9 @@ class _Reader:
             if byte < 128:
                 break
         if value > most:
-            raise SnapshotError(f"a delta states a length of {value} where {most} is the most: it was altered")
+            raise SnapshotError(
+                f"a delta states a length of {value} where {most} is the most: it was altered"
+            )
         return value
 
     def stream(self, least: int, most: int) -> np.ndarray:

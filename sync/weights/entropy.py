@@ -38,6 +38,7 @@ _COUNTS: Final = 2 * _SCALES * _PER_SCALE
 _EMPTY: Final = 3 * _SCALES * _PER_SCALE
 _SIGN: Final = _EMPTY + 2
 _MODELS: Final = _SIGN + 2
+_MARGIN: Final = 256  # one change takes fewer bytes, escapes included
 _TOP: Final = np.uint64(56)
 _BYTE: Final = np.uint64(8)
 _LEAST: Final = np.uint64(1 << 48)
@@ -154,12 +155,12 @@ def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
 
 @compiled
 def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[Any, Any, int, int]:
-    value = 0
+    value: Any = 0
     while bits > 0:
         take = min(bits, 16)
         bits -= take
         span >>= np.uint64(take)
-        part = min(np.int64(code // span), (1 << take) - 1)
+        part: Any = min(np.int64(code // span), (1 << take) - 1)
         code -= np.uint64(part) * span
         value = (value << take) | part
         code, span, pos = _refill(code, span, pos, data)
@@ -269,7 +270,16 @@ def fresh() -> tuple[np.ndarray, np.ndarray]:
 
 @compiled
 def _collect(
-    old: Any, new: Any, start: int, stop: int, width: int, mantissa: int, heads: Any, links: Any, gaps: Any, codes: Any
+    old: Any,
+    new: Any,
+    start: int,
+    stop: int,
+    width: int,
+    mantissa: int,
+    heads: Any,
+    links: Any,
+    gaps: Any,
+    codes: Any,
 ) -> int:
     """Changes of one block in order of position, with the class each belongs to; returns how many."""
     seen = np.zeros(CLASSES, np.int64)
@@ -309,7 +319,7 @@ def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, m
             slots[classes[j]] += 1
         at, before, empty = 0, CLASSES, 1
         for c in range(CLASSES):
-            if pos > out.size - 64:
+            if pos > out.size - _MARGIN:
                 return -1
             count = counts[c]
             low, span, pos = _put_bit(low, span, pos, out, models, _EMPTY + empty, int(count == 0))
@@ -321,7 +331,7 @@ def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, m
             _inherit(size_means, c, before)
             before = c
             for j in range(at, at + count):
-                if pos > out.size - 64:
+                if pos > out.size - _MARGIN:
                     return -1
                 gap, code = np.int64(gaps[order[j]]), np.int64(codes[order[j]])
                 low, span, pos = _put_number(low, span, pos, out, models, _GAPS, gap_means, c, gap)
@@ -378,9 +388,10 @@ def apply_classes(bits: Any, width: int, mantissa: int, models: Any, means: Any,
 def _place(
     bits: Any, start: int, stop: int, width: int, mantissa: int, first: Any, gaps: Any, codes: Any
 ) -> int:
-    """Apply one block's changes; class c's are first[c] … first[c + 1]. Returns 0, or -1 when some are left."""
-    left = np.full(CLASSES, -1, np.int64)
+    """Apply one block's changes, class c's being first[c] … first[c + 1]; -1 when some are left, else 0."""
+    left: Any = np.full(CLASSES, -1, np.int64)
     next_ = first[:CLASSES].copy()
+    c: Any
     for c in range(CLASSES):
         if first[c] < first[c + 1]:
             left[c] = gaps[first[c]]

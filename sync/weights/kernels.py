@@ -28,9 +28,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Where neither can be written, each process compiles anew (about a second).
     """
     try:
-        return njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+        return njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba: no locator available
-        return njit(nogil=True)(function)  # type: ignore[no-any-return]
+        return njit(nogil=True)(function)
 
 
 @compiled
@@ -80,7 +80,7 @@ def scan_gaps(
     width = old.itemsize * 8
     words = old.nbytes // 8
     whole = words * 64 // width
-    return _scan_gaps(  # type: ignore[no-any-return]
+    return _scan_gaps(
         old,
         new,
         old[:whole].view(np.uint64),
@@ -140,10 +140,10 @@ def _scan_gaps(
 
 @compiled
 def apply_gaps(bits: Any, width: int, gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> int:
-    """Inverse of `scan_gaps`, in place. Returns 0, or -1 when the streams do not fit `bits` or one another."""
+    """Inverse of `scan_gaps`, in place; 0, or -1 when the streams do not fit `bits` or one another."""
     g, s, i = 0, 0, -1
     for k in range(gaps.size):
-        gap = np.int64(gaps[k])
+        gap: Any = np.int64(gaps[k])
         if gap == ESCAPE:
             if g >= wide_gaps.size:
                 return -1
@@ -152,7 +152,7 @@ def apply_gaps(bits: Any, width: int, gaps: Any, wide_gaps: Any, steps: Any, wid
         if gap < 0 or gap >= bits.size - 1 - i:
             return -1
         i += gap + 1
-        step = np.int64(steps[k])
+        step: Any = np.int64(steps[k])
         if step == ESCAPE:
             if s >= wide_steps.size:
                 return -1
@@ -185,7 +185,7 @@ def apply_bitmap(bits: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any
         if (bitmap[i >> 3] >> (i & 7)) & 1:
             if k >= steps.size:
                 return -1
-            step = np.int64(steps[k])
+            step: Any = np.int64(steps[k])
             k += 1
             if step == ESCAPE:
                 if s >= wide_steps.size:
@@ -209,7 +209,7 @@ def to_planes(old: Any, new: Any, width: int, planes: Any) -> None:
 def apply_planes(bits: Any, width: int, planes: Any) -> None:
     """Inverse of `to_planes`, in place."""
     for i in range(bits.size):
-        code = 0
+        code: Any = 0
         for p in range(planes.shape[0]):
             code |= np.int64(planes[p, i]) << (8 * p)
         bits[i] = moved(np.int64(bits[i]), code, width)
