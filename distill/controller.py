@@ -170,7 +170,7 @@ class Controller:
             workers = [asyncio.create_task(part) for part in self._parts()]
             try:
                 await self._first_of(workers)
-                self.hold("the trainer has left")
+                self.feeder.held = True
                 await self._conclude()
             finally:
                 for worker in workers:
@@ -180,6 +180,11 @@ class Controller:
                 self.books.journal.close()
         return self.summary()
 
+    def close(self) -> None:
+        """Let go of port and journal; for a controller that is not run."""
+        self._socket.close()
+        self.books.journal.close()
+
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
         return parts + [self.evaluations.run()] if self.evaluations else parts
@@ -187,18 +192,17 @@ class Controller:
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
         over = asyncio.create_task(self._watch_end(), name="watch the end")
-        done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
+        try:
+            done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
         for worker in done:
             worker.result()
 
     async def _watch_end(self) -> None:
-        """Until the trainer said its last word, or, told to stop, was silent for the grace period."""
+        """Until the trainer said its last word, or has left without one."""
         while self.desk.final is None and not self._left:
-            grace = self.config.run.grace_seconds if self.desk.stopped else None
-            if not await self._changed.wait(grace):
-                logger.warning("the trainer said nothing for %.0f s after it was told to stop", grace)
-                return
+            await self._changed.wait()
 
     async def _compose(self) -> None:
         """Compose the batch that is asked for as soon as there are rollouts for it."""
@@ -318,10 +322,12 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical = self._weights_identical
+        identical, reached = self._weights_identical, self.books.state.reached
+        done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
-            "stop_reason": self._stop_reason or "all steps are done",
+            "completed": done,
+            "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
@@ -389,6 +395,6 @@ def _check(config: RunConfig) -> None:
     if every - 1 > staleness:
         raise ConfigError(
             f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions and every rollout would be too old; "
+            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
             f"set max_staleness to at least {every - 1}, or publish more often"
         )
