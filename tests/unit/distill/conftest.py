@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
-from distill.controller import Controller, Hooks, Parts
+from distill.controller import Controller
 from distill.journal import Journal
 from distill.memory import MemoryReplica, MemoryTeacher
+from distill.parts import Hooks, Parts
 from distill.prompts import Prompt, PromptStream
 from sync.wire import Want
 

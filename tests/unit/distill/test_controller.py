@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from distill.controller import Controller, Hooks
+from distill.controller import Controller
 from distill.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.parts import Hooks
 from sync.wire import Stop, Version
 
 
