@@ -51,7 +51,9 @@ def config() -> Callable[..., RunConfig]:
 def controller(tmp_path: Path) -> Callable[..., Controller]:
     """Builds a Controller over in-memory parts and the journal in tmp_path (again: resumes)."""
 
-    def build(config: RunConfig | None = None, hooks: Hooks | None = None, **parts: Any) -> Controller:
+    def build(
+        config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
+    ) -> Controller:
         config = config or make_config()
         given: dict[str, Any] = {
             "replicas": {"r0": MemoryReplica()},
@@ -61,6 +63,6 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "journal": Journal(tmp_path / "journal", "never", segment_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
         }
-        return Controller(config, Parts(**{**given, **parts}), hooks or Hooks())
+        return Controller(config, Parts(**{**given, **parts}), hooks or Hooks(), token)
 
     return build

@@ -14,6 +14,7 @@ from distill.memory import MemoryTeacher
 from distill.prompts import Prompt
 from distill.records import Rollout
 from distill.scoring import Finished, Scoring
+from distill.signals import Signal
 from distill.state import Asked
 from distill.timeline import Timeline
 from sync.errors import Overloaded
@@ -52,6 +53,7 @@ class Bench:
     def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
         self.rollouts: list[Rollout] = []
         self.refused: list[tuple[str, str]] = []
+        self.changed = Signal()
         self.scoring = Scoring(
             teachers,
             more.pop("route", lambda source: "t"),
@@ -65,6 +67,7 @@ class Bench:
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         self.rollouts += rollouts
+        self.changed.wake()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -76,7 +79,7 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(3):
             while not condition():
-                await asyncio.sleep(0.002)
+                await self.changed.wait(0.01)
 
     async def score(self, *work: Finished) -> None:
         async with self.running():
