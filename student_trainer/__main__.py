@@ -47,7 +47,7 @@ def _guarded(path: Path) -> int:
     except DistillError as error:
         log.error("%s", error)
         code = 1
-    except Exception as error:  # noqa: BLE001 - the process edge: report and leave
+    except Exception as error:
         if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
             log.error("another rank ended, this one cannot go on")
         else:

@@ -6,7 +6,7 @@ of the teacher. Rows are padded on the right: with causal attention no supervise
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,17 +51,19 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        targets = replace(self.targets, **_moved(self.targets, device))
-        return replace(self, **_moved(self, device), targets=targets)
-
-
-def _moved(owner: MicroBatch | Targets, device: torch.device) -> dict[str, Tensor]:
-    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+        values = vars(self.targets)
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        targets = replace(self.targets, **moved)
+        hidden_CG = self.teacher_hidden_CG
+        return replace(
+            self,
+            tokens_RL=self.tokens_RL.to(device),
+            positions_C=self.positions_C.to(device),
+            row_C=self.row_C.to(device),
+            targets=targets,
+            teacher_C=self.teacher_C.to(device),
+            teacher_hidden_CG=None if hidden_CG is None else hidden_CG.to(device),
+        )
 
 
 def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:

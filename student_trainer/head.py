@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from student_trainer.objectives.diagnostics import diagnose
@@ -138,7 +137,7 @@ def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_CH: Tensor,
         weight_VH: Tensor,
@@ -171,7 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad.mul_(grad_loss).to(ctx.dtype) for grad in ctx.grads]
         ctx.grads = None
         return (*scaled, None, None, None, None)

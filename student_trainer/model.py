@@ -34,10 +34,10 @@ class Head(nn.Module):
     Being a module, DeepSpeed's hooks gather its weight when it runs, as for any other.
     """
 
-    def __init__(self, layer: nn.Module, shape: HeadShape, chunk: int) -> None:
+    def __init__(self, layer: Any, shape: HeadShape, chunk: int) -> None:
         super().__init__()
-        self.weight = layer.weight
-        self.bias = getattr(layer, "bias", None)
+        self.weight: nn.Parameter = layer.weight
+        self.bias: nn.Parameter | None = getattr(layer, "bias", None)
         self.shape = shape
         self.chunk = chunk
 
@@ -95,7 +95,8 @@ class Student(nn.Module):
 
 def plain(model: nn.Module) -> Any:
     """The transformers model inside, without peft's wrapping."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
 
 
 def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:

@@ -32,7 +32,9 @@ from student_trainer.source import HttpSource
 from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
 from sync.errors import DataError
+from sync.stores import open_store
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ def run(config: TrainerConfig) -> None:
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
     weights = Weights(loaded.student, ranks)
-    fingerprint = model_fingerprint(weights)
+    fingerprint = weights.fingerprint
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
@@ -97,13 +99,6 @@ def join(config: TrainerConfig) -> Ranks:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(rank, world_size, device)
-
-
-def model_fingerprint(weights: Weights) -> str:
-    """Names the model's checkpoint: which tensors of which shapes."""
-    from sync.weights.manifest import model_fingerprint
-
-    return model_fingerprint(weights.shapes)
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
@@ -178,15 +173,11 @@ def open_road(
 
             sender = BroadcastSender("127.0.0.1", 0, settings.timeout_seconds, "cpu")
         return BroadcastRoad(sender, weights, controller)
-    from sync.stores import open_store
-    from sync.weights.publish import Publisher, Slice
-
-    slices = [Slice(s.name, s.shape, s.dtype, s.start, s.count) for s in weights.shards]
     publisher = Publisher(
         open_store(settings.store, config.run_dir / "store"),
         config.run,
         fingerprint,
-        slices,
+        weights.slices,
         rank=ranks.rank,
         world_size=ranks.world_size,
         codec=settings.codec,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,12 @@ from torch import Tensor, nn
 from student_trainer.model import Student, plain
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
+from sync.weights.checkpoint import BITS, digest, model_fingerprint
+from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of one checkpoint tensor: flat elements [start, start + count)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    count: int
 
 
 class Weights:
@@ -51,18 +41,23 @@ class Weights:
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self.shards = [self._shard(name, parameter) for name, parameter in self.parameters.items()]
+        self.slices = [self._slice(name, parameter) for name, parameter in self.parameters.items()]
 
-    def _shard(self, name: str, parameter: nn.Parameter) -> Shard:
+    @property
+    def fingerprint(self) -> str:
+        """Names the model's checkpoint: tensors, shapes, precision."""
+        return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
+
+    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
         shape = self.shapes[name]
         length, total = _local(parameter).numel(), int(np.prod(shape, dtype=np.int64))
         start = min(self._ranks.rank * length, total)
-        return Shard(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
+        return Slice(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
 
-    def snapshot(self) -> list[np.ndarray]:
-        """Copies of this rank's shards, in the order of `shards`: uint16 bits of bf16, or float32. No collective."""
-        pairs = zip(self.parameters.values(), self.shards, strict=True)
-        return [bits(_local(parameter)[: shard.count]) for parameter, shard in pairs]
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Copies of this rank's slices as flat arrays of bits, by tensor. No collective."""
+        pairs = zip(self.parameters.values(), self.slices, strict=True)
+        return {part.name: bits(_local(parameter)[: part.count]) for parameter, part in pairs}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every whole tensor in order; on rank 0 a copy in host memory, elsewhere empty. Collective: use it up."""
@@ -74,10 +69,8 @@ class Weights:
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
-        from blake3 import blake3
-
         named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
-        return {name: blake3(bits(tensor.flatten()).tobytes()).hexdigest() for name, tensor in named}
+        return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; rank 0 writes, all return when it is there. Collective."""
@@ -108,9 +101,10 @@ def check_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def bits(flat: Tensor) -> np.ndarray:
-    """Copy of a flat tensor in host memory; uint16 bits for bf16."""
+    """Copy of a flat tensor in host memory, as unsigned integers of its width."""
     host = flat.detach().to("cpu", copy=True)
-    return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
+    wide = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
+    return wide.numpy().view(BITS[DTYPES[host.dtype]])
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
@@ -123,6 +117,6 @@ def _whole(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
     """The parameter gathered on every rank, for reading."""
     if not hasattr(parameter, "ds_tensor"):
         return contextlib.nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter])

@@ -19,7 +19,8 @@ _NO_TAIL = 1e-6
 
 def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
     """Bucketed forward KL; `reverse_kl` is the bucketed Σ_S p·d + P log(P/Q), a lower bound of the reverse KL."""
-    assert targets.support_NK is not None and targets.support_logp_NK is not None
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
     logq_NK, logp_NK = targets.support_logp_NK, logp_NV.gather(1, targets.support_NK)
     q_NK = logq_NK.exp()
     tail_N = (1.0 - q_NK.sum(1)).clamp(min=0.0)

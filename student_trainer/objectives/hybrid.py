@@ -22,7 +22,8 @@ def hybrid(
     logp_NV: Tensor, targets: Targets, rho_cap: float | None, drop_rho_outside: tuple[float, float] | None
 ) -> Terms:
     """Surrogate loss over S and of sampled tokens outside it; `reverse_kl` is Σ_S p·d + 1[y∉S]·w·d(y)."""
-    assert targets.support_NK is not None and targets.support_logp_NK is not None
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
     member_NK = targets.support_NK >= 0
     logp_NK = logp_NV.gather(1, targets.support_NK.clamp(min=0))
     p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()
