@@ -2,7 +2,7 @@
 
     deepspeed --num_accelerators 2 --module student_trainer --config runs/NAME/roles/trainer.json
 
-Exit 0: stopped as asked (by the controller, SIGTERM or SIGINT), everything saved. Exit 1: an error, said once.
+Exit 0: stopped as asked by the controller, SIGTERM or SIGINT, everything saved. Exit 1: an error, said once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From rows of the wire to the tensors of one forward pass; a pure function.
 
-Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden size
-of the teacher. Rows are padded on the right: with causal attention no supervised position sees the padding.
+Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
+size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, t
         )
     if tokens != int(prompt_R.sum()) + completion or (prompt_R < 1).any() or (completion_R < 0).any():
         raise DataError(
-            f"batch carries {tokens} tokens for prompts of {int(prompt_R.sum())} and completions of {completion}: "
-            "they must add up, and every prompt needs at least one token"
+            f"batch carries {tokens} tokens for prompts of {int(prompt_R.sum())} and completions of "
+            f"{completion}: they must add up, and every prompt needs at least one token"
         )
 
 
@@ -133,8 +133,8 @@ def _check_ids(rows: Rows, flat: np.ndarray, targets: Targets, vocab: int) -> No
         highest = max(highest, int(targets.support_NK.max()))
     if highest >= vocab or int(flat.min(initial=0)) < 0:
         raise DataError(
-            f"batch with rows {rows.ids[:2]}… carries token id {highest}, the student's tokenizer has {vocab} ids: "
-            "student, teacher and prompts must share one tokenizer"
+            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has {vocab} "
+            "ids: student, teacher and prompts must share one tokenizer"
         )
 
 

@@ -116,8 +116,8 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     """Largest difference in nats between our log-probabilities and the model's own on 12 tokens.
 
     `run` is what to call in the student's place: the student itself, or the engine that wraps it.
-    Raises ConfigError when it is more than the model's precision explains: then the family's head does something
-    that `head_shape` does not know, and every objective would be wrong.
+    Raises ConfigError when it is more than the model's precision explains: then the family's head does
+    something that `head_shape` does not know, and every objective would be wrong.
     """
     tokens_RL = torch.arange(12, device=device).remainder(student.head.shape.vocab).reshape(1, 12)
     run.eval()
@@ -128,8 +128,8 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     limit = 1e-4 if precise else 2.0**-6 * max(1.0, float(theirs_CV.abs().max()))
     if not difference <= limit:
         raise ConfigError(
-            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by {difference:.3g} "
-            f"nats (limit {limit:.3g}): this model family's head is not supported"
+            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by "
+            f"{difference:.3g} nats (limit {limit:.3g}): this model family's head is not supported"
         )
     log.info("head agrees with the model's own logits to %.2g nats", difference)
     return difference

@@ -41,7 +41,7 @@ class Road(Protocol):
         """Publish what training starts from, and wait until it can be read. Collective."""
 
     def publish(self, version: Version, anchor: bool) -> None:
-        """Wait for the previous version, then send this one on its way. Collective when `anchor`, or a broadcast."""
+        """Wait for the previous version, then send this one on its way. Collective."""
 
     def drain(self) -> None:
         """Wait until the last version can be read. Raises what went wrong with it."""
@@ -144,7 +144,7 @@ class SnapshotRoad:
 
 
 class BroadcastRoad:
-    """Straight to the replicas: everything is gathered first (a gather inside a send deadlocks), then rank 0 sends."""
+    """Straight to the replicas. Everything is gathered before rank 0 sends: a gather inside a send deadlocks."""
 
     anchor_due = False
 

@@ -1,6 +1,6 @@
 """A rank from start to end.
 
-process group → model → checkpoint → hello → teachers' heads → first version → loop → last version, digests, folder
+process group → model → checkpoint → hello → first version → heads → loop → last version, digests, folder
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from student_trainer.config import TrainerConfig
 from student_trainer.controller import Controller, HttpController
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, train
 from student_trainer.model import check_head
@@ -93,7 +94,7 @@ def join(config: TrainerConfig) -> Ranks:
         torch.set_num_threads(config.trainer.threads)
     deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    setproctitle(f"distill trainer {config.run} rank {rank}")
+    setproctitle(f"{TITLE} {config.run} rank {rank}")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.seed + rank)
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -123,8 +124,8 @@ def introduce(
     expected = 0 if start is None else start.step
     if welcome.version.step != expected:
         raise DataError(
-            f"the controller expects training to start at step {welcome.version.step}, the trainer stands at {expected}: "
-            "they must use the same run folder"
+            f"the controller expects training to start at step {welcome.version.step}, the trainer stands at "
+            f"{expected}: they must use the same run folder"
         )
     return welcome
 
@@ -142,7 +143,7 @@ def step_function(
 
 
 def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
-    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError on other vocabularies."""
+    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError when it is short."""
     rows = head.weight.shape[0]
     if rows < vocab:
         raise DataError(

@@ -15,7 +15,7 @@ _GLANCE_SECONDS = 0.2
 
 
 class BatchSource(Protocol):
-    """Batches of one rank, in order. `poll` is called until it gives a batch or Stop; `expect` is optional."""
+    """Batches of one rank, in order. Poll until a batch or Stop comes; `expect` may be left out."""
 
     def expect(self, version: Version) -> None:
         """The batch for `version` will be polled next: fetch it meanwhile."""

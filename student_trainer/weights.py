@@ -1,7 +1,7 @@
 """The student's weights in checkpoint coordinates: this rank's flat shards, whole tensors, a folder, digests.
 
-Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the end of
-the last one: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once.
+Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
+end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 class Weights:
     """The parameters of one student, named as in its checkpoint; made after deepspeed.initialize.
 
-    Raises ConfigError when memory and checkpoint do not name the same tensors, or a precision cannot be published.
+    Raises ConfigError when memory and checkpoint do not name the same tensors, or for other precisions.
     """
 
     def __init__(self, student: Student, ranks: Ranks) -> None:
@@ -60,7 +60,7 @@ class Weights:
         return {part.name: bits(_local(parameter)[: part.count]) for parameter, part in pairs}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole tensor in order; on rank 0 a copy in host memory, elsewhere empty. Collective: use it up."""
+        """Every whole tensor in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
         for name, parameter in self.parameters.items():
             with _whole(parameter):
                 own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
@@ -73,7 +73,7 @@ class Weights:
         return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face folder that any tool loads; rank 0 writes, all return when it is there. Collective."""
+        """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self.gathered())
         if self._ranks.rank == 0:
             plain(self._student.model).save_pretrained(folder, state_dict=state)
@@ -95,8 +95,8 @@ def check_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     if written != shapes:
         differing = sorted(written.items() ^ shapes.items())[:4]
         raise ConfigError(
-            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint ({differing} …): "
-            "such models (fused experts, mostly) cannot be published yet"
+            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint "
+            f"({differing} …): such models (fused experts, mostly) cannot be published yet"
         )
 
 

@@ -66,7 +66,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `qwen` and `llama`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     folder = tmp_path_factory.mktemp("models")
     size = {"vocab_size": VOCAB + 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -75,7 +81,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen = Qwen3ForCausalLM(Qwen3Config(**size, head_dim=8, tie_word_embeddings=True))
     llama = LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False))
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", unk_token="w0", pad_token="w0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", unk_token="w0", pad_token="w0"
+    )
     for name, model in (("qwen", qwen), ("llama", llama)):
         model.to(torch.bfloat16).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -202,8 +210,15 @@ STOP = Stop(reason="enough", checkpoint=False)
 
 
 def settings(models: Path, run_dir: Path, url: str, model: str, **more: Any) -> TrainerConfig:
-    overrides = {"optimizer.params": {"lr": 0.02, "eps": 0.1, "torch_adam": True}, **more.pop("overrides", {})}
-    trainer = {"deepspeed": str(ROOT / "configs/deepspeed/zero3_cpu.json"), "overrides": overrides, "threads": 1}
+    overrides = {
+        "optimizer.params": {"lr": 0.02, "eps": 0.1, "torch_adam": True},
+        **more.pop("overrides", {}),
+    }
+    trainer = {
+        "deepspeed": str(ROOT / "configs/deepspeed/zero3_cpu.json"),
+        "overrides": overrides,
+        "threads": 1,
+    }
     trainer |= {"ranks": 2, "head_chunk": 5, **more.pop("trainer", {})}
     base = {"run": "test", "run_dir": run_dir, "controller_url": url, "steps": 4, "trainer": trainer}
     return TrainerConfig.model_validate(base | {"student": {"path": str(models / model)}} | more)
@@ -295,7 +310,12 @@ def test_two_ranks_train_and_publish_a_tied_model(models: Path, tmp_path: Path, 
     assert kinds[-1] == "FinalDigests"
     reports, published = stub.told(StepReport), stub.told(Published)
     assert [report.version.step for report in reports] == [1, 2, 3]
-    assert [(p.version.step, p.kind) for p in published] == [(0, "full"), (1, "delta"), (2, "delta"), (3, "delta")]
+    assert [(p.version.step, p.kind) for p in published] == [
+        (0, "full"),
+        (1, "delta"),
+        (2, "delta"),
+        (3, "delta"),
+    ]
     assert set(reports[0].seconds) == {"wait", "train", "publish", "checkpoint"}
     assert reports[0].metrics["tokens"] == sum(2 + index % 5 for index in range(6))
     assert reports[-1].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
@@ -313,7 +333,9 @@ def test_two_ranks_train_and_publish_a_tied_model(models: Path, tmp_path: Path, 
     assert ledger.trained_twice(lineages, Version(0, 3)) == []
 
 
-def test_resumed_and_stopped_by_signal_equals_uninterrupted(models: Path, tmp_path: Path, controller: Any) -> None:
+def test_resumed_and_stopped_by_signal_equals_uninterrupted(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
     stub = controller(until(4, STOP))
     more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": {"checkpoint_every": 2}}
     with Running(settings(models, tmp_path, stub.url, "llama", **more)) as running:
@@ -354,7 +376,9 @@ def test_one_rank_and_two_ranks_make_the_same_weights(models: Path, tmp_path: Pa
     assert max(float((folders[0][name] - folders[1][name]).abs().max()) for name in start) < 1e-6
 
 
-def test_an_error_in_one_rank_ends_all_with_one_message(models: Path, tmp_path: Path, controller: Any) -> None:
+def test_an_error_in_one_rank_ends_all_with_one_message(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
     give = shares(full=False)
 
     def broken(version: Version, rank: int, world: int) -> Message:
