@@ -1,7 +1,7 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
-    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}      first line
-                                 {"step": 1, "ids": ["…", …]}                   one line per step, step after it
+    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}    first line
+                                 {"step": 1, "ids": ["…", …]}                 one line per step, step after it
 
 A line is flushed before its step is reported, so the files prove that nothing was trained on twice: a rollout
 may appear in two lineages only when the step that trained on it was left behind by the branch.

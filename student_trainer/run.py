@@ -11,6 +11,7 @@ import random
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
-from student_trainer.loop import Outcome, Trainer, train
+from student_trainer.loop import Outcome, Trainer, publish, train
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
 from student_trainer.objectives.registry import build, discount
@@ -35,6 +36,7 @@ from student_trainer.weights import Weights
 from sync.errors import DataError
 from sync.stores import open_store
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
 
@@ -143,7 +145,7 @@ def step_function(
 
 
 def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
-    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError when it is short."""
+    """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
     rows = head.weight.shape[0]
     if rows < vocab:
         raise DataError(
@@ -170,9 +172,9 @@ def open_road(
     if settings.road == "broadcast":
         sender = None
         if ranks.rank == 0:
-            from sync.weights.broadcast import BroadcastSender
-
-            sender = BroadcastSender("127.0.0.1", 0, settings.timeout_seconds, "cpu")
+            controller_at = urlsplit(config.controller_url)
+            host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
         return BroadcastRoad(sender, weights, controller)
     publisher = Publisher(
         open_store(settings.store, config.run_dir / "store"),
@@ -198,8 +200,8 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     """Publish what is not yet out, prove what it is, and leave a model folder. Collective."""
     trainer.source.close()
     if trainer.road.newest != trainer.version:
-        trainer.road.publish(trainer.version, anchor=False)
-    trainer.road.drain()
+        publish(trainer)
+    trainer.road.close()
     digests = weights.digests()
     if trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into the event `asked`. Make it in the main thread; `finished` ends the watch."""
+    """Turns SIGTERM and SIGINT into the event `asked`. Made in the main thread; `finished` ends the watch."""
 
     def __init__(self, local_ranks: int) -> None:
         self.asked = threading.Event()

@@ -1,7 +1,7 @@
 """The real deepspeed launcher, ZeRO-3 on CPU ranks, and a controller written by hand.
 
-Two tiny models from random weights: Qwen3 with tied embeddings, Llama with untied ones; both have two rows more than
-their tokenizer has ids.
+Two tiny models from random weights: Qwen3 with tied embeddings, Llama with untied ones; both have two rows
+more than their tokenizer has ids.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def rows(step: int, indices: range, full: bool) -> Rows:
 
 
 def shares(full: bool) -> Callable[[Version, int, int], TrainBatch]:
-    """Six rollouts a step. Two ranks get two micro-batches each, 3 + 2 and 1 + 0 rollouts; one rank gets all in one."""
+    """Six rollouts a step. Two ranks get two micro-batches each (3 + 2, 1 + 0), one rank gets one."""
     cuts = {1: [[range(6)]], 2: [[range(3), range(3, 5)], [range(5, 6), range(0)]]}
 
     def share(version: Version, rank: int, world_size: int) -> TrainBatch:
@@ -225,7 +225,7 @@ def settings(models: Path, run_dir: Path, url: str, model: str, **more: Any) -> 
 
 
 class Running:
-    """A launcher in a session of its own; leaving the context kills what is left and says whether anything was."""
+    """A launcher in a session of its own; leaving the context kills what is left."""
 
     def __init__(self, config: TrainerConfig) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
