@@ -71,3 +71,5 @@ class TrainerConfig(Settings):
     temperature: float = Field(1.0, gt=0)
     """Of the rollouts: the trainer's log-probabilities use the same."""
     seed: int = 0
+    checkpoint: str | None = None
+    """Checkpoint to start from, such as "L000-v00000012"; None: what `latest` names, if anything."""

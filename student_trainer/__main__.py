@@ -1,0 +1,71 @@
+"""One rank of the student trainer.
+
+    deepspeed --num_accelerators 2 --module student_trainer --config runs/NAME/roles/trainer.json
+
+Exit 0: stopped as asked by the controller, SIGTERM or SIGINT, everything saved. Exit 1: an error, said once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from student_trainer.config import TrainerConfig
+from sync.errors import ConfigError, DistillError
+
+log = logging.getLogger("student_trainer")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a rank and leave with its exit code; never returns."""
+    parser = argparse.ArgumentParser(prog="student_trainer", description="One rank of the student trainer.")
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a TrainerConfig")
+    parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
+    arguments = parser.parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s",
+    )
+    os._exit(_guarded(arguments.config))
+
+
+def _guarded(path: Path) -> int:
+    """Exit code of the run. The process then ends at once: a rank that lingers would hold the others."""
+    code = 0
+    try:
+        config = read_config(path)
+        from student_trainer.run import run
+
+        run(config)
+    except DistillError as error:
+        log.error("%s", error)
+        code = 1
+    except Exception as error:
+        if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+            log.error("another rank ended, this one cannot go on")
+        else:
+            log.exception("unexpected %s", type(error).__name__)
+        code = 1
+    logging.shutdown()
+    return code
+
+
+def read_config(path: Path) -> TrainerConfig:
+    """The configuration in a JSON file. Raises ConfigError."""
+    try:
+        return TrainerConfig.model_validate_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise ConfigError(f"--config {path} is not a trainer configuration: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Checkpoints: DeepSpeed's files, complete and verified or not there at all.
+
+    checkpoints/L000-v00000012/deepspeed/*.pt     DeepSpeed's own, one set per rank
+                              /checkpoint.json    version, ranks, model, size and BLAKE3 of every file
+    checkpoints/latest                            name of the newest one
+
+A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves.
+DeepSpeed reads its files with torch.load; their digests are checked first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+
+from student_trainer.ranks import Ranks
+from sync.errors import DataError, WireError
+from sync.wire import Version
+
+log = logging.getLogger(__name__)
+_TAG: Final = "deepspeed"
+_INDEX: Final = "checkpoint.json"
+
+
+def save(engine: Any, folder: Path, version: Version, fingerprint: str, ranks: Ranks, keep: int) -> Path:
+    """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective."""
+    partial, final = folder / f".partial-{version}", folder / str(version)
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    ranks.barrier()
+    engine.save_checkpoint(str(partial), tag=_TAG, client_state={"rng": _rng(ranks)}, save_latest=False)
+    ranks.barrier()
+    if ranks.rank == 0:
+        index = {
+            "version": str(version),
+            "world_size": ranks.world_size,
+            "fingerprint": fingerprint,
+            "files": _digests(partial),
+        }
+        _write(partial / _INDEX, json.dumps(index, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _write(folder / "latest", str(version))
+        _retain(folder, keep)
+    ranks.barrier()
+    return final
+
+
+def find(folder: Path, wanted: str | None) -> Path | None:
+    """The checkpoint to start from: `wanted`, else what `latest` names; None when there is none at all.
+
+    Raises DataError when it was named and is not there, or is not complete and unaltered.
+    """
+    latest = folder / "latest"
+    if wanted is None and not latest.exists():
+        return None
+    name = wanted or latest.read_text().strip()
+    path = folder / name
+    problem = _problem(path)
+    if problem:
+        others = sorted(other.name for other in folder.glob("L*") if other != path and not _problem(other))
+        remedy = (
+            f'to start from an older one set checkpoint = "{others[-1]}"'
+            if others
+            else "no other one is whole"
+        )
+        raise DataError(f"checkpoint {path} cannot be used: {problem}; {remedy}")
+    return path
+
+
+def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
+    """Bring a fresh engine to a checkpoint that `find` accepted; its version. Collective."""
+    index = json.loads((path / _INDEX).read_text())
+    if index["world_size"] != ranks.world_size or index["fingerprint"] != fingerprint:
+        raise DataError(
+            f"checkpoint {path} is of {index['world_size']} ranks and model {index['fingerprint'][:12]}, "
+            f"this run has {ranks.world_size} ranks and model {fingerprint[:12]}: "
+            "start it with the same ranks and student"
+        )
+    _, state = engine.load_checkpoint(str(path), tag=_TAG)
+    torch.set_rng_state(state["rng"]["cpu"])
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    return Version.parse(index["version"])
+
+
+def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
+
+
+def _digests(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file below `folder`, each forced to disk."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        found[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake3": _digest(path)}
+    return found
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _problem(path: Path) -> str | None:
+    """Why a checkpoint must not be used; None: it is whole."""
+    try:
+        index = json.loads((path / _INDEX).read_text())
+        Version.parse(index["version"])
+        for name, entry in index["files"].items():
+            file = path / name
+            if not file.is_file() or file.stat().st_size != entry["size"]:
+                return f"{name} is missing or cut short"
+            if _digest(file) != entry["blake3"]:
+                return f"{name} was altered"
+    except FileNotFoundError:
+        return f"it has no {_INDEX}"
+    except (json.JSONDecodeError, KeyError, TypeError, WireError):
+        return f"its {_INDEX} is damaged"
+    return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a small file at once, on disk."""
+    partial = path.with_name(f".partial-{path.name}")
+    with partial.open("w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _retain(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what broken saves left."""
+    done = sorted((path for path in folder.glob("L*-v*")), key=lambda path: path.stat().st_mtime_ns)
+    for path in [*done[:-keep], *folder.glob(".partial-L*")]:
+        shutil.rmtree(path)
+        log.info("removed checkpoint %s", path.name)

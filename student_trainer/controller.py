@@ -1,0 +1,89 @@
+"""Rank 0's conversation with the controller: hello, events in order, teachers' heads.
+
+TrainerHello → TrainerWelcome, once;  then events from a thread of their own, so that no step waits for one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from sync.transport import BlockingPeer
+from sync.wire import Audience, Head, Message, Ok, Published, TrainerHello, TrainerWelcome
+
+
+class Controller(Protocol):
+    """What a trainer tells and asks; `HttpController` in a run, `SilentController` in memory."""
+
+    def hello(self, hello: TrainerHello) -> TrainerWelcome:
+        """Introduce this start of the trainer."""
+
+    def tell(self, event: Message) -> None:
+        """Send an event after those told before. Raises what a former one met, when it is known."""
+
+    def audience(self, published: Published) -> Audience:
+        """Announce a broadcast and learn who will listen."""
+
+    def head(self, teacher: str) -> Head:
+        """Output head of a teacher."""
+
+    def close(self) -> None:
+        """Return when every event was received."""
+
+
+class HttpController:
+    """The controller over HTTP. `tell` may be called from any thread."""
+
+    def __init__(self, peer: BlockingPeer) -> None:
+        self._peer = peer
+        self._thread = ThreadPoolExecutor(1, "events")
+        self._sent: list[Future[Ok]] = []
+
+    def hello(self, hello: TrainerHello) -> TrainerWelcome:
+        return self._peer.call("/v1/hello", hello, TrainerWelcome)
+
+    def tell(self, event: Message) -> None:
+        pending = []
+        for future in self._sent:
+            if future.done():
+                future.result()
+            else:
+                pending.append(future)
+        self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
+
+    def audience(self, published: Published) -> Audience:
+        return self._peer.call("/v1/event", published, Audience)
+
+    def head(self, teacher: str) -> Head:
+        return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        for future in self._sent:
+            future.result()
+
+
+class SilentController:
+    """Nobody listens: events are kept in `told`. For tests, and for ranks other than 0."""
+
+    def __init__(self, welcome: TrainerWelcome, heads: dict[str, Head] | None = None) -> None:
+        self.told: list[Message] = []
+        self._welcome = welcome
+        self._heads = heads or {}
+
+    def hello(self, hello: TrainerHello) -> TrainerWelcome:
+        self.told.append(hello)
+        return self._welcome
+
+    def tell(self, event: Message) -> None:
+        self.told.append(event)
+
+    def audience(self, published: Published) -> Audience:
+        self.told.append(published)
+        return Audience(group="", world_size=1)
+
+    def head(self, teacher: str) -> Head:
+        return self._heads[teacher]
+
+    def close(self) -> None:
+        """Nothing to wait for."""

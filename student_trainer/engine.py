@@ -1,0 +1,119 @@
+"""Model, DeepSpeed's configuration and engine of one rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from student_trainer.config import TrainerConfig, TrainerSettings
+from student_trainer.model import Student, head_shape, plain
+from sync.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` makes; `keep` only has to stay alive: transformers holds it by a weak reference."""
+
+    engine: Any
+    student: Student
+    tokenizer: Any
+    keep: Any
+
+
+def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
+    """DeepSpeed's JSON under the overrides. Raises ConfigError for what the trainer cannot work with."""
+    config = _read(settings.deepspeed)
+    for path, value in settings.overrides.items():
+        section = config
+        *parents, last = path.split(".")
+        for name in parents:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(
+                    f"override {path!r}: {name!r} is {section!r} in {settings.deepspeed}, not a section"
+                )
+        section[last] = value
+    _check(config, settings.deepspeed)
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.deepspeed {path} cannot be read ({error.strerror}): name a JSON file"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"trainer.deepspeed {path} holds {type(config).__name__}: it must be a JSON object")
+    return config
+
+
+def _check(config: dict[str, Any], path: Path) -> None:
+    stage = config.get("zero_optimization", {}).get("stage")
+    if stage != 3:
+        raise ConfigError(
+            f"{path}: zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
+        )
+    if config.get("fp16", {}).get("enabled"):
+        raise ConfigError(f"{path}: fp16 skips steps that overflow: enable bf16, or neither for fp32")
+    for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        if config.get(name, 1) != 1:
+            raise ConfigError(
+                f"{path}: {name} is {config[name]}: batches come from the controller, leave it 1"
+            )
+    if "optimizer" not in config:
+        raise ConfigError(f"{path} has no optimizer section: name one, such as AdamW")
+
+
+def load(config: TrainerConfig) -> Loaded:
+    """The student under ZeRO-3, its optimizer, its tokenizer. Collective; torch.distributed must be up."""
+    import deepspeed
+    from transformers import AutoTokenizer
+    from transformers.integrations import HfDeepSpeedConfig
+
+    settings, source = config.trainer, config.student
+    ds_config = deepspeed_config(settings)
+    keep = HfDeepSpeedConfig(ds_config)
+    bf16 = bool(ds_config.get("bf16", {}).get("enabled"))
+    model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
+    if source.chat_template is not None:
+        tokenizer.chat_template = Path(source.chat_template).read_text()
+    vocab = min(max(tokenizer.get_vocab().values()) + 1, model.config.get_text_config().vocab_size)
+    shape = head_shape(plain(model).config.get_text_config(), vocab, config.temperature)
+    student = Student(model, shape, settings.head_chunk)
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
+    return Loaded(engine, student, tokenizer, keep)
+
+
+def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
+    """The transformers model, partitioned while it loads; with adapters when asked."""
+    from transformers import AutoModelForCausalLM
+
+    settings, source = config.trainer, config.student
+    model = AutoModelForCausalLM.from_pretrained(
+        source.path,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        attn_implementation=settings.attention,
+        dtype=dtype,
+    )
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.lora is not None:
+        raise ConfigError("trainer.lora: adapters are not trained yet, leave it out")
+    model.train()
+    return model

@@ -1,0 +1,160 @@
+"""The main loop of every rank.
+
+    batch (agreed by all ranks) → step → ledger → publish → checkpoint → report → the same again, until Stop
+
+Every rank goes through the same collectives in the same order; whatever only one rank knows (a signal, a
+Stop, an anchor that is due) goes through `Ranks.highest` first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from student_trainer.controller import Controller
+from student_trainer.ledger import Ledger
+from student_trainer.ranks import Ranks
+from student_trainer.roads import Road
+from student_trainer.source import BatchSource
+from sync.errors import DataError
+from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(IntEnum):
+    """What a rank got for its poll; the highest one counts for all."""
+
+    BATCH = 0
+    WAIT = 1
+    STOP = 2
+    STOP_AND_CHECKPOINT = 3
+    INTERRUPTED = 4
+
+
+@dataclass
+class Trainer:
+    """One rank of a running trainer; `version` moves with every step, the rest stays."""
+
+    version: Version
+    step: Callable[[TrainBatch], dict[str, float]]
+    """Train on a batch; metrics. Collective."""
+    save: Callable[[Version], Path]
+    """Write a checkpoint; its folder. Collective."""
+    source: BatchSource
+    controller: Controller
+    road: Road
+    ledger: Ledger
+    ranks: Ranks
+    interrupted: threading.Event
+    publish_every: int
+    checkpoint_every: int
+    """0: only at the end."""
+
+
+def train(trainer: Trainer) -> Outcome:
+    """Train until told to stop; why it stopped. A checkpoint is saved when the ending asks for one."""
+    while True:
+        with Stopwatch() as clock:
+            outcome, batch = agreed_batch(trainer)
+            clock.lap("wait")
+            if batch is None:
+                break
+            trainer.source.expect(after(trainer.version))
+            metrics = trainer.step(batch)
+            trainer.version = after(trainer.version)
+            trainer.ledger.record(
+                trainer.version.step, [id for rows in batch.micro_batches for id in rows.ids]
+            )
+            clock.lap("train")
+            if trainer.version.step % trainer.publish_every == 0:
+                publish(trainer)
+            clock.lap("publish")
+            if trainer.checkpoint_every and trainer.version.step % trainer.checkpoint_every == 0:
+                checkpoint(trainer)
+            clock.lap("checkpoint")
+        if trainer.ranks.rank == 0:
+            trainer.controller.tell(
+                StepReport(version=trainer.version, metrics=metrics, seconds=clock.seconds)
+            )
+    if outcome is not Outcome.STOP:
+        checkpoint(trainer)
+    return outcome
+
+
+def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
+    """The next batch, once every rank has its share of it; None: all stop. Collective."""
+    answer: TrainBatch | Wait | Stop = Wait()
+    while True:
+        if isinstance(answer, Wait):
+            answer = trainer.source.poll(trainer.version, trainer.interrupted)
+        own = outcome_of(answer, trainer.interrupted.is_set())
+        outcome = Outcome(int(trainer.ranks.highest([own])[0]))
+        if outcome is Outcome.BATCH:
+            assert isinstance(answer, TrainBatch)
+            check_version(answer, trainer.version)
+            return outcome, answer
+        if outcome is not Outcome.WAIT:
+            log.info("stopping at %s: %s", trainer.version, outcome.name.lower().replace("_", " "))
+            return outcome, None
+
+
+def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
+    """What this rank brings to the agreement."""
+    if interrupted:
+        return Outcome.INTERRUPTED
+    if isinstance(answer, Stop):
+        return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
+    return Outcome.WAIT if isinstance(answer, Wait) else Outcome.BATCH
+
+
+def check_version(batch: TrainBatch, version: Version) -> None:
+    """Refuse a batch made for other weights: its ages would be wrong."""
+    if batch.version != version:
+        raise DataError(
+            f"batch is for {batch.version}, the trainer is at {version}: controller and trainer disagree"
+        )
+
+
+def publish(trainer: Trainer) -> None:
+    """Send the weights on their way once the version before has arrived or failed. Collective."""
+    trainer.road.settle()
+    (anchor,) = trainer.ranks.highest([trainer.road.anchor_due])
+    trainer.road.publish(trainer.version, bool(anchor))
+
+
+def checkpoint(trainer: Trainer) -> None:
+    """Save where the trainer stands, and say so. Collective."""
+    path = trainer.save(trainer.version)
+    if trainer.ranks.rank == 0:
+        trainer.controller.tell(CheckpointSaved(version=trainer.version, path=str(path)))
+
+
+def after(version: Version) -> Version:
+    """The version that the next step makes."""
+    return Version(version.lineage, version.step + 1)
+
+
+class Stopwatch:
+    """Wall seconds of the parts of a step, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __enter__(self) -> Stopwatch:
+        self._last = time.monotonic()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing to release."""
+
+    def lap(self, name: str) -> None:
+        """Give the time since the last lap to `name`."""
+        now = time.monotonic()
+        self.seconds[name], self._last = now - self._last, now

@@ -1,0 +1,65 @@
+"""Statistics of every step, whatever the objective: sums over tokens, without gradient.
+
+ρ = p(y)/μ(y) of all tokens;  fresh: tokens sampled from these very weights, where ρ should be 1
+fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
+student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from student_trainer.objectives.importance import ratio
+from student_trainer.objectives.terms import Targets, at
+
+_OVERLAP_TOKENS = 64
+"""Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear."""
+
+
+@torch.no_grad()
+def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
+    """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
+    logp_N = at(logp_NV, targets.token_N)
+    rho_N = ratio(logp_N, targets.behavior_logp_N)
+    mismatch_N = rho_N - 1.0 - (logp_N - targets.behavior_logp_N)
+    sums = {
+        "student_entropy": -(logp_NV.exp() * logp_NV).sum(),
+        "rho": rho_N.sum(),
+        "rho_squared": rho_N.square().sum(),
+        "rho_max": rho_N.max(),
+        "fresh_kl": torch.where(targets.fresh_N, mismatch_N, 0.0).sum(),
+        "fresh_tokens": targets.fresh_N.sum(),
+    }
+    return sums | _teacher_entropy(targets) | _support(logp_NV, targets)
+
+
+def _teacher_entropy(targets: Targets) -> dict[str, Tensor]:
+    if targets.teacher_logp_NV is not None:
+        logq_NV = targets.teacher_logp_NV
+        entropy_N = -(logq_NV.exp() * logq_NV).sum(1)
+    elif targets.teacher_entropy_N is not None:
+        entropy_N = targets.teacher_entropy_N
+    else:
+        return {}
+    return {"teacher_entropy": entropy_N.sum(), "teacher_entropy_tokens": torch.ones_like(entropy_N).sum()}
+
+
+def _support(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
+    if targets.support_NK is None or targets.support_logp_NK is None:
+        return {}
+    ids_NK, member_NK = targets.support_NK.clamp(min=0), targets.support_NK >= 0
+    p_NK = torch.where(member_NK, logp_NV.gather(1, ids_NK).exp(), 0.0)
+    q_NK = torch.where(member_NK, targets.support_logp_NK.exp(), 0.0)
+    size = min(ids_NK.shape[1], logp_NV.shape[1])
+    own_PK = logp_NV[:_OVERLAP_TOKENS].topk(size, dim=1).indices
+    mine_PV = torch.zeros_like(logp_NV[:_OVERLAP_TOKENS], dtype=torch.bool).scatter_(1, own_PK, True)
+    shared_PK = mine_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & member_NK[:_OVERLAP_TOKENS]
+    members_P = member_NK[:_OVERLAP_TOKENS].sum(1).clamp(min=1)
+    return {
+        "student_mass": p_NK.sum(),
+        "teacher_mass": q_NK.sum(),
+        "support_tokens": torch.ones_like(targets.token_N).sum(),
+        "overlap": (shared_PK.sum(1) / members_P).sum(),
+        "overlap_tokens": torch.ones_like(members_P).sum(),
+    }

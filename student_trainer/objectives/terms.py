@@ -1,0 +1,64 @@
+"""What goes into an objective and what comes out: one chunk of completion tokens.
+
+Letters: N tokens of the chunk, K ids per token, V vocabulary. All log-probabilities are nats, fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+STATS: Final = (
+    "loss",
+    "reverse_kl",
+    "student_entropy",
+    "teacher_entropy",
+    "teacher_entropy_tokens",
+    "rho",
+    "rho_squared",
+    "fresh_kl",
+    "fresh_tokens",
+    "student_mass",
+    "teacher_mass",
+    "support_tokens",
+    "overlap",
+    "overlap_tokens",
+)
+"""Sums over tokens that an objective may report; each is 0 where it has nothing to say."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Everything a chunk's loss depends on besides the live student; nothing here carries a gradient."""
+
+    token_N: Tensor
+    """int64: the sampled token y"""
+    behavior_logp_N: Tensor
+    """log μ(y)"""
+    teacher_logp_N: Tensor
+    """log q(y)"""
+    fresh_N: Tensor
+    """bool: y was sampled from exactly the weights that are trained now (age 0)"""
+    support_NK: Tensor | None = None
+    """int64: ids of S, -1 where there are fewer than K; S must not depend on y"""
+    support_logp_NK: Tensor | None = None
+    """log q at support_NK"""
+    teacher_logp_NV: Tensor | None = None
+    """log q, whole distribution"""
+    teacher_entropy_N: Tensor | None = None
+    future_N: Tensor | None = None
+    """Σ_{j≥1} γ^j d_{t+j} over the rest of the row; None: γ = 0"""
+
+
+Terms = tuple[Tensor, dict[str, Tensor]]
+"""Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
+Objective = Callable[[Tensor, Targets], Terms]
+"""(live log p [N, V], targets) → terms."""
+
+
+def at(logp_NV: Tensor, token_N: Tensor) -> Tensor:
+    """log p(y) [N]."""
+    return logp_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)

@@ -1,0 +1,219 @@
+"""A rank from start to end.
+
+process group → model → checkpoint → hello → first version → heads → loop → last version, digests, folder
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+from student_trainer import checkpoint
+from student_trainer.config import TrainerConfig
+from student_trainer.controller import Controller, HttpController
+from student_trainer.engine import Loaded, load
+from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.launch import TITLE
+from student_trainer.ledger import Ledger
+from student_trainer.loop import Outcome, Trainer, publish, train
+from student_trainer.model import check_head
+from student_trainer.objectives.needs import needs
+from student_trainer.objectives.registry import build, discount
+from student_trainer.ranks import Ranks
+from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
+from student_trainer.signals import StopSignals, die_with_parent
+from student_trainer.source import HttpSource
+from student_trainer.step import Aim, train_step
+from student_trainer.weights import Weights
+from sync.errors import DataError
+from sync.stores import open_store
+from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.broadcast import BroadcastSender, own_address
+from sync.weights.publish import Publisher
+from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
+
+log = logging.getLogger(__name__)
+_POLL_SECONDS = 120.0
+"""Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
+
+
+def run(config: TrainerConfig) -> None:
+    """Train as the controller says; returns when all is saved. Raises DistillError."""
+    die_with_parent()
+    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
+    ranks = join(config)
+    loaded = load(config)
+    check_head(loaded.student, loaded.engine, ranks.device)
+    weights = Weights(loaded.student, ranks)
+    fingerprint = weights.fingerprint
+    start = resume(config, loaded.engine, fingerprint, ranks)
+
+    peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
+    controller = HttpController(peer)
+    welcome = introduce(controller, start, fingerprint, ranks)
+    source = HttpSource(
+        BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
+        ranks.rank,
+        ranks.world_size,
+    )
+    source.expect(welcome.version)
+    export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
+    road = open_road(config, weights, export, controller, fingerprint, ranks)
+    road.start(welcome.version, welcome.parent)
+    trainer = Trainer(
+        version=welcome.version,
+        step=step_function(config, loaded, controller, welcome, ranks),
+        save=partial(save, config, loaded.engine, fingerprint, ranks),
+        source=source,
+        controller=controller,
+        road=road,
+        ledger=Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank),
+        ranks=ranks,
+        interrupted=signals.asked,
+        publish_every=config.weights.publish_every,
+        checkpoint_every=config.trainer.checkpoint_every,
+    )
+    outcome = train(trainer)
+    finish(config, trainer, weights, export, outcome)
+    signals.finished()
+    leave(ranks)
+
+
+def join(config: TrainerConfig) -> Ranks:
+    """Meet the other ranks; seeds and threads of this one."""
+    import deepspeed
+    from setproctitle import setproctitle
+
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    setproctitle(f"{TITLE} {config.run} rank {rank}")
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(config.seed + rank)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    return Ranks(rank, world_size, device)
+
+
+def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
+    """Load the checkpoint to start from; None: there is none, training starts from the model's folder."""
+    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint)
+    if path is None:
+        return None
+    version = checkpoint.load(engine, path, fingerprint, ranks)
+    log.info("resumed from %s", path)
+    return version
+
+
+def introduce(
+    controller: Controller, start: Version | None, fingerprint: str, ranks: Ranks
+) -> TrainerWelcome:
+    """Rank 0 says hello; every rank learns the answer. Collective."""
+    body = None
+    if ranks.rank == 0:
+        hello = TrainerHello(world_size=ranks.world_size, checkpoint=start, fingerprint=fingerprint)
+        body = encode(controller.hello(hello))
+    welcome = decode(ranks.broadcast(body), TrainerWelcome)
+    expected = 0 if start is None else start.step
+    if welcome.version.step != expected:
+        raise DataError(
+            f"the controller expects training to start at step {welcome.version.step}, the trainer stands at "
+            f"{expected}: they must use the same run folder"
+        )
+    return welcome
+
+
+def step_function(
+    config: TrainerConfig, loaded: Loaded, controller: Controller, welcome: TrainerWelcome, ranks: Ranks
+) -> Any:
+    """What trains on one batch, with the teachers' heads when the objective needs them."""
+    vocab = loaded.student.head.shape.vocab
+    heads: tuple[HeadWeights, ...] = ()
+    if needs(config.objective).hidden:
+        heads = tuple(teacher_head(controller.head(name), vocab, ranks.device) for name in welcome.teachers)
+    aim = Aim(build(config.objective), discount(config.objective), heads, vocab)
+    return lambda batch: train_step(loaded.engine, batch, aim, ranks)
+
+
+def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
+    """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
+    rows = head.weight.shape[0]
+    if rows < vocab:
+        raise DataError(
+            f"teacher {head.teacher} has a head of {rows} rows, the student's tokenizer has {vocab} ids"
+        )
+    array = torch.tensor(unpack(head.weight))
+    weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
+    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).float()[:vocab].to(device)
+    weight_VH = weight_VH[:vocab].to(device)
+    shape = HeadShape(vocab, head.scale, head.soft_cap)
+    return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
+
+
+def open_road(
+    config: TrainerConfig,
+    weights: Weights,
+    export: Any,
+    controller: Controller,
+    fingerprint: str,
+    ranks: Ranks,
+) -> Road:
+    """The configured way for new versions."""
+    settings = config.weights
+    if settings.road == "broadcast":
+        sender = None
+        if ranks.rank == 0:
+            controller_at = urlsplit(config.controller_url)
+            host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
+        return BroadcastRoad(sender, weights, controller)
+    publisher = Publisher(
+        open_store(settings.store, config.run_dir / "store"),
+        config.run,
+        fingerprint,
+        weights.slices,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        codec=settings.codec,
+        anchor_share=settings.anchor_share,
+        timeout=settings.timeout_seconds,
+    )
+    return SnapshotRoad(publisher, weights, export, config.run_dir / "anchors", controller, ranks.rank)
+
+
+def save(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks, version: Version) -> Any:
+    """Write a checkpoint of `version`. Collective."""
+    keep = config.trainer.keep_checkpoints
+    return checkpoint.save(engine, config.run_dir / "checkpoints", version, fingerprint, ranks, keep)
+
+
+def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: Any, outcome: Outcome) -> None:
+    """Publish what is not yet out, prove what it is, and leave a model folder. Collective."""
+    trainer.source.close()
+    if trainer.road.newest != trainer.version:
+        publish(trainer)
+    trainer.road.close()
+    digests = weights.digests()
+    if trainer.ranks.rank == 0:
+        trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
+    if outcome is not Outcome.INTERRUPTED:
+        export(config.run_dir / "final")
+    trainer.ledger.close()
+    trainer.controller.close()
+    log.info("finished at %s", trainer.version)
+
+
+def leave(ranks: Ranks) -> None:
+    """Take the process group down when every rank has finished."""
+    ranks.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
