@@ -13,78 +13,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from typing import Any
 
 from distill.books import Books
 from distill.config import RunConfig
 from distill.desk import Desk
-from distill.evaluations import Evaluations, Evaluator
+from distill.evaluations import Evaluations
 from distill.gateway import application, listen, serving
-from distill.journal import Journal
-from distill.prompts import PromptStream
+from distill.parts import Hooks, Parts
 from distill.records import Rollout, VersionApplied
-from distill.replicas import Fleet, ReplicaEngine
+from distill.replicas import Fleet
 from distill.rollout import Feeder
-from distill.scoring import Finished, Judge, Scoring, Teacher, Transform
+from distill.scoring import Finished, Scoring
 from distill.signals import Signal
 from distill.summary import summarise, token_shares
-from distill.timeline import Span, Timeline
+from distill.timeline import Timeline
 from sync.errors import ConfigError, DistillError
 from sync.wire import (
     Audience,
     CheckpointSaved,
-    EvalReport,
     Published,
     StepReport,
     TrainerWelcome,
-    Version,
-    Want,
 )
 
 logger = logging.getLogger(__name__)
-
-
-def _ignore(*_: Any) -> None:
-    """The default of every hook."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What the launcher hears of; called in the controller's loop, must not block."""
-
-    step: Callable[[Version, dict[str, float]], None] = _ignore
-    """After each optimizer step, with the trainer's and the controller's metrics."""
-    evaluated: Callable[[EvalReport, bool], None] = _ignore
-    """A report, and whether it is the best so far (then export that version: the store will not keep it)."""
-    opened: Callable[[TrainerWelcome], None] = _ignore
-    """A trainer has said hello."""
-    published: Callable[[Published], None] = _ignore
-    saved: Callable[[CheckpointSaved], None] = _ignore
-    span: Callable[[Span], None] = _ignore
-    """A stretch of work or waiting has ended: a line of timeline.jsonl."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Everything the controller works with; each can be replaced by one in memory."""
-
-    replicas: dict[str, ReplicaEngine]
-    teachers: dict[str, Teacher]
-    """In the order of their index in Rows.teacher."""
-    route: Callable[[str], str]
-    """Data source → teacher."""
-    prompts: PromptStream
-    journal: Journal
-    want: Want
-    """What the objective needs from the teacher."""
-    student_topk: int = 0
-    """What it needs from the replicas: ids per position."""
-    evaluator: Evaluator | None = None
-    judge: Judge | None = None
-    transforms: dict[str, Transform] | None = None
-    """Per teacher: what it sees instead of the prompt."""
 
 
 class Controller:
@@ -170,7 +124,7 @@ class Controller:
             workers = [asyncio.create_task(part) for part in self._parts()]
             try:
                 await self._first_of(workers)
-                self.hold("the trainer has left")
+                self.feeder.held = True
                 await self._conclude()
             finally:
                 for worker in workers:
@@ -180,6 +134,11 @@ class Controller:
                 self.books.journal.close()
         return self.summary()
 
+    def close(self) -> None:
+        """Let go of port and journal; for a controller that is not run."""
+        self._socket.close()
+        self.books.journal.close()
+
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
         return parts + [self.evaluations.run()] if self.evaluations else parts
@@ -187,18 +146,17 @@ class Controller:
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
         over = asyncio.create_task(self._watch_end(), name="watch the end")
-        done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
+        try:
+            done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
         for worker in done:
             worker.result()
 
     async def _watch_end(self) -> None:
-        """Until the trainer said its last word, or, told to stop, was silent for the grace period."""
+        """Until the trainer said its last word, or has left without one."""
         while self.desk.final is None and not self._left:
-            grace = self.config.run.grace_seconds if self.desk.stopped else None
-            if not await self._changed.wait(grace):
-                logger.warning("the trainer said nothing for %.0f s after it was told to stop", grace)
-                return
+            await self._changed.wait()
 
     async def _compose(self) -> None:
         """Compose the batch that is asked for as soon as there are rollouts for it."""
@@ -318,10 +276,12 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical = self._weights_identical
+        identical, reached = self._weights_identical, self.books.state.reached
+        done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
-            "stop_reason": self._stop_reason or "all steps are done",
+            "completed": done,
+            "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
@@ -389,6 +349,6 @@ def _check(config: RunConfig) -> None:
     if every - 1 > staleness:
         raise ConfigError(
             f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions and every rollout would be too old; "
+            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
             f"set max_staleness to at least {every - 1}, or publish more often"
         )

@@ -80,8 +80,6 @@ class Desk:
         """Newest step whose batch is safe on disk."""
         self.asked = -1
         """Newest step that a rank asked for."""
-        self.stopped = False
-        """A rank was told to stop."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
 
@@ -140,8 +138,6 @@ class Desk:
                 self.asked = step
                 self._changed.wake()
             if step > self._given and (step >= self._steps or self._stop):
-                self.stopped = True
-                self._changed.wake()
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
             if step <= self.ready:
                 self._given = max(self._given, step)

@@ -7,13 +7,15 @@ batches), make their numbers from seeds, and can be told to fail.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
 from distill.desk import Desk
 from distill.replicas import Answer
+from distill.signals import Signal
 from sync.errors import RemoteError, Unreachable
 from sync.wire import (
     Array,
@@ -86,7 +88,7 @@ class MemoryReplica:
         if broken.is_set() or not self.up:
             raise Unreachable("the replica is dead")
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         for prompt in request.prompts:
             yield self.spoil(await self._complete(prompt, request))
 
@@ -95,7 +97,10 @@ class MemoryReplica:
         count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
         before, half = self.version, count // 2
         await self._breathe(self.token_seconds * count)
-        spans = [VersionSpan(before or Version(0, 0), 0, half), VersionSpan(self.version or Version(0, 0), half, count)]
+        spans = [
+            VersionSpan(before or Version(0, 0), 0, half),
+            VersionSpan(self.version or Version(0, 0), half, count),
+        ]
         self.generated += 1
         topk = request.sampling.student_topk
         return Generated(
@@ -200,6 +205,7 @@ class MemoryTrainer:
     batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
     """What it trained on, by the version it was on top of."""
     welcomes: list[TrainerWelcome] = field(default_factory=list)
+    stepped: Signal = field(default_factory=Signal)
 
     @property
     def ledger(self) -> dict[int, dict[int, list[str]]]:
@@ -230,13 +236,14 @@ class MemoryTrainer:
         request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
         while True:
             body = await self.desk.batch(request)
-            answer: TrainBatch | Wait | Stop = decode(body, TrainBatch | Wait | Stop)  # type: ignore[type-var]
+            answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
             if not isinstance(answer, Wait):
                 return answer
 
     async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
         await asyncio.sleep(self.step_seconds)
         self.batches[version] = shares
+        self.stepped.wake()
         after = Version(version.lineage, version.step + 1)
         if after.step % self.publish_every == 0:
             await self._publish(after, "delta")

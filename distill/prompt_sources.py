@@ -142,7 +142,8 @@ def _prompts(
         value = _field(row, config.field, place)
         if not isinstance(value, str | list) or not value:
             raise DataError(
-                f"{place}: field {config.field!r} is {value!r:.80}: a text or a list of chat messages is needed"
+                f"{place}: field {config.field!r} is {value!r:.80}: a text or a list of chat messages must "
+                "stand there"
             )
         if isinstance(value, list) and config.template == "plain":
             raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')

@@ -13,7 +13,7 @@ from distill.prompts import Prompt
 from sync.wire import Array, EvalReport, Scored, Version, VersionSpan
 
 DropReason = Literal["too_old", "teacher_refused", "empty", "engine_failed", "straggler"]
-AgainReason = Literal["replica_lost", "aborted", "straggler", "controller_restarted"]
+AgainReason = Literal["replica_lost", "replica_busy", "aborted", "straggler", "controller_restarted"]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 

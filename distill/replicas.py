@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -42,7 +42,7 @@ Answer = Generated | GenerateFailed
 class ReplicaEngine(Protocol):
     """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
         ...
 
@@ -58,9 +58,10 @@ class HttpReplica:
     def __init__(self, url: str, token: str | None = None) -> None:
         self._peer = Peer(url, token)
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         kind = cast(type[Generated], Answer)
-        return self._peer.stream("/distill/v1/generate", request, kind)
+        answers = self._peer.stream("/distill/v1/generate", request, kind)
+        return cast(AsyncGenerator[Answer, None], answers)
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
         return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)
@@ -99,6 +100,8 @@ class Replica:
         """How often it has joined."""
         self.streams: set[asyncio.Task[None]] = set()
         """Tasks that read completions from it."""
+        self.refusals = 0
+        """Requests that it refused one after the other."""
         self.rests_until = 0.0
         """Monotonic time before which it is asked nothing."""
         self.lost = asyncio.Event()
@@ -181,8 +184,10 @@ class Fleet:
         replica.phase = Phase.ABSENT
         self._published.wake()
 
-    def rest(self, replica: Replica, seconds: float) -> None:
-        """Ask it nothing for a while."""
+    def refused(self, replica: Replica, retry_after: float | None) -> None:
+        """It refused a request: ask it nothing for `retry_after` seconds (None: longer each time)."""
+        replica.refusals += 1
+        seconds = min(30.0, 2.0**replica.refusals / 2) if retry_after is None else retry_after
         replica.rests_until = time.monotonic() + seconds
         asyncio.get_running_loop().call_later(seconds, self.wake.wake)
 

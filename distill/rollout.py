@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import aclosing
 
 import numpy as np
 
@@ -95,21 +96,18 @@ class Feeder:
         try:
             await self._books.journal.commit()
             async with asyncio.timeout(self._config.straggler_seconds):
-                async for answer in replica.engine.generate(self._request(prompts)):
-                    asked = missing.pop(answer.id, None)
-                    if asked is None:
-                        raise WireError(f"replica {replica.name} answered {answer.id!r}, which was not asked")
-                    self._load(replica, -1)
-                    self._answered(asked, answer)
+                async with aclosing(replica.engine.generate(self._request(prompts))) as answers:
+                    async for answer in answers:
+                        self._answered(replica, missing, answer)
         except TimeoutError:
             reason = "straggler"
         except (Unreachable, WireError) as error:
             logger.warning("%d completions of %s are asked again: %s", len(missing), replica.name, error)
             self._fleet.report_lost(replica)
         except RemoteError as error:
-            reason = "replica_lost" if isinstance(error, Overloaded) else "aborted"
+            reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
             logger.warning("replica %s refused a request: %s", replica.name, error)
-            self._fleet.rest(replica, error.retry_after if isinstance(error, Overloaded) else 1.0)
+            self._fleet.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
         finally:
             self._load(replica, -len(missing))
             if not self._closing:
@@ -131,7 +129,15 @@ class Feeder:
         self._again.extend(self._books.ask_again(prompts, reason))
         self._fleet.wake.wake()
 
-    def _answered(self, asked: Asked, answer: Answer) -> None:
+    def _answered(self, replica: Replica, missing: dict[str, Asked], answer: Answer) -> None:
+        asked = missing.pop(answer.id, None)
+        if asked is None:
+            raise WireError(f"replica {replica.name} answered {answer.id!r}, which it was not asked")
+        replica.refusals = 0
+        self._load(replica, -1)
+        self._take(asked, answer)
+
+    def _take(self, asked: Asked, answer: Answer) -> None:
         prompt = asked.prompt.id
         if isinstance(answer, GenerateFailed):
             logger.warning("prompt %s was refused by its replica: %s", prompt, answer.error)

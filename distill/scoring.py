@@ -66,8 +66,8 @@ class Scoring:
     what can wait.
 
     `route` gives the teacher's name of a data source. `transforms`: what a teacher sees instead of the
-    prompt. `judge` gives the task's reward. `scored` is awaited with every answered batch, `refused` is called with
-    a completion that its teacher cannot score.
+    prompt. `judge` gives the task's reward. `scored` is awaited with every answered batch, `refused` is
+    called with a completion that its teacher cannot score.
     """
 
     def __init__(

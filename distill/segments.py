@@ -83,15 +83,17 @@ def _sound_entry_after(data: memoryview, offset: int) -> bool:
     return False
 
 
-def scan(path: Path, *, last: bool) -> Iterator[tuple[int, AnyRecord]]:
+def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, AnyRecord]]:
     """(offset, record) of every entry of a segment; the torn tail of the `last` one is cut off the file.
 
-    Raises DataError when the segment is damaged anywhere else.
+    `mend` False: the tail is left out and the file as it is. Raises DataError when the segment is damaged
+    anywhere else.
     """
     data = memoryview(path.read_bytes())
     if bytes(data[: len(SEGMENT_MAGIC)]) != SEGMENT_MAGIC:
         if last and SEGMENT_MAGIC.startswith(bytes(data)):
-            _cut(path, 0, len(data))
+            if mend:
+                _cut(path, 0, len(data))
             return
         raise DataError(
             f"{path} does not begin with {SEGMENT_MAGIC!r}: it is no journal segment, or is damaged"
@@ -105,10 +107,19 @@ def scan(path: Path, *, last: bool) -> Iterator[tuple[int, AnyRecord]]:
                     f"{path} is damaged at byte {offset}, with sound records after it: a crash "
                     "does not do that; restore the file from a copy, or start a new run"
                 )
-            _cut(path, offset, len(data))
+            if mend:
+                _cut(path, offset, len(data))
             return
         yield offset, _decode(payload, path, offset)
         offset += _HEAD.size + len(payload)
+
+
+def read_all(folder: Path) -> Iterator[tuple[int, int, AnyRecord]]:
+    """(segment, offset, record) of a whole journal; changes nothing, so it may be another process's."""
+    numbers = segment_numbers(folder)
+    for number in numbers:
+        for offset, record in scan(segment_path(folder, number), last=number == numbers[-1], mend=False):
+            yield number, offset, record
 
 
 def _cut(path: Path, offset: int, size: int) -> None:

@@ -18,10 +18,8 @@ class Signal:
     async def wait(self, seconds: float | None = None) -> bool:
         """Until the next wake, or `seconds` at most; whether it was a wake."""
         event = self._event
-        if seconds is None:
-            return await event.wait()
-        try:
-            await asyncio.wait_for(event.wait(), seconds)
+        try:  # not wait_for: on Python 3.11 it can swallow a cancellation
+            async with asyncio.timeout(seconds):
+                return await event.wait()
         except TimeoutError:
             return False
-        return True

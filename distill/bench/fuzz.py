@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import httpx
 import msgspec
@@ -84,7 +85,22 @@ def _odd_field(rng: random.Random, good: ScoreRequest) -> bytes:
         if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.2:
             break
         node = node[key]
-    odd = [None, -1, 0, 2**31, 2**63, -(2**63), 1e308, float("nan"), float("inf"), "", "é" * 99, b"", [], {}]
+    odd: list[object] = [
+        None,
+        -1,
+        0,
+        2**31,
+        2**63,
+        -(2**63),
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "é" * 99,
+        b"",
+        [],
+        {},
+    ]
     node[key] = rng.choice([*odd, [[[]]] * 9, True, rng.randbytes(9)])
     return msgspec.msgpack.encode(tree)
 
@@ -94,7 +110,8 @@ def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
     shape = rng.choice(
         [(), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1)]
     )
-    dtype = rng.choice(["u1", "i4", "i8", "f2", "f4", "bf16"])
+    dtypes: tuple[Literal["u1", "i4", "i8", "f2", "f4", "bf16"], ...] = ("u1", "i4", "i8", "f2", "f4", "bf16")
+    dtype = rng.choice(dtypes)
     ids = np.array([rng.choice([-1, 0, 2**31 - 1, -(2**31), 10**6]) for _ in range(3)], np.int32)
     array = rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
     name = rng.choice(["token_ids", "gather_ids"])

@@ -32,7 +32,7 @@ import torch
 from torch import distributed as dist
 
 from sync.errors import SnapshotError, Unreachable
-from sync.replica.checkpoint import TensorMeta, digest, meta_of
+from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _backend(
     return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """This machine's address as seen on the way to `host`; nothing is sent."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -255,7 +255,7 @@ class Reception:
         base = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         store = dist.PrefixStore(ticket.group, base)
         metas = msgspec.msgpack.decode(store.get("plan"), type=list[TensorMeta])
-        own = _own_address(host, int(port))
+        own = own_address(host, int(port))
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         try:
             tensors = self._receive_buckets(group, plan(metas))

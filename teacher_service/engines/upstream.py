@@ -26,12 +26,20 @@ PATIENCE_SECONDS: Final = 60.0
 class Upstream:
     """One server, asked from one or several threads."""
 
-    def __init__(self, url: str, timeout: float = 600.0, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 600.0,
+        patience: float = PATIENCE_SECONDS,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         key = os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._url, self._patience = url.rstrip("/"), patience
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.Client(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.Client(
+            headers=headers, timeout=timeout, limits=limits, trust_env=False, transport=transport
+        )
 
     def get(self, path: str) -> Any:
         """JSON answer of GET; see `post`."""
@@ -79,8 +87,12 @@ class Upstream:
         self._http.close()
 
 
-def longest(config: TeacherConfig, served: int | None) -> int:
-    """Longest sequence: the config's, else what the server tells. Raises ConfigError when neither knows."""
+def longest(config: TeacherConfig, card: dict[str, Any]) -> int:
+    """Longest sequence: the config's, else what the server tells, less the one token it must generate.
+
+    Raises ConfigError when neither knows, or the config asks for more than the server takes.
+    """
+    served = card["max_model_len"] - 1 if card.get("max_model_len") else None
     if config.max_length is not None and served is not None and config.max_length > served:
         raise ConfigError(f"max_length = {config.max_length}, but the server takes {served} tokens: lower it")
     if (length := config.max_length or served) is None:
