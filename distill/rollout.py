@@ -76,13 +76,13 @@ class Feeder:
         """Feed until cancelled."""
         waiting = list(self._books.state.asked.values())
         self._again.extend(self._books.ask_again(waiting, "controller_restarted"))
-        try:
-            async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
+            try:
                 while True:
                     self._feed(group)
                     await self._fleet.wake.wait()
-        finally:
-            self._closing = True
+            finally:
+                self._closing = True
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
         while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
