@@ -26,6 +26,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HasHead(Protocol):
+    """A teacher whose output head can be fetched."""
+
     async def head(self) -> Head: ...
 
 

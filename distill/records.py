@@ -118,6 +118,8 @@ class Stepped(Record, frozen=True):
 
 
 class VersionPublished(Record, frozen=True):
+    """The trainer published a version; fields as in sync.wire.Published."""
+
     version: Version
     kind: Literal["full", "delta", "lora", "broadcast"]
     bytes: int
@@ -138,11 +140,15 @@ class VersionApplied(Record, frozen=True):
 
 
 class Checkpointed(Record, frozen=True):
+    """The trainer's checkpoint of `version` is whole."""
+
     version: Version
     path: str
 
 
 class Evaluated(Record, frozen=True):
+    """A version was evaluated."""
+
     report: EvalReport
 
 

@@ -7,6 +7,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +23,18 @@ from sync.errors import Overloaded, RemoteError, Unreachable, WireError
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, unpack
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Request:
+    """A request under way."""
+
+    replica: Replica
+    prompts: list[Asked]
+    missing: dict[str, Asked]
+    """Not answered yet."""
+    reason: AgainReason = "replica_lost"
+    """Why what is missing at the end was lost."""
 
 
 class Feeder:
@@ -62,19 +76,22 @@ class Feeder:
         """Feed until cancelled."""
         waiting = list(self._books.state.asked.values())
         self._again.extend(self._books.ask_again(waiting, "controller_restarted"))
-        try:
-            async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
+            try:
                 while True:
                     self._feed(group)
                     await self._fleet.wake.wait()
-        finally:
-            self._closing = True
+            finally:
+                self._closing = True
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
         while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
-            task = group.create_task(self._ask(replica, self._next(count)))
+            prompts = self._next(count)
+            request = _Request(replica, prompts, {asked.prompt.id: asked for asked in prompts})
+            self._load(replica, count)
+            task = group.create_task(self._ask(request))
             replica.streams.add(task)
-            task.add_done_callback(replica.streams.discard)
+            task.add_done_callback(partial(self._ended, request))
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
@@ -88,30 +105,31 @@ class Feeder:
         again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
         return again + (self._books.issue(count - len(again)) if count > len(again) else [])
 
-    async def _ask(self, replica: Replica, prompts: list[Asked]) -> None:
-        """One request from its sending to its end; whatever is not answered is asked again."""
-        missing = {asked.prompt.id: asked for asked in prompts}
-        self._load(replica, len(missing))
-        reason: AgainReason = "replica_lost"
+    async def _ask(self, request: _Request) -> None:
+        """One request from its sending to its end; leaves in it what was not answered, and why."""
+        replica = request.replica
         try:
             await self._books.journal.commit()
             async with asyncio.timeout(self._config.straggler_seconds):
-                async with aclosing(replica.engine.generate(self._request(prompts))) as answers:
+                async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
                     async for answer in answers:
-                        self._answered(replica, missing, answer)
+                        self._answered(request, answer)
         except TimeoutError:
-            reason = "straggler"
+            request.reason = "straggler"
         except (Unreachable, WireError) as error:
-            logger.warning("%d completions of %s are asked again: %s", len(missing), replica.name, error)
+            logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
             self._fleet.report_lost(replica)
         except RemoteError as error:
-            reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
+            request.reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
             logger.warning("replica %s refused a request: %s", replica.name, error)
             self._fleet.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
-        finally:
-            self._load(replica, -len(missing))
-            if not self._closing:
-                self._put_back(list(missing.values()), reason)
+
+    def _ended(self, request: _Request, task: asyncio.Task[None]) -> None:
+        """Called once for every request, also for one that was cancelled before it began."""
+        request.replica.streams.discard(task)
+        self._load(request.replica, -len(request.missing))
+        if not self._closing:
+            self._put_back(list(request.missing.values()), request.reason)
 
     def _load(self, replica: Replica, change: int) -> None:
         replica.in_flight += change
@@ -119,7 +137,7 @@ class Feeder:
         if change < 0:
             self._fleet.wake.wake()
 
-    def _request(self, prompts: list[Asked]) -> GenerateRequest:
+    def _message(self, prompts: list[Asked]) -> GenerateRequest:
         return GenerateRequest(
             sampling=self._sampling,
             prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
@@ -129,12 +147,12 @@ class Feeder:
         self._again.extend(self._books.ask_again(prompts, reason))
         self._fleet.wake.wake()
 
-    def _answered(self, replica: Replica, missing: dict[str, Asked], answer: Answer) -> None:
-        asked = missing.pop(answer.id, None)
+    def _answered(self, request: _Request, answer: Answer) -> None:
+        asked = request.missing.pop(answer.id, None)
         if asked is None:
-            raise WireError(f"replica {replica.name} answered {answer.id!r}, which it was not asked")
-        replica.refusals = 0
-        self._load(replica, -1)
+            raise WireError(f"replica {request.replica.name} answered {answer.id!r}, which it was not asked")
+        request.replica.refusals = 0
+        self._load(request.replica, -1)
         self._take(asked, answer)
 
     def _take(self, asked: Asked, answer: Answer) -> None:

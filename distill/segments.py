@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def segment_path(folder: Path, number: int) -> Path:
+    """File of a segment."""
     return folder / f"journal-{number:08d}.log"
 
 
