@@ -23,7 +23,8 @@ from rich.console import Console
 
 from distill import preflight
 from distill.config import RunConfig
-from distill.controller import Controller, Hooks, Parts
+from distill.controller import Controller
+from distill.parts import Hooks, Parts
 from distill.held_out import PromptSplit
 from distill.journal import Journal
 from distill.metrics import JsonLines, Sink, Spans, Wandb, log_all
