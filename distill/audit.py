@@ -28,6 +28,7 @@ from distill.records import (
 )
 from distill.segments import read_all
 from distill.state import RunState
+from student_trainer.ledger import read
 from sync.errors import DataError
 from sync.wire import Version, VersionSpan
 
@@ -79,8 +80,6 @@ class _Books:
 
 def audit(run_dir: Path) -> AuditReport:
     """Audit a run's folder; the run may still go on. Raises DataError for a damaged or missing journal."""
-    from student_trainer.ledger import read
-
     records = ((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
     lineages = read(run_dir / "ledger")
     return check(records, {number: lineage.steps for number, lineage in lineages.items()})

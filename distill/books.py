@@ -20,6 +20,7 @@ from distill.records import (
     Rollout,
 )
 from distill.state import Asked, Batch, RunState
+from sync.errors import ConfigError
 from sync.wire import Version
 
 MAX_ATTEMPTS = 5
@@ -47,12 +48,21 @@ class Books:
         max_staleness: int,
         order: Literal["oldest", "arrival"] = "oldest",
     ) -> Books:
-        """Rebuild the state from the journal (empty: a new run). Raises DataError when it is damaged."""
+        """Rebuild the state from the journal (empty: a new run).
+
+        Raises DataError when it is damaged, ConfigError when it is another run's.
+        """
         state = RunState(batch, max_staleness, order)
         for location, record in journal.replay():
+            if isinstance(record, Opened) and (record.run, record.seed) != (run, seed):
+                raise ConfigError(
+                    f"the journal in {journal.folder} is of run {record.run!r} with seed {record.seed}, this "
+                    f"is {run!r} with seed {seed}: prompts would come in another order; start a new run instead"
+                )
             state.apply(record, location if isinstance(record, Issued | Rollout) else None)
             if isinstance(record, Rollout):
                 state.unload(record.id)
+        state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
         books = cls(journal, state, prompts)
         books.write(Opened(run, seed, batch, max_staleness))

@@ -77,6 +77,8 @@ class Journal:
         self._file_segment = -1
         self._written = 0
         """Sound bytes of the open file."""
+        self._unsynced = False
+        """Something was written since the last fsync."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
         """Every record, oldest first; cuts a torn tail. Raises DataError on damage."""
@@ -111,8 +113,10 @@ class Journal:
                 self._writing = self._writing or self._pending.popleft()
                 await self._commit_one(self._writing)
                 self._writing = None
-            if self._file >= 0 and (self._fsync == "always" or (durable and self._fsync == "batch")):
+            forced = self._fsync == "always" or (durable and self._fsync == "batch")
+            if self._unsynced and forced:
                 await asyncio.to_thread(os.fsync, self._file)
+                self._unsynced = False
 
     async def _commit_one(self, pending: _Pending) -> None:
         waiting = False
@@ -135,6 +139,7 @@ class Journal:
         if self._file_segment != pending.segment:
             self._open(pending.segment)
         view, done = memoryview(pending.data), 0
+        self._unsynced = True
         try:
             while done < len(view):
                 done += self._write(self._file, view[done:])

@@ -92,6 +92,8 @@ class RunState:
         self.batches: dict[Version, Batch] = {}
         """By the version they were composed for."""
         self.lineages = Lineages()
+        self.lineage: int | None = None
+        """The current one; None: no trainer has started."""
         self.fingerprint: str | None = None
         self.next_step = 0
         """First step of the current lineage without a batch."""
@@ -125,11 +127,6 @@ class RunState:
         }
 
     # --- questions ----------------------------------------------------------------------------------------
-
-    @property
-    def lineage(self) -> int | None:
-        """The current lineage; None: no trainer has started."""
-        return len(self.lineages) - 1 if len(self.lineages) else None
 
     @property
     def outstanding(self) -> int:
@@ -230,6 +227,7 @@ class RunState:
 
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
+        self.lineage = record.lineage
         self.fingerprint = record.fingerprint
         self.reached = Version(record.lineage, record.start)
         self.next_step = record.branch
@@ -267,6 +265,15 @@ class RunState:
     def _evaluated(self, record: Evaluated, _: Location | None) -> None:
         self.evaluations.append(record.report)
 
+    def forget_unavailable(self) -> None:
+        """After a replay: forget batches whose rollouts the journal no longer holds whole."""
+        for version in [v for v in self.batches if not self.available(v)]:
+            self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        for entry in self.batches.pop(version).entries:
+            self.where.pop(entry.id, None)
+
     def forget_covered(self, keep_checkpoints: int) -> set[int]:
         """Forget what the oldest kept checkpoint covers; returns the journal segments still needed.
 
@@ -276,6 +283,5 @@ class RunState:
         if len(kept) >= keep_checkpoints:
             covered = min(version.step for version in kept[-keep_checkpoints:])
             for version in [v for v in self.batches if v.step < covered]:
-                for entry in self.batches.pop(version).entries:
-                    self.where.pop(entry.id, None)
+                self._forget(version)
         return {location.segment for location in self.where.values()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from distill.audit import AuditReport, check
-from distill.journal import Location
+from distill.audit import AuditReport, audit, check
+from distill.journal import Journal, Location
 from distill.prompts import Prompt
 from distill.records import (
     AnyRecord,
@@ -19,6 +21,7 @@ from distill.records import (
     Rollout,
     compacted,
 )
+from student_trainer.ledger import Ledger
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -100,3 +103,21 @@ def test_a_journal_without_a_beginning_is_refused() -> None:
         audited(journal()[1:])
     with pytest.raises(DataError, match="nothing to audit"):
         audited([])
+
+
+async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
+    writer = Journal(tmp_path / "journal", "never")
+    list(writer.replay())
+    for record in journal():
+        writer.append(record)
+    await writer.commit()
+    writer.close()
+    for lineage, steps in LEDGER.items():
+        start, parent = (Version(0, 0), None) if lineage == 0 else (Version(1, 1), Version(0, 1))
+        lines = Ledger(tmp_path / "ledger", start, parent, rank=0)
+        for step, ids in steps.items():
+            lines.record(step, ids)
+        lines.close()
+    report = audit(tmp_path)
+    assert report.ok
+    assert report.trained == 6

@@ -19,6 +19,7 @@ from distill.prompts import Prompt, PromptStream
 from distill.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
 from distill.segments import read_all, segment_numbers, segment_path
 from distill.state import Asked
+from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
 BATCH, STALENESS = 3, 2
@@ -233,6 +234,39 @@ async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
         asked = books.ask_again(asked, "replica_lost")
     assert len(asked) == 2
     books.journal.close()
+
+
+async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.open_lineage(None, "model")
+    for step in range(4):
+        for asked in books.issue(BATCH):
+            await books.admit([rollout(asked, Version(0, step))])
+        await books.compose()
+        books.write(Stepped(Version(0, step + 1)))
+    books.write(Checkpointed(Version(0, 3), "three"))
+    await books.journal.commit()
+    await books.tidy(keep_checkpoints=1)
+    books.journal.close()
+
+    again = opened(tmp_path)
+    assert Version(0, 0) not in again.state.batches
+    assert again.state.available(Version(0, 3))
+    kept = {entry.id for batch in again.state.batches.values() for entry in batch.entries}
+    assert set(again.state.where) == kept
+    assert again.state.trained_tokens == dict.fromkeys(range(4), BATCH)
+    record = await again.open_lineage(Version(0, 3), "model")
+    assert (record.start, record.branch) == (3, 4)
+    again.journal.close()
+
+
+async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.journal.commit()
+    books.journal.close()
+    prompts = PromptStream(Numbers(), seed=1)
+    with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
+        Books.open(Journal(tmp_path), prompts, run="r", seed=1, batch=BATCH, max_staleness=1)
 
 
 async def test_a_journal_names_its_run(tmp_path: Path) -> None:
