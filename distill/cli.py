@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,9 +37,9 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
-def main() -> None:
-    """Entry point of `distill`."""
-    sys.exit(guarded(app))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `distill`; leaves with an exit status."""
+    sys.exit(guarded(lambda: app(arguments)))
 
 
 def guarded(command: Callable[[], Any]) -> int:

@@ -63,7 +63,12 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit
 
 
 def split_table(table: TableSource, wanted: int, seed: int) -> PromptSplit:
-    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
+    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
+
+    Raises DataError for an empty table.
+    """
+    if not len(table):
+        raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[int(row)] for row in sorted(order[:count])]
