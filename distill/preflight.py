@@ -82,7 +82,8 @@ def _check_folder(source: ModelSource, key: str) -> None:
             )
     elif looks_local and source.path.count("/") > 0:
         raise ConfigError(
-            f"{key}.path {source.path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
+            f"{key}.path {source.path} does not exist: name a model folder, or a Hub id "
+            "such as Qwen/Qwen3-0.6B"
         )
 
 
@@ -102,7 +103,7 @@ def _check_deepspeed(path: Path) -> None:
 def _check_combinations(config: RunConfig) -> None:
     if config.evaluation is not None and config.weights.road != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and evaluation reads published versions from the store: '
+            f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
     for name, teacher in config.teachers.items():

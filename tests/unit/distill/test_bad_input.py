@@ -1,4 +1,4 @@
-"""Each bad input through the real command line: one clear message, exit status 2, nothing started, nothing left."""
+"""Each bad input through the real command line: one message, exit status 2, nothing started or left."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from distill.cli import main
-from distill.run_folder import RunFolder
 from distill.loading import load
+from distill.run_folder import RunFolder
 from distill.tasks.both_ends import VOCABULARY
 from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
 
@@ -127,7 +127,10 @@ deepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"
         ('{"prompt": "abcde>"}\n{"prompt": "abcde>"\n', r"prompts.jsonl:2: not JSON"),
         ('{"prompt": "abcde>"}\n\n["abcde>"]\n', r"prompts.jsonl:3: a JSON list, not an object"),
         ('{"text": "abcde>"}\n', r"prompts.jsonl:1: no field 'prompt'; the row has text"),
-        ('{"prompt": "' + "a" * 60 + '"}\n', r"prompts.jsonl:1: the prompt has 60 tokens, allowed are 1 to 52"),
+        (
+            '{"prompt": "' + "a" * 60 + '"}\n',
+            r"prompts.jsonl:1: the prompt has 60 tokens, allowed are 1 to 52",
+        ),
         ("", r"0 prompts were found"),
     ],
 )
@@ -198,6 +201,6 @@ def test_control_names_what_is_not_joined(distill: Distill) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, distill.cli; print(*[m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    code = "import sys, distill.cli; print(*{'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []

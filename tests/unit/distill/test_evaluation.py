@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -47,7 +48,9 @@ def log_probs(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
         return model.model(input_ids=torch.tensor([tokens])).logits[0, :, :KNOWN].log_softmax(-1)
 
 
-def by_hand(student: LanguageModel, teacher: LanguageModel, prompt: list[int], done: list[int]) -> list[float]:
+def by_hand(
+    student: LanguageModel, teacher: LanguageModel, prompt: list[int], done: list[int]
+) -> list[float]:
     logp, logq = (log_probs(model, prompt + done)[len(prompt) - 1 : -1] for model in (student, teacher))
     return (logp.exp() * (logp - logq)).sum(-1).tolist()
 
@@ -110,7 +113,9 @@ def test_each_prompt_is_compared_with_the_teacher_of_its_source() -> None:
 def test_pass_rate_and_truncation_are_shares_and_without_a_judge_there_is_none() -> None:
     student = tiny(0)
     route = {"route": lambda _: "t", "version": Version(1, 7)}
-    judged = evaluate(student, {"t": student}, PROMPTS, LIMITS, judge=lambda _, c: c[-1] == EOS, **route).report
+    judged = evaluate(
+        student, {"t": student}, PROMPTS, LIMITS, judge=lambda _, c: c[-1] == EOS, **route
+    ).report
     assert judged.pass_rate == pytest.approx(1 - judged.truncated)
     assert 0 < judged.truncated < 1
     assert (judged.completions, judged.version) == (len(PROMPTS), Version(1, 7))
@@ -131,5 +136,5 @@ def test_tails_are_the_teachers_mass_outside_its_own_top_k() -> None:
     student, teacher = tiny(0), tiny(1)
     found = evaluate(student, {"t": teacher}, PROMPTS, LIMITS, route=lambda _: "t", tails=KNOWN).tails
     assert len(found) == KNOWN
-    assert all(a > b for a, b in zip(found, found[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(found))
     assert found[-1] == pytest.approx(0.0, abs=1e-6)

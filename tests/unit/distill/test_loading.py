@@ -52,7 +52,10 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
     [
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
         ("rollout.batch=0", "rollout.batch = 0: input should be greater than or equal to 1"),
-        ("teachers.t.engine=x", "teachers.t.engine = 'x': input should be 'transformers', 'vllm' or 'openai'"),
+        (
+            "teachers.t.engine=x",
+            "teachers.t.engine = 'x': input should be 'transformers', 'vllm' or 'openai'",
+        ),
         ("student.devices=3", "student.devices = 3: input should be a valid list"),
     ],
 )

@@ -78,7 +78,10 @@ def test_figures_go_to_every_sink_without_what_is_no_number(tmp_path: Path) -> N
 
 
 def test_the_table_shows_what_is_known() -> None:
-    summary = {"before": {"reverse_kl": 1.25, "pass_rate": 0.2}, "after": {"reverse_kl": 0.17, "pass_rate": 0.815}}
+    summary = {
+        "before": {"reverse_kl": 1.25, "pass_rate": 0.2},
+        "after": {"reverse_kl": 0.17, "pass_rate": 0.815},
+    }
     assert before_and_after(summary) == [
         ("reverse KL (nats a token)", "1.250", "0.170"),
         ("pass rate", "20.0%", "81.5%"),

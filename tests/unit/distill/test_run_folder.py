@@ -36,9 +36,9 @@ def begin(folder: RunFolder) -> None:
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
-    with RunFolder.open(config(tmp_path), resume=False):
-        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
-            RunFolder.open(config(tmp_path), resume=False)
+    refused = pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}")
+    with RunFolder.open(config(tmp_path), resume=False), refused:
+        RunFolder.open(config(tmp_path), resume=False)
     RunFolder.open(config(tmp_path), resume=False).close()
 
 
@@ -80,7 +80,10 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
 
 
 def test_only_free_form_tables_are_searched_for_secrets() -> None:
-    raw = {"rollout": {"max_tokens": 12, "stop_token_ids": [1]}, "options": {"secret_access_key": "x", "a": "b"}}
+    raw = {
+        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
+        "options": {"secret_access_key": "x", "a": "b"},
+    }
     assert without_secrets(raw) == {
         "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
         "options": {"secret_access_key": HIDDEN, "a": "b"},
@@ -92,12 +95,18 @@ def test_a_port_in_use_is_named_with_its_setting() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         number = server.getsockname()[1]
-        with Ports() as ports, pytest.raises(ConfigError, match=rf"student\.port: port {number} of 127.0.0.1 is in use"):
+        with (
+            Ports() as ports,
+            pytest.raises(ConfigError, match=rf"student\.port: port {number} of 127.0.0.1 is in use"),
+        ):
             ports.take("127.0.0.1", number, "student.port")
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with Ports() as ports, pytest.raises(ConfigError, match=r"student\.port: cannot listen on 203\.0\.113\.1"):
+    with (
+        Ports() as ports,
+        pytest.raises(ConfigError, match=r"student\.port: cannot listen on 203\.0\.113\.1"),
+    ):
         ports.take("203.0.113.1", 0, "student.port")
 
 
