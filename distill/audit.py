@@ -3,7 +3,8 @@
 answered   every prompt has a scored rollout, was dropped with a reason, or is reported as open
 kept       every scored rollout is in a batch on the last lineage's way, dropped, or buffered
 once       no weights were trained twice on one rollout: along the ancestry of every lineage
-as told    every step was trained on the batch that the journal composed for it, and on all of it
+as told    every step was trained on the batch that the journal composed for it, and on all of it (a step
+           that a crash cut off before it was reported may be in the ledger of some ranks only)
 fresh      no rollout was older than the bound when it was trained
 recorded   every trained rollout is in the journal with the versions of its tokens
 """
@@ -24,6 +25,7 @@ from distill.records import (
     LineageOpened,
     Opened,
     Rollout,
+    Stepped,
     Trace,
 )
 from distill.segments import read_all
@@ -74,6 +76,8 @@ class _Books:
     dropped: dict[str, str] = field(default_factory=dict)
     composed: dict[Version, list[str]] = field(default_factory=dict)
     opened: list[LineageOpened] = field(default_factory=list)
+    reached: dict[int, int] = field(default_factory=dict)
+    """Newest step that the trainer reported, by lineage."""
     bound: dict[Version, int] = field(default_factory=dict)
     """Bound on staleness when the batch was composed."""
 
@@ -129,6 +133,8 @@ def _note(books: _Books, record: AnyRecord, bound: int) -> None:
         books.bound[record.version] = bound
     elif isinstance(record, LineageOpened):
         books.opened.append(record)
+    elif isinstance(record, Stepped):
+        books.reached[record.version.lineage] = record.version.step
 
 
 def _lost(books: _Books) -> set[str]:
@@ -161,7 +167,9 @@ def _check_lineage(books: _Books, ledger: LedgerLines, lineage: int, report: Aud
     report.trained_twice = sorted({*report.trained_twice, *twice})
     for after, ids in ledger[lineage].items():
         version = Version(books.state.lineages.owner(lineage, after - 1), after - 1)
-        if Counter(ids) != Counter(books.composed.get(version, [])):
+        told, trained = Counter(books.composed.get(version, [])), Counter(ids)
+        cut_off = after > books.reached.get(lineage, 0) and trained <= told
+        if trained != told and not cut_off:
             report.not_as_composed.append(f"{Version(lineage, after)}")
         for rollout in ids:
             _check_age(books, rollout, Version(lineage, after - 1), books.bound.get(version, 0), report)

@@ -57,7 +57,7 @@ class Books:
             if isinstance(record, Opened) and (record.run, record.seed) != (run, seed):
                 raise ConfigError(
                     f"the journal in {journal.folder} is of run {record.run!r} with seed {record.seed}, this "
-                    f"is {run!r} with seed {seed}: prompts would come in another order; start a new run instead"
+                    f"is {run!r} with seed {seed}: its prompts come in another order; start a new run"
                 )
             state.apply(record, location if isinstance(record, Issued | Rollout) else None)
             if isinstance(record, Rollout):

@@ -19,6 +19,7 @@ from distill.records import (
     LineageOpened,
     Opened,
     Rollout,
+    Stepped,
     compacted,
 )
 from student_trainer.ledger import Ledger
@@ -74,6 +75,13 @@ def test_a_rollout_trained_twice_along_the_ancestry_is_found() -> None:
 
 def test_a_step_left_behind_by_the_branch_is_not_twice() -> None:
     assert audited(journal(), {**LEDGER, 0: {1: ["a", "b"], 2: ["c", "d"]}}).ok
+
+
+def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
+    half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
+    assert audited(journal(), half).ok
+    reported = [*journal(), Stepped(Version(0, 2))]
+    assert audited(reported, half).not_as_composed == ["L000-v00000002"]
 
 
 def test_a_batch_that_the_journal_does_not_know_is_found() -> None:

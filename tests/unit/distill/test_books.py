@@ -139,7 +139,7 @@ class Simulation:
             await self.books.tidy(keep_checkpoints=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_order_of_events_keeps_the_guarantees(
     tmp_path_factory: pytest.TempPathFactory, seed: int
@@ -165,7 +165,7 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.trained > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 32), cut=st.integers(1, 1 << 20))
 def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
     tmp_path_factory: pytest.TempPathFactory, seed: int, cut: int
