@@ -288,6 +288,8 @@ class Fleet:
 
     async def _update(self, replica: Replica, request: UpdateRequest) -> None:
         async with replica.busy:
+            if replica.version == request.version and request.broadcast is None:
+                return
             began = time.monotonic()
             reply = await _unless(
                 replica.lost, replica.engine.update(request, self._update_seconds), replica.name
