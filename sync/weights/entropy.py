@@ -13,12 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from sync.weights.kernels import compiled, moved, zigzag
+from sync.weights.kernels import compiled, moved, typed, zigzag
 from sync.weights.rangecoder import (
     FULL,
     MARGIN,
     PER_SCALE,
     SCALES,
+    WRITER,
     finish,
     opening,
     put_bit,
@@ -40,7 +41,7 @@ _MODELS: Final = _SIGN + 2
 _ZERO: Final = np.uint64(0)
 
 
-@compiled
+@typed("void(int64[:, ::1], int64, int64)")
 def _inherit(mean: Any, c: int, before: int) -> None:
     """A class that is met for the first time starts from the mean of the one before it."""
     if mean[c, 1] == 0:
@@ -115,7 +116,10 @@ def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, m
     return finish(low, span, pos, out)
 
 
-@compiled
+@typed(
+    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64[::1], uint32[::1],"
+    " uint32[::1], uint32[::1])"
+)
 def _put_block(
     low: Any,
     span: Any,
@@ -170,7 +174,10 @@ def apply_classes(bits: Any, width: int, mantissa: int, models: Any, means: Any,
     return 0 if pos <= data.size + 8 else -1
 
 
-@compiled
+@typed(
+    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64, int64[::1],"
+    " int64[::1], uint64[::1])"
+)
 def _take_block(
     code: Any,
     span: Any,

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sync.weights.kernels import compiled
+from sync.weights.kernels import typed
 
 SCALES: Final = 112
 """Half octaves of a running mean, from 1/16."""
@@ -25,6 +25,8 @@ FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 """Span at the start of a stream."""
 MARGIN: Final = 256
 """Bytes; two numbers and a bit take fewer, escapes included."""
+WRITER: Final = "Tuple((uint64, uint64, int64))"
+READER: Final = "Tuple((uint64, uint64, int64, int64))"
 _SLOWEST: Final = 120
 _RATES: Final = np.array([65536 * 2 // (2 * n + 3) for n in range(_SLOWEST)], np.int64)
 _MEMORY: Final = 96  # numbers that a running mean remembers
@@ -38,7 +40,7 @@ _ZERO: Final = np.uint64(0)
 # --- bits -------------------------------------------------------------------------------------------------
 
 
-@compiled
+@typed("void(int64[:, ::1], int64, int64)")
 def _learn(models: Any, i: int, bit: int) -> None:
     """Move model i towards `bit`; models[i, 0] is P(1) · 2**16, models[i, 1] how often it was used."""
     rate = _RATES[models[i, 1]]
@@ -50,7 +52,7 @@ def _learn(models: Any, i: int, bit: int) -> None:
         models[i, 1] += 1
 
 
-@compiled
+@typed("void(uint8[::1], int64)")
 def _carry(out: Any, pos: int) -> None:
     """Add one to the number that out[:pos] spells."""
     pos -= 1
@@ -60,7 +62,7 @@ def _carry(out: Any, pos: int) -> None:
     out[pos] += 1
 
 
-@compiled
+@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1])")
 def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
     """Write the leading bytes that are settled; `out` has room for eight more."""
     while span < _LEAST:
@@ -71,7 +73,7 @@ def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
     return low, span, pos
 
 
-@compiled
+@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64)")
 def put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: int) -> tuple[Any, Any, int]:
     """Code `bit` with model i; `out` has room for eight more bytes."""
     bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
@@ -86,7 +88,7 @@ def put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: i
     return _flush(low, span, pos, out)
 
 
-@compiled
+@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64, int64)")
 def _put_plain(low: Any, span: Any, pos: int, out: Any, value: int, bits: int) -> tuple[Any, Any, int]:
     """`bits` bits of `value` as they are, 16 at a time."""
     while bits > 0:
@@ -101,7 +103,7 @@ def _put_plain(low: Any, span: Any, pos: int, out: Any, value: int, bits: int) -
     return low, span, pos
 
 
-@compiled
+@typed("int64(uint64, uint64, int64, uint8[::1])")
 def finish(low: Any, span: Any, pos: int, out: Any) -> int:
     """Write the fewest bytes that name a number in [low, low + span); returns the stream's length."""
     last = low + span - np.uint64(1)
@@ -117,7 +119,18 @@ def finish(low: Any, span: Any, pos: int, out: Any) -> int:
     return -1
 
 
-@compiled
+@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1])")
+def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
+    while span < _LEAST:
+        code <<= _BYTE
+        span <<= _BYTE
+        if pos < data.size:
+            code |= np.uint64(data[pos])
+        pos += 1
+    return code, span, pos
+
+
+@typed(f"{WRITER}(uint8[::1])")
 def opening(data: Any) -> tuple[Any, Any, int]:
     """State of a reader at the start of `data`."""
     code, pos = _ZERO, 0
@@ -129,7 +142,7 @@ def opening(data: Any) -> tuple[Any, Any, int]:
     return code, FULL, pos
 
 
-@compiled
+@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64)")
 def take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> tuple[Any, Any, int, int]:
     """Inverse of `put_bit`; the bit comes last."""
     bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
@@ -145,18 +158,7 @@ def take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> 
     return code, span, pos, bit
 
 
-@compiled
-def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
-    while span < _LEAST:
-        code <<= _BYTE
-        span <<= _BYTE
-        if pos < data.size:
-            code |= np.uint64(data[pos])
-        pos += 1
-    return code, span, pos
-
-
-@compiled
+@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64)")
 def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[Any, Any, int, int]:
     value: Any = 0
     while bits > 0:
@@ -173,7 +175,7 @@ def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[A
 # --- numbers ----------------------------------------------------------------------------------------------
 
 
-@compiled
+@typed("int64(int64[:, ::1], int64)")
 def _scale(mean: Any, c: int) -> int:
     """Half octaves of class c's running mean (mean[c, 0] / mean[c, 1]) above 1/16."""
     total = mean[c, 0] * 16
@@ -184,7 +186,7 @@ def _scale(mean: Any, c: int) -> int:
     return 2 * octave + int(total * 5 >= (count * 7) << octave)
 
 
-@compiled
+@typed("void(int64[:, ::1], int64, int64)")
 def _follow(mean: Any, c: int, value: int) -> None:
     """Take `value` into class c's running mean."""
     mean[c, 0] += min(value, 1 << 40)
@@ -194,7 +196,7 @@ def _follow(mean: Any, c: int, value: int) -> None:
         mean[c, 1] >>= 1
 
 
-@compiled
+@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64[:, ::1], int64, int64)")
 def put_number(
     low: Any, span: Any, pos: int, out: Any, models: Any, base: int, mean: Any, c: int, value: int
 ) -> tuple[Any, Any, int]:
@@ -220,7 +222,7 @@ def put_number(
     return low, span, pos
 
 
-@compiled
+@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64[:, ::1], int64)")
 def take_number(
     code: Any, span: Any, pos: int, data: Any, models: Any, base: int, mean: Any, c: int
 ) -> tuple[Any, Any, int, int]:
