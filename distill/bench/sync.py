@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,9 @@ from sync.wire import Version
 
 LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 STEPS: Final = (1, 8)
+LARGE: Final = (16 << 20, 64 << 20)
+"""Elements of the tensor that speeds are taken on: small run, full run."""
+_STORES: Final[dict[str, Callable[[Path], Store]]] = {"directory": DirectoryStore, "xet": XetStore}
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
 
 
@@ -79,13 +83,15 @@ def run(json_path: Path | None = None, *, full: bool = False, repeats: int = 3) 
     `full` trains a model of 100 M parameters (tens of minutes on two cores) instead of 3 M (a minute).
     """
     size = trajectory.FULL if full else trajectory.SMALL
-    rows, roads, parameters = [], [], 0
+    rows: list[Row] = []
+    roads: list[Road] = []
+    parameters = 0
     for pair in trajectory.pairs(size, LRS, STEPS):
         rows.append(measure(pair, repeats))
         if not roads:
-            roads = [road for name in ("directory", "xet") for road in _road(name, pair)]
+            roads = [road for name in _STORES for road in _road(name, pair)]
         parameters = sum(bits.size for bits in pair.old.values())
-    speeds = [_speed(density, (64 if full else 16) << 20, repeats) for density in (0.01, 0.1, 0.3)]
+    speeds = [_speed(density, LARGE[full], repeats) for density in (0.01, 0.1, 0.3)]
     results = {
         "parameters": parameters,
         "rows": [asdict(row) for row in rows],
@@ -102,14 +108,16 @@ def measure(pair: Pair, repeats: int) -> Row:
     old, new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (pair.old, pair.new))
     differ = old != new
     step = np.abs(old.astype(np.int32) - new.astype(np.int32))[differ]
-    sizes, encode, decode = {}, {}, {}
+    sizes: dict[str, float] = {}
+    encode: dict[str, float] = {}
+    decode: dict[str, float] = {}
     for name, encoder in FORMATS.items():
         sizes[name] = sum(len(encoder(pair.old[tensor], pair.new[tensor])) for tensor in pair.old)
         encode[name] = _rate(old.nbytes, repeats, _over_tensors(encoder, pair))
     for effort in EFFORTS:
         blobs = _encode(pair.old, pair.new, effort)
         sizes[effort] = sum(map(len, blobs.values()))
-        encode[effort] = _rate(old.nbytes, repeats, lambda e=effort: _encode(pair.old, pair.new, e))
+        encode[effort] = _rate(old.nbytes, repeats, partial(_encode, pair.old, pair.new, effort))
         decode[effort] = _decode_rate(pair, blobs, repeats)
     sizes["entropy"] = entropy_given_exponent(old, new) / 8
     return Row(
@@ -177,7 +185,7 @@ def _decode_rate(pair: Pair, blobs: dict[str, bytes], repeats: int) -> float:
     best = 0.0
     for _ in range(repeats):
         target = {name: bits.ravel().copy() for name, bits in pair.old.items()}
-        best = max(best, _rate(_nbytes(target.values()), 1, lambda t=target: _apply(t, blobs)))
+        best = max(best, _rate(_nbytes(target.values()), 1, partial(_apply, target, blobs)))
         assert all(np.array_equal(target[name], pair.new[name].ravel()) for name in target)
     return best
 
@@ -193,10 +201,11 @@ def _speed(density: float, size: int, repeats: int) -> Speed:
     sign = random.choice(np.array([1, 65535], np.uint16), size)
     new = np.where(random.random(size, np.float32) < density, old + sign, old)
     pair = Pair(0.0, 1, {"w": old}, {"w": new})
-    encode, decode = {}, {}
+    encode: dict[str, float] = {}
+    decode: dict[str, float] = {}
     for effort in EFFORTS:
         blobs = _encode(pair.old, pair.new, effort)
-        encode[effort] = _rate(old.nbytes, repeats, lambda e=effort: _encode(pair.old, pair.new, e))
+        encode[effort] = _rate(old.nbytes, repeats, partial(_encode, pair.old, pair.new, effort))
         decode[effort] = _decode_rate(pair, blobs, repeats)
     return Speed(density, encode, decode, _compare_rate(old, new, repeats))
 
@@ -229,7 +238,7 @@ def _road(name: str, pair: Pair) -> list[Road]:
     slices = [Slice(tensor, bits.shape, "bf16", 0, bits.size) for tensor, bits in pair.old.items()]
     old, new = ({tensor: bits.ravel() for tensor, bits in side.items()} for side in (pair.old, pair.new))
     with tempfile.TemporaryDirectory() as folder:
-        store: Store = {"directory": DirectoryStore, "xet": XetStore}[name](Path(folder) / "store")
+        store = _STORES[name](Path(folder) / "store")
         publisher = Publisher(store, "bench", checkpoint.model_fingerprint(shapes), slices)
         with Mirror(Path(folder) / "mirror", store, "bench") as mirror:
             saved = _save(Path(folder) / "model", pair.old)
