@@ -6,12 +6,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import bucket_server
 import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from sync.errors import AlreadyPublished, SnapshotError, StoreError
+from sync.stores.base import Store
+from sync.stores.bucket import BucketStore
 from sync.stores.memory import MemoryStore
 from sync.weights import checkpoint
 from sync.weights.manifest import read_latest, read_manifest, versions
@@ -27,7 +30,7 @@ class Trainer:
     """Weights as f2 bits, random steps, and one publisher per rank over contiguous shards."""
 
     def __init__(
-        self, store: MemoryStore, folder: Path, world_size: int = 1, seed: int = 0, **options: object
+        self, store: Store, folder: Path, world_size: int = 1, seed: int = 0, **options: object
     ) -> None:
         self.random = np.random.default_rng(seed)
         self.folder, self.world_size = folder, world_size
@@ -130,6 +133,23 @@ def mirror(store: MemoryStore, tmp_path: Path) -> Iterator[Mirror]:
 
 def follow(mirror: Mirror, version: Version) -> None:
     mirror.promote(mirror.stage(version))
+
+
+def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None:
+    """Nobody between the bucket's chunks and the mirror looks at the content."""
+    with bucket_server.serve() as hub:
+        store = BucketStore("acme/weights", "runs", endpoint=hub.base, token="t")
+        trainer = Trainer(store, tmp_path / "saved")
+        trainer.anchor(v(0))
+        trainer.step()
+        trainer.delta(v(1))
+        with Mirror(tmp_path / "good", store, RUN) as mirror:
+            follow(mirror, v(1))
+            assert digests(mirror.path or tmp_path) == trainer.digests()
+        hub.flip()
+        with Mirror(tmp_path / "bad", store, RUN) as mirror, pytest.raises((SnapshotError, StoreError)):
+            mirror.stage(v(1))
+        assert mirror.version is None
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
