@@ -67,11 +67,15 @@ class Hub:
     buckets: dict[str, dict[str, Entry]] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def flip(self) -> None:
-        """Change one stored byte of every xorb; nobody on the way checks it."""
-        for name, xorb in self.xorbs.items():
+    def flip(self, least: int) -> None:
+        """Change one stored byte in the middle of every xorb of at least `least` bytes.
+
+        Where that byte is content that could not be compressed, nobody on the way notices.
+        """
+        large = {name: xorb for name, xorb in self.xorbs.items() if len(xorb.body) >= least}
+        for name, xorb in large.items():
             body = bytearray(xorb.body)
-            body[8] ^= 1
+            body[xorb.packed[-1] // 2] ^= 1
             self.xorbs[name] = xorb._replace(body=bytes(body))
 
 
