@@ -57,6 +57,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True):
+    """What a file is part of, and its blobs; `ranges` in the order of the blobs."""
+
     run: str
     fingerprint: str
     version: Version
