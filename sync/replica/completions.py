@@ -1,0 +1,111 @@
+"""From what an engine returns to wire messages, and what a prompt must fit. No engine is imported here.
+
+Letters in shapes: T tokens of a completion, K ids asked for per position.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from sync.errors import WireError
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Version, VersionSpan, pack
+
+INITIAL: Final = Version(0, 0)
+"""The weights an engine was started with: no step was made from them."""
+ENGINE_LABEL: Final = "default"
+"""vLLM's label for weights that nobody gave a version."""
+
+
+class Limits(NamedTuple):
+    """What prompts must fit: ids in [0, vocab_size), prompt and completion within max_length tokens."""
+
+    vocab_size: int
+    max_length: int
+
+
+class Completion(NamedTuple):
+    """A finished completion as the engine gave it."""
+
+    token_ids: np.ndarray
+    """i4 [T]"""
+    logprob: np.ndarray
+    """f4 [T, 1 + K]: of the sampled token, then of ranks 1…K; -inf outside the support"""
+    ids: np.ndarray
+    """i4 [T, 1 + K]"""
+    versions: list[tuple[str, int, int]]
+    """Label, start and end of contiguous spans over the T tokens."""
+    finish_reason: str | None
+
+
+def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
+    """Why a prompt cannot be completed; None: it can. A completion may be cut at the context's end."""
+    if not prompt.token_ids:
+        return "the prompt has no tokens: send at least one"
+    if len(prompt.token_ids) >= limits.max_length:
+        return (
+            f"the prompt has {len(prompt.token_ids)} tokens and the context holds {limits.max_length}, "
+            "completion included: shorten it, or start the engine with a larger max-model-len"
+        )
+    low, high = min(prompt.token_ids), max(prompt.token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        return (
+            f"token id {low if low < 0 else high} is outside the model's vocabulary of {limits.vocab_size}: "
+            "use the student's own tokenizer"
+        )
+    return None
+
+
+def sampling_problem(sampling: Sampling) -> str | None:
+    """Why nothing can be sampled in this way; None: it can."""
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}: ask for at least 1"
+    if not sampling.temperature > 0:
+        return f"temperature is {sampling.temperature}: it must be above 0"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p is {sampling.top_p}: it must be above 0 and at most 1"
+    if sampling.student_topk < 0:
+        return f"student_topk is {sampling.student_topk}: it must be 0 (none) or more"
+    return None
+
+
+def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[VersionSpan]:
+    """Version spans of `length` tokens. Raises WireError when they are not contiguous from 0 to `length`."""
+    spans, end = [], 0
+    for label, start, stop in labels:
+        if start != end or stop < start:
+            raise WireError(f"version spans {labels} are not contiguous over {length} tokens")
+        if stop > start:
+            version = INITIAL if label == ENGINE_LABEL else Version.parse(label)
+            spans.append(VersionSpan(version, start, stop))
+        end = stop
+    if end != length:
+        raise WireError(f"version spans {labels} do not cover {length} tokens")
+    return spans
+
+
+def generated(id: str, completion: Completion, student_topk: int) -> Generated | GenerateFailed:
+    """The answer for one finished completion; top-k ids without probability become -1."""
+    length = len(completion.token_ids)
+    reason = completion.finish_reason
+    if reason not in ("stop", "length", "abort") or (length == 0 and reason != "abort"):
+        return GenerateFailed(
+            id=id, error=f"the engine ended the completion after {length} tokens with {reason!r}"
+        )
+    return Generated(
+        id=id,
+        token_ids=pack(completion.token_ids),
+        logprob=pack(completion.logprob[:, 0]),
+        spans=parse_spans(completion.versions, length),
+        finish_reason=reason,
+        topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
+    )
+
+
+def _topk_TK(completion: Completion, k: int) -> np.ndarray:
+    """i4 [T, k]: columns beyond the engine's, and ids outside the support, are -1."""
+    topk_TK = np.full((len(completion.token_ids), k), -1, np.int32)
+    ids, logprob = completion.ids[:, 1:], completion.logprob[:, 1:]
+    topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)
+    return topk_TK

@@ -1,0 +1,103 @@
+"""Our routes and our guard in front of vLLM's server: `--middleware sync.replica.middleware.ReplicaMiddleware`.
+
+vLLM's own routes stay reachable behind the same bearer token, except those that need its development mode.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sync.errors import DistillError, SnapshotError, WireError
+from sync.replica.completions import sampling_problem
+from sync.replica.config import ReplicaConfig
+from sync.replica.generation import Generation
+from sync.replica.updates import Updater
+from sync.transport import TokenGuard, read_message, refuse, reply
+from sync.wire import GenerateRequest, ReplicaState, UpdateRequest
+
+logger = logging.getLogger(__name__)
+PREFIX: Final = "/distill/v1/"
+
+
+class ReplicaMiddleware:
+    """ASGI middleware: the token guard, then our routes, then vLLM."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._guarded = TokenGuard(_Routes(app))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # nothing of ours speaks it, and the guard reads HTTP headers only
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await self._guarded(scope, receive, send)
+
+
+class _Routes:
+    """Our routes; everything else goes on to vLLM."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._config = ReplicaConfig.from_environment()
+        self._updater: Updater | None = None
+        self._requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+            await self._app(scope, receive, send)
+            return
+        key = (scope["method"], scope["path"].removeprefix(PREFIX))
+        request = Request(scope, receive)
+        if key == ("POST", "generate"):
+            await self._generate(request, send)
+            return
+        try:
+            if key == ("POST", "update"):
+                response = await self._update(request)
+            elif key == ("GET", "state"):
+                response = await self._state(request)
+            else:
+                response = refuse(404, f"{key[0]} {scope['path']} is no route of a replica")
+        except SnapshotError as error:
+            logger.warning("update refused: %s", error)
+            response = refuse(409, str(error))
+        except WireError as error:
+            response = refuse(400, str(error))
+        except (DistillError, OSError) as error:
+            logger.exception("update failed")
+            response = refuse(500, f"{type(error).__name__}: {error}")
+        await response(scope, receive, send)
+
+    def _following(self, request: Request) -> Updater:
+        """Made at the first request: the engine exists only then."""
+        if self._updater is None:
+            self._updater = Updater(request.app.state.engine_client, self._config)
+        return self._updater
+
+    async def _generate(self, request: Request, send: Send) -> None:
+        try:
+            wanted = await read_message(request, GenerateRequest)
+            problem = sampling_problem(wanted.sampling)
+        except WireError as error:
+            problem = str(error)
+        if problem is not None:
+            await refuse(400, problem)(request.scope, request.receive, send)
+            return
+        self._requests += len(wanted.prompts)
+        try:
+            await Generation(request.app.state.engine_client, wanted).run(request.receive, send)
+        finally:
+            self._requests -= len(wanted.prompts)
+
+    async def _update(self, request: Request) -> Response:
+        wanted = await read_message(request, UpdateRequest)
+        return reply(await self._following(request).update(wanted))
+
+    async def _state(self, request: Request) -> Response:
+        updater = self._following(request)
+        digests = await updater.digests() if request.query_params.get("digests") == "1" else None
+        return reply(ReplicaState(version=updater.version, requests=self._requests, digests=digests))

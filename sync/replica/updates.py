@@ -1,0 +1,123 @@
+"""`POST /distill/v1/update`: stage while generating, then pause, swap, stamp, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sync.errors import SnapshotError
+from sync.replica import vllm_compat
+from sync.replica.config import ReplicaConfig
+from sync.stores import open_store
+from sync.weights.mirror import Mirror, Staged
+from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
+
+logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.01
+
+
+class _Ready(NamedTuple):
+    """What is staged: a folder of the mirror, or a broadcast in the worker's memory (None)."""
+
+    staged: Staged | None
+    bytes_read: int
+
+
+class Updater:
+    """Brings one replica from version to version. Updates wait for each other; asking for the version that
+    is served already answers at once."""
+
+    def __init__(self, engine: Any, config: ReplicaConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._mirror = Mirror(
+            config.mirror, open_store(config.store, config.store_path), config.run, config.fingerprint
+        )
+        self._turn = asyncio.Lock()
+        self.version: Version | None = None
+        """What the engine serves; None: the folder it was started with."""
+
+    async def digests(self) -> dict[str, str] | None:
+        """Digests of the bytes last given to the loader, equal in all workers; None: nothing was loaded yet.
+
+        Raises SnapshotError when workers differ.
+        """
+        async with self._turn:
+            answers = await vllm_compat.call_workers(self._engine, "distill_digests")
+        if any(answer != answers[0] for answer in answers):
+            raise SnapshotError("the workers of this replica hold different weights: restart it")
+        return answers[0]
+
+    async def update(self, request: UpdateRequest) -> UpdateReply:
+        """Serve `request.version`. Raises SnapshotError when it must not be applied; the old one goes on."""
+        async with self._turn:
+            if request.version == self.version:
+                return UpdateReply(
+                    version=request.version, bytes_read=0, stage_seconds=0, pause_seconds=0, apply_seconds=0
+                )
+            self._check_cache(request)
+            started = time.perf_counter()
+            ready = await self._stage(request)
+            staged = time.perf_counter()
+            apply_seconds = await self._swap(request, ready)
+            pause_seconds = time.perf_counter() - staged
+            if ready.staged is not None:
+                await asyncio.to_thread(self._mirror.promote, ready.staged)
+        return UpdateReply(
+            version=request.version,
+            bytes_read=ready.bytes_read,
+            stage_seconds=staged - started,
+            pause_seconds=pause_seconds,
+            apply_seconds=apply_seconds,
+        )
+
+    def _check_cache(self, request: UpdateRequest) -> None:
+        """With `keep`, KV of old weights stays, and a prefix cache would hand it to requests of new ones."""
+        if request.kv_on_swap == "keep" and vllm_compat.prefix_caching(self._engine):
+            raise SnapshotError(
+                'kv_on_swap = "keep" would share prefixes between versions while prefix caching is on: start '
+                'the replica without enable-prefix-caching, or use kv_on_swap = "recompute"'
+            )
+
+    async def _stage(self, request: UpdateRequest) -> _Ready:
+        if request.broadcast is not None:
+            return _Ready(None, await self._receive(request.broadcast))
+        staged = await asyncio.to_thread(self._mirror.stage, request.version)
+        return _Ready(staged, staged.bytes_read)
+
+    async def _receive(self, ticket: BroadcastTicket) -> int:
+        """Bytes of the broadcast, now in the worker's memory. Raises SnapshotError when it failed."""
+        timeout = self._config.timeout_seconds
+        await vllm_compat.call_workers(
+            self._engine, "distill_receive", msgspec.to_builtins(ticket), timeout
+        )
+        while True:
+            (answer,) = await vllm_compat.call_workers(self._engine, "distill_received")
+            if answer["error"] is not None:
+                raise SnapshotError(f"broadcast {ticket.group} failed: {answer['error']}")
+            if answer["done"]:
+                return int(answer["bytes"])
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _swap(self, request: UpdateRequest, ready: _Ready) -> float:
+        """Seconds of loading. The engine resumes on the new version, or on the old one and SnapshotError is
+        raised; any other error leaves it paused, for its process is ending."""
+        path: Path | None = None if ready.staged is None else ready.staged.path
+        await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
+        started = time.perf_counter()
+        await vllm_compat.apply(self._engine, {} if path is None else {"path": str(path)})
+        failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_outcome") if f]
+        if failures:
+            await vllm_compat.call_workers(self._engine, "distill_revert")
+            await vllm_compat.resume(self._engine)
+            raise SnapshotError(f"{request.version} could not be loaded, the old weights are back: {failures[0]}")
+        seconds = time.perf_counter() - started
+        await vllm_compat.stamp(self._engine, str(request.version))
+        self.version = request.version
+        await vllm_compat.resume(self._engine)
+        return seconds

@@ -1,0 +1,172 @@
+"""Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
+
+In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
+sleep of `pause_generation`), `AsyncLLM.collective_rpc`, `app.state.engine_client`, FlatLogprobs columns.
+In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, and the
+packed copy that `ParallelLMHead` keeps on the CPU.
+tests/integration/test_replica.py exercises all of it against the pinned version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+)
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from sync.replica.checkpoint import NamedTensors
+from sync.replica.completions import Completion, Limits
+from sync.wire import Sampling
+
+RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
+"""What `complete` raises for one prompt that the engine will not answer."""
+EngineDead = EngineDeadError
+
+
+# --- API process: generation ------------------------------------------------------------------------------
+
+
+def limits(engine: Any) -> Limits:
+    """What a prompt must fit."""
+    config: ModelConfig = engine.model_config
+    return Limits(vocab_size=config.get_vocab_size(), max_length=config.max_model_len)
+
+
+def prefix_caching(engine: Any) -> bool:
+    """Whether requests may share KV blocks of equal prefixes."""
+    return bool(engine.vllm_config.cache_config.enable_prefix_caching)
+
+
+def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None) -> SamplingParams:
+    """vLLM's parameters: one final output, flat log-probabilities, no text."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop_token_ids=sampling.stop_token_ids,
+        seed=seed,
+        logprobs=min(sampling.student_topk, vocab_size),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        flat_logprobs=True,
+        skip_clone=True,
+    )
+
+
+async def complete(engine: Any, token_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
+    """Sample one completion; cancelling aborts it.
+
+    vLLM's flat format gives, per position, the sampled token in column 0 and then exactly ranks 1…k: the
+    sampled token never displaces one of the k (rule 9), so k are asked for and not k + 1.
+    """
+    output = None
+    async for result in engine.generate(tokens_input(token_ids), params, request_id):
+        output = result.outputs[0]
+    if output is None:
+        raise EngineGenerateError("the engine ended the request without an output")
+    flat, length = output.logprobs, len(output.token_ids)
+    width = 1 + (params.logprobs or 0)
+    if length == 0:
+        logprob, ids = np.empty((0, width), np.float32), np.empty((0, width), np.int32)
+    else:
+        logprob = np.array(flat.logprobs, np.float32).reshape(length, width)
+        ids = np.array(flat.token_ids, np.int32).reshape(length, width)
+    return Completion(
+        token_ids=np.array(output.token_ids, np.int32),
+        logprob=logprob,
+        ids=ids,
+        versions=[(span.version, span.start, span.end) for span in output.weight_versions or []],
+        finish_reason=output.finish_reason,
+    )
+
+
+# --- API process: updates ---------------------------------------------------------------------------------
+
+
+async def pause(engine: Any, clear_cache: bool) -> None:
+    """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes."""
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+async def resume(engine: Any) -> None:
+    """Go on after `pause`."""
+    await engine.engine_core.resume_scheduler_async()
+
+
+async def apply(engine: Any, update: dict[str, str]) -> None:
+    """Hand one update to the weight-transfer engine of every worker; says nothing about its success."""
+    await engine.start_weight_update()
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+    await engine.finish_weight_update()
+
+
+async def stamp(engine: Any, version: str) -> None:
+    """Give later tokens this version."""
+    await engine.update_weight_version(version)
+
+
+async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
+    """One answer of WorkerExtension's `method` per worker."""
+    return list(await engine.collective_rpc(method, args=args))
+
+
+# --- worker -----------------------------------------------------------------------------------------------
+
+
+def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint the engine was started with, by vLLM's own loader (local folder or Hub)."""
+    yield from get_model_loader(config.load_config).get_all_weights(config.model_config, model)
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, model_config: ModelConfig, tensors: NamedTensors) -> None:
+    """Put a whole checkpoint into a live model, in place, through layerwise reload.
+
+    Works on the CPU, where linear layers hold packed weights only, and by construction on CUDA (tensors keep
+    their storage, so captured graphs stay valid; not run here). Raises whatever the model's loader raises,
+    and ValueError when a parameter got nothing; the model is then mixed, but can be loaded again.
+    """
+    expected = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    try:
+        loaded = model.load_weights(tensors)
+        finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        _abandon_reload(model)
+        raise
+    _repack_heads(model)
+    missing = set() if loaded is None or model_config.quantization else expected - loaded
+    if missing:
+        raise ValueError(f"the checkpoint has nothing for {sorted(missing)[:3]}: publish a whole checkpoint")
+
+
+def _abandon_reload(model: torch.nn.Module) -> None:
+    """Put the live tensors back where layerwise reload left placeholders, so that a new reload can start."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """On the CPU an output head multiplies with a packed copy of its weight. A head tied to the embedding has
+    no weights of its own to load, so layerwise reload leaves its old copy in place: pack it anew."""
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
+            head.quant_method.process_weights_after_loading(head)

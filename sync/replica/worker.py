@@ -1,0 +1,75 @@
+"""What the API process may call in every vLLM worker, besides vLLM's own methods.
+
+Named by `--worker-extension-cls`; vLLM adds it to its worker's base classes, so `self` is a vLLM worker and
+all names carry a prefix. An update runs: [distill_receive, distill_received]* while generating, pause,
+vLLM's update_weights, distill_outcome of all, distill_revert of all if any failed, resume.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from sync.errors import ConfigError
+from sync.wire import BroadcastTicket
+
+if TYPE_CHECKING:
+    from sync.replica.engine import CheckpointEngine
+
+logger = logging.getLogger(__name__)
+MIXED_EXIT: Final = 70
+"""Exit status of a process whose model cannot be brought back to whole weights."""
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`; arguments and answers are plain data."""
+
+    weight_transfer_engine: CheckpointEngine
+    vllm_config: Any
+
+    def distill_outcome(self) -> str | None:
+        """Why the last update failed in this worker; None: it is loaded."""
+        return self.weight_transfer_engine.swap.error
+
+    def distill_revert(self) -> None:
+        """Load what was held before the last update, or end this process."""
+        from vllm.config import set_current_vllm_config
+
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.weight_transfer_engine.swap.revert()
+        except Exception:  # noqa: BLE001 - a process that would serve mixed weights must not live on
+            logger.critical("the old weights cannot be loaded again: this replica ends", exc_info=True)
+            logging.shutdown()
+            os._exit(MIXED_EXIT)
+
+    def distill_digests(self) -> dict[str, str] | None:
+        """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: none were."""
+        return self.weight_transfer_engine.swap.digests
+
+    def distill_receive(self, ticket: dict[str, Any], timeout: float) -> None:
+        """Start to receive a broadcast in the background, into host memory, while generation goes on.
+
+        Raises ConfigError when the replica has more than one worker: a ticket is one seat.
+        """
+        from sync.weights.broadcast import Reception
+
+        workers = self.vllm_config.parallel_config.world_size
+        if workers != 1:
+            raise ConfigError(
+                f"this replica has {workers} workers and a broadcast has one seat for it: "
+                'set weights.road = "snapshot", or one device per replica'
+            )
+        engine = self.weight_transfer_engine
+        engine.swap.settle()
+        engine.reception = Reception(msgspec.convert(ticket, BroadcastTicket), timeout, engine.device)
+
+    def distill_received(self) -> dict[str, Any]:
+        """{"done": bool, "bytes": int, "error": text or None} of the broadcast being received."""
+        reception = self.weight_transfer_engine.reception
+        if reception is None:
+            return {"done": True, "bytes": 0, "error": "no broadcast was asked for"}
+        return {"done": reception.done, "bytes": reception.bytes_received, "error": reception.error}

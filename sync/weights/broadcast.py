@@ -1,0 +1,281 @@
+"""Weights straight from the trainer to the replicas' workers: NCCL between GPUs, gloo between CPUs.
+
+The trainer's rank 0 serves a TCP store and is rank 0 of a group that lives for one broadcast; each replica
+holds a ticket with its rank. All keys stand under the group's name, so a group that failed leaves nothing
+that the next one could meet.
+
+    sender                                     every receiver
+    plan: names, dtypes, shapes  ──store──▶    plan
+    one flat buffer per bucket   ──group──▶    bucket, copied to host memory
+    digest of every tensor       ──store──▶    compares with what it holds
+    waits for all  ◀──────────────store────    "received"
+
+A replica dies, hangs or never comes: the sender raises Unreachable within `timeout`, and so do the others.
+Nothing is loaded here: a reception is whole and verified before anything touches a model.
+
+gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
+rank and was not run; on two GPUs, run tests/integration/test_broadcast.py with DISTILL_TEST_DEVICE=cuda.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+from torch import distributed as dist
+
+from sync.errors import SnapshotError, Unreachable
+from sync.replica.checkpoint import TensorMeta, digest, meta_of
+from sync.wire import Audience, BroadcastTicket
+
+logger = logging.getLogger(__name__)
+BUCKET_BYTES: Final = 64 << 20
+"""Small tensors travel together up to this many bytes; a larger tensor travels alone."""
+_ALIGN: Final = 16
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel in one flat buffer of `nbytes`, each at its offset."""
+
+    metas: list[TensorMeta]
+    offsets: list[int]
+    nbytes: int
+
+
+def plan(metas: Sequence[TensorMeta], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut tensors, in order, into buckets of at most `limit` bytes, or of one tensor."""
+    buckets: list[Bucket] = []
+    for meta in metas:
+        size = _aligned(nbytes(meta))
+        if not buckets or buckets[-1].nbytes + size > limit:
+            buckets.append(Bucket([], [], 0))
+        last = buckets[-1]
+        buckets[-1] = Bucket([*last.metas, meta], [*last.offsets, last.nbytes], last.nbytes + size)
+    return buckets
+
+
+def nbytes(meta: TensorMeta) -> int:
+    """Bytes of a tensor."""
+    count = 1
+    for n in meta.shape:
+        count *= n
+    return count * _dtype(meta).itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    dtype = getattr(torch, meta.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
+    return dtype
+
+
+def _view(flat: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
+    """The tensor at `offset` of a flat u1 buffer, sharing its memory."""
+    return flat[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)
+
+
+# --- the group --------------------------------------------------------------------------------------------
+
+
+class _Group:
+    """A process group of one broadcast, over a TCP store. Leave it with `close`."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._timeout = timeout
+        self._backend = _backend(store, rank, size, address, timeout, device)
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send from rank 0, or receive, one buffer; returns when it is complete here."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._backend.broadcast([flat], options).wait(self._timeout)
+
+    def close(self) -> None:
+        """Let go of the connections; a NCCL group is aborted, so that nothing waits for a dead peer."""
+        abort = getattr(self._backend, "abort", None)
+        if callable(abort) and self._backend.name() == "nccl":
+            abort()
+        del self._backend
+
+
+def _backend(
+    store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+) -> Any:
+    """torch's process group for `device`, apart from any default group. NCCL was not run here."""
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address as seen on the way to `host`; nothing is sent."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+# --- trainer ----------------------------------------------------------------------------------------------
+
+
+class BroadcastSender:
+    """Rank 0's side. One at a time: `send` for every version, `close` at the end.
+
+    `host` is the address that replicas can reach; `timeout` is in seconds, over one whole `send`.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float, device: torch.device | str = "cpu") -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._device = torch.device(device)
+        self._host = host
+        self._store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+
+    @property
+    def address(self) -> str:
+        """ "host:port" for BroadcastTicket.address and Published.rendezvous."""
+        return f"{self._host}:{self._store.port}"
+
+    def send(
+        self, audience: Audience, metas: Sequence[TensorMeta], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> int:
+        """Send gathered checkpoint tensors, in the order of `metas`, to all of `audience`; returns bytes.
+
+        `tensors` must not itself be a collective of a group that waits for this one: gather first.
+        Raises Unreachable when a replica does not take part to the end within the time-out, and
+        SnapshotError when `tensors` is not what `metas` says. Either way the next `send` needs a new group.
+        """
+        if audience.world_size < 2:
+            return 0
+        store = dist.PrefixStore(audience.group, self._store)
+        started = time.monotonic()
+        try:
+            store.set("plan", msgspec.msgpack.encode(metas))
+            group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+            try:
+                digests = self._send_buckets(group, plan(metas), iter(tensors))
+            finally:
+                group.close()
+            store.set("digests", msgspec.msgpack.encode(digests))
+            left = self._timeout.total_seconds() - (time.monotonic() - started)
+            ranks = [f"received/{rank}" for rank in range(1, audience.world_size)]
+            store.wait(ranks, timedelta(seconds=max(1.0, left)))
+        except RuntimeError as error:
+            raise Unreachable(
+                f"broadcast {audience.group} to {audience.world_size - 1} replicas failed after "
+                f"{time.monotonic() - started:.1f} s: {error}"
+            ) from error
+        return sum(nbytes(meta) for meta in metas)
+
+    def _send_buckets(
+        self, group: _Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for bucket in buckets:
+            flat = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
+                name, tensor = next(tensors, ("nothing", torch.empty(0)))
+                if meta_of(name, tensor) != meta:
+                    raise SnapshotError(f"the broadcast announced {meta} and was given {meta_of(name, tensor)}")
+                _view(flat, meta, offset).copy_(tensor.detach())
+                digests[name] = digest(tensor)
+            group.broadcast(flat)
+        return digests
+
+    def close(self) -> None:
+        """Stop serving the store."""
+        del self._store
+
+
+# --- replica ----------------------------------------------------------------------------------------------
+
+
+class Received(NamedTuple):
+    """A whole, verified broadcast in host memory."""
+
+    group: str
+    tensors: dict[str, torch.Tensor]
+    digests: dict[str, str]
+
+
+class Reception:
+    """A broadcast being received by a thread of its own. `timeout` in seconds, over the whole of it."""
+
+    def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
+        self.error: str | None = None
+        """Why it failed; None: it did not, so far."""
+        self.bytes_received = 0
+        self._received: Received | None = None
+        self._device = torch.device(device)
+        self._thread = threading.Thread(
+            target=self._run, args=(ticket, timeout), name="broadcast", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Received:
+        """Wait for the end. Raises SnapshotError when the broadcast failed; nothing was loaded then."""
+        self._thread.join()
+        if self._received is None:
+            raise SnapshotError(f"the broadcast was not received: {self.error}")
+        return self._received
+
+    def _run(self, ticket: BroadcastTicket, timeout: float) -> None:
+        try:
+            self._received = self._receive(ticket, timedelta(seconds=timeout))
+        except Exception as error:  # noqa: BLE001 - edge of a thread: whatever it is, the asker is told
+            logger.warning("broadcast %s failed", ticket.group, exc_info=True)
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+        host, _, port = ticket.address.rpartition(":")
+        base = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = dist.PrefixStore(ticket.group, base)
+        metas = msgspec.msgpack.decode(store.get("plan"), type=list[TensorMeta])
+        own = _own_address(host, int(port))
+        group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
+        try:
+            tensors = self._receive_buckets(group, plan(metas))
+        finally:
+            group.close()
+        sent = msgspec.msgpack.decode(store.get("digests"), type=dict[str, str])
+        digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        if digests != sent:
+            wrong = sorted(name for name in sent if digests.get(name) != sent[name])
+            raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+        store.set(f"received/{ticket.rank}", b"1")
+        return Received(ticket.group, tensors, digests)
+
+    def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for bucket in buckets:
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            group.broadcast(flat)
+            host = flat.cpu()
+            for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
+                tensors[meta.name] = _view(host, meta, offset)
+            self.bytes_received += bucket.nbytes
+        return tensors
