@@ -1,4 +1,4 @@
-"""Our routes and our guard in front of vLLM's server: `--middleware sync.replica.middleware.ReplicaMiddleware`.
+"""Our routes and our guard in front of vLLM's server; named by `--middleware`.
 
 vLLM's own routes stay reachable behind the same bearer token, except those that need its development mode.
 """

@@ -10,7 +10,7 @@ tests/integration/test_replica.py exercises all of it against the pinned version
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from sync.weights.tensors import NamedTensors
 from sync.replica.completions import Completion, Limits
+from sync.weights.tensors import NamedTensors
 from sync.wire import Sampling
 
 RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
@@ -134,7 +134,7 @@ def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tupl
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, model_config: ModelConfig, tensors: NamedTensors) -> None:
+def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
     """Put a whole checkpoint into a live model, in place, through layerwise reload.
 
     Works on the CPU, where linear layers hold packed weights only, and by construction on CUDA (tensors keep
@@ -169,4 +169,4 @@ def _repack_heads(model: torch.nn.Module) -> None:
     no weights of its own to load, so layerwise reload leaves its old copy in place: pack it anew."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
-            head.quant_method.process_weights_after_loading(head)
+            cast(Any, head).quant_method.process_weights_after_loading(head)
