@@ -101,7 +101,7 @@ def test_what_would_be_wrong_is_refused_with_its_remedy(cpu, config, says):
 
 def test_revision_and_remote_code_are_passed_when_set(cpu):
     line, _ = built(revision="abc", trust_remote_code=True)
-    assert {"--revision=abc", "--trust-remote-code"} <= set(line)
+    assert {"--revision=abc", "--tokenizer-revision=abc", "--trust-remote-code"} <= set(line)
     assert not any("revision" in word or "trust" in word for word in built()[0])
 
 
