@@ -10,11 +10,12 @@ that the next one could meet.
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
 
-A replica dies, hangs or never comes: the sender raises Unreachable within `timeout`, and so do the others.
-Nothing is loaded here: a reception is whole and verified before anything touches a model.
+A replica dies, hangs or never comes: no wait takes longer than `timeout`, then the sender raises Unreachable
+and every receiver reports its failure. Nothing is loaded here: a reception is whole and verified before
+anything touches a model.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
-rank and was not run; on two GPUs, run tests/integration/test_broadcast.py with DISTILL_TEST_DEVICE=cuda.
+rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _own_address(host: str, port: int) -> str:
 class BroadcastSender:
     """Rank 0's side. One at a time: `send` for every version, `close` at the end.
 
-    `host` is the address that replicas can reach; `timeout` is in seconds, over one whole `send`.
+    `host` is the address that replicas can reach; `timeout`, in seconds, bounds every single wait.
     """
 
     def __init__(self, host: str, port: int, timeout: float, device: torch.device | str = "cpu") -> None:
@@ -178,6 +179,8 @@ class BroadcastSender:
             left = self._timeout.total_seconds() - (time.monotonic() - started)
             ranks = [f"received/{rank}" for rank in range(1, audience.world_size)]
             store.wait(ranks, timedelta(seconds=max(1.0, left)))
+            for key in ("plan", "digests"):
+                store.delete_key(key)
         except RuntimeError as error:
             raise Unreachable(
                 f"broadcast {audience.group} to {audience.world_size - 1} replicas failed after "
@@ -219,7 +222,7 @@ class Received(NamedTuple):
 
 
 class Reception:
-    """A broadcast being received by a thread of its own. `timeout` in seconds, over the whole of it."""
+    """A broadcast being received by a thread of its own. `timeout`, in seconds, bounds every single wait."""
 
     def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
         self.error: str | None = None
@@ -252,6 +255,8 @@ class Reception:
             self.error = f"{type(error).__name__}: {error}"
 
     def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device is a thread's own
         host, _, port = ticket.address.rpartition(":")
         base = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         store = PrefixStore(ticket.group, base)
