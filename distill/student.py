@@ -74,7 +74,8 @@ def command(
         **user,
     }
     if config.revision is not None:
-        arguments["revision"] = config.revision
+        for name in ("revision", "tokenizer-revision", "code-revision"):
+            arguments.setdefault(name, config.revision)
     if config.trust_remote_code:
         arguments["trust-remote-code"] = True
     if cpu and not _PARALLEL & user.keys():

@@ -191,7 +191,7 @@ class UpdateReply(Message, frozen=True):
     version: Version
     """What the replica now serves."""
     bytes_read: int
-    """Bytes fetched from the store for this update."""
+    """Bytes fetched from the store, or received by broadcast, for this update."""
     stage_seconds: float
     """Download, decode, verify; generation went on."""
     pause_seconds: float
