@@ -78,16 +78,13 @@ def run(
     `prompt` and `completion` are lengths in tokens; completions vary from half to all of it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with tempfile.TemporaryDirectory() as folder, _teacher(model, Path(folder), threads, dtype) as teacher:
-        with _vllm(model, Path(folder), threads, dtype, prompt + completion + 1, vllm) as server:
-            return asyncio.run(
-                _measure(
-                    _Setting(model, rollouts, prompt, completion, topk, threads, dtype, repeats),
-                    teacher,
-                    server,
-                    (malformed, flood_factor),
-                )
-            )
+    setting = _Setting(model, rollouts, prompt, completion, topk, threads, dtype, repeats)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _teacher(setting, Path(folder)) as teacher,
+        _vllm(setting, Path(folder), vllm) as server,
+    ):
+        return asyncio.run(_measure(setting, teacher, server, (malformed, flood_factor)))
 
 
 @dataclass(frozen=True)
@@ -118,10 +115,8 @@ async def _measure(
         if server is not None:
             contenders |= _stock(server, setting, items, setting_k)
         figures = await _in_turns(contenders, sum(item.positions for item in items), setting.repeats)
-    result: dict[str, Any] = {
-        "setting": asdict(setting),
-        "figures": {n: asdict(f) for n, f in figures.items()},
-    }
+    result: dict[str, Any] = {"setting": asdict(setting)}
+    result["figures"] = {name: asdict(figure) for name, figure in figures.items()}
     malformed, factor = hostile
     if malformed:
         good = ScoreRequest(sequences=_sequences(items[:2], 2, info.vocab_size), want=Want(topk=2))
@@ -240,38 +235,27 @@ def _stock(url: str, setting: _Setting, items: list[Item], k: int) -> dict[str, 
 
 
 @contextmanager
-def _teacher(model: str, folder: Path, threads: int, dtype: str) -> Iterator[tuple[str, int]]:
+def _teacher(setting: _Setting, folder: Path) -> Iterator[tuple[str, int]]:
     """URL and process id of our service."""
-    config = folder / "teacher.json"
-    config.write_text(
-        json.dumps({"path": model, "threads": threads, "dtype": dtype, "queue_tokens": QUEUE_TOKENS})
-    )
-    port = _free_port()
+    config, port = folder / "teacher.json", _free_port()
+    fields = {"path": setting.model, "threads": setting.threads, "dtype": setting.dtype}
+    config.write_text(json.dumps(fields | {"queue_tokens": QUEUE_TOKENS}))
     arguments = ["teacher_service", "--config", str(config), "--name", "bench", "--port", str(port)]
-    with _process(folder / "teacher.log", arguments, threads, {}) as pid:
+    with _process(folder / "teacher.log", arguments, setting.threads, {}) as pid:
         yield f"http://127.0.0.1:{port}", pid
 
 
 @contextmanager
-def _vllm(
-    model: str, folder: Path, threads: int, dtype: str, length: int, wanted: bool
-) -> Iterator[str | None]:
+def _vllm(setting: _Setting, folder: Path, wanted: bool) -> Iterator[str | None]:
     """URL of a stock vLLM server; None when it is not wanted."""
     if not wanted:
         yield None
         return
-    port = _free_port()
-    arguments = [
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        model,
-        "--port",
-        str(port),
-        "--dtype",
-        dtype,
-    ]
-    arguments += ["--max-model-len", str(length), *VLLM_FLAGS]
-    with _process(folder / "vllm.log", arguments, threads, VLLM_ENVIRONMENT):
+    port, length = _free_port(), setting.prompt + setting.completion + 1
+    flags = {"--model": setting.model, "--dtype": setting.dtype, "--port": port, "--max-model-len": length}
+    arguments = ["vllm.entrypoints.openai.api_server", *VLLM_FLAGS]
+    arguments += [f"{flag}={value}" for flag, value in flags.items()]
+    with _process(folder / "vllm.log", arguments, setting.threads, VLLM_ENVIRONMENT):
         yield f"http://127.0.0.1:{port}"
 
 
