@@ -9,6 +9,7 @@ Letters in shapes: C scored positions of a batch, K ids per position, H hidden s
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -138,6 +139,7 @@ class TransformersEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         del self._model, self._decoder, self._head
+        gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
