@@ -82,6 +82,10 @@ class Swap:
         digests: dict[str, str] = {}
         self._load(digesting(source.read(), digests))
         if source.digests is not None and digests != source.digests:
-            changed = sorted(k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k))
-            raise SnapshotError(f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered")
+            changed = sorted(
+                k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k)
+            )
+            raise SnapshotError(
+                f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
+            )
         return Source(source.name, source.read, digests)

@@ -146,9 +146,7 @@ class BroadcastSender:
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device(device)
         self._host = host
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=self._timeout)
 
     @property
     def address(self) -> str:
@@ -195,7 +193,9 @@ class BroadcastSender:
             for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
                 name, tensor = next(tensors, ("nothing", torch.empty(0)))
                 if meta_of(name, tensor) != meta:
-                    raise SnapshotError(f"the broadcast announced {meta} and was given {meta_of(name, tensor)}")
+                    raise SnapshotError(
+                        f"the broadcast announced {meta} and was given {meta_of(name, tensor)}"
+                    )
                 _view(flat, meta, offset).copy_(tensor.detach())
                 digests[name] = digest(tensor)
             group.broadcast(flat)

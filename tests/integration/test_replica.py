@@ -95,7 +95,8 @@ class Versions:
         self.folders, self.store_path = folders, store
         places = checkpoint.tensors(folders[0])
         slices = [
-            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for name, at in places.items()
+            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int)))
+            for name, at in places.items()
         ]
         publisher = Publisher(
             open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(folders[0]), slices
@@ -138,7 +139,9 @@ class Server:
         pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
 
     def stop(self) -> None:
-        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        family = (
+            psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        )
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -218,7 +221,9 @@ def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature:
     return logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-def error(folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0) -> float:
+def error(
+    folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0
+) -> float:
     """Largest distance in nats between the engine's log-probabilities and transformers', from `start` on."""
     tokens = unpack(answer.token_ids).astype(np.int64)
     expected = logp_TV(folder, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
@@ -323,7 +328,9 @@ async def test_the_students_own_topk_holds_the_most_likely_ids_whatever_was_samp
         kth_T1 = expected_TV.topk(4).values[:, -1:]
         assert bool((expected_TV.gather(1, ids_TK) > kth_T1 - TOLERANCE).all())
         assert all(len(set(row)) == 4 for row in ids_TK.tolist())
-    sampled = [token not in row for a in answers for token, row in zip(unpack(a.token_ids), unpack(a.topk_ids))]
+    sampled = [
+        token not in row for a in answers for token, row in zip(unpack(a.token_ids), unpack(a.topk_ids))
+    ]
     assert any(sampled), "the sampled token is sometimes outside the set"
     ids_TK = unpack(narrow[0].topk_ids)
     assert ids_TK.shape == (24, VOCABULARY + 2)
@@ -382,9 +389,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
 
         partial = [(name, tensor) for name, tensor in weights.items() if "layers.1" not in name]
-        asked = asyncio.create_task(
-            update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2))
-        )
+        asked = asyncio.create_task(update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2)))
         partial_metas = [meta_of(name, tensor) for name, tensor in partial]
         await asyncio.to_thread(sender.send, Audience(group="two", world_size=2), partial_metas, partial)
         with pytest.raises(RemoteError, match=r"409.*the old weights are back"):
@@ -402,9 +407,7 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
         for path in ("/distill/v1/state", "/v1/models", "/metrics"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
-            assert (
-                await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
-            ).status_code == 200
+            assert (await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         assert (await client.get("/health")).status_code == 200
         assert (await client.post("/pause")).status_code == 401
 

@@ -21,7 +21,9 @@ METAS = [meta_of(name, tensor) for name, tensor in WEIGHTS.items()]
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_travel_alone():
-    metas = [TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)]
+    metas = [
+        TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)
+    ]
     buckets = plan(metas, limit=64)
     assert [[meta.name for meta in bucket.metas] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
     assert [bucket.offsets for bucket in buckets] == [[0, 16], [0], [0, 16]]
