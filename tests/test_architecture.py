@@ -24,7 +24,10 @@ LIGHT_MODULES = (
     "sync.wire",
     "sync.transport",
     "student_trainer.config",
+    "sync.tokenizers",
+    "teacher_service.client",
     "teacher_service.config",
+    "teacher_service.router",
 )
 HEAVY_MODULES = ("torch", "transformers", "vllm", "deepspeed", "datasets", "matplotlib", "wandb", "numba")
 
