@@ -153,8 +153,8 @@ def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
         )
     array = torch.tensor(unpack(head.weight))
     weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
-    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).float()[:vocab].to(device)
-    weight_VH = weight_VH[:vocab].to(device)
+    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)
+    weight_VH = weight_VH.to(device)
     shape = HeadShape(vocab, head.scale, head.soft_cap)
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
