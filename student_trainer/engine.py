@@ -91,8 +91,14 @@ def load(config: TrainerConfig) -> Loaded:
     )
     if source.chat_template is not None:
         tokenizer.chat_template = Path(source.chat_template).read_text()
-    vocab = min(max(tokenizer.get_vocab().values()) + 1, model.config.get_text_config().vocab_size)
-    shape = head_shape(plain(model).config.get_text_config(), vocab, config.temperature)
+    text = plain(model).config.get_text_config()
+    vocab = max(tokenizer.get_vocab().values()) + 1
+    if vocab > text.vocab_size:
+        raise ConfigError(
+            f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
+            "resize the model's embeddings, or give it its own tokenizer"
+        )
+    shape = head_shape(text, vocab, config.temperature)
     student = Student(model, shape, settings.head_chunk)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)

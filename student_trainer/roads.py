@@ -55,7 +55,7 @@ class Road(Protocol):
 
 
 class Background:
-    """A thread that publishes one version at a time. A store or a replica that fails costs that version only."""
+    """A thread that publishes one version at a time; a store or replica that fails costs that version."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -64,7 +64,7 @@ class Background:
         self._running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Return when nothing runs. Raises what went wrong; of failures the `_PATIENCE`-th in a row."""
+        """Return when nothing runs. Raises what went wrong; of failures, the last of `_PATIENCE`."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

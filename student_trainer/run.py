@@ -207,7 +207,6 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         export(config.run_dir / "final")
-    trainer.ledger.close()
     trainer.controller.close()
     log.info("finished at %s", trainer.version)
 
