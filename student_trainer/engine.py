@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from student_trainer.config import TrainerConfig, TrainerSettings
+from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.model import Student, head_shape, plain
 from sync.errors import ConfigError
 
@@ -119,7 +119,24 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
     )
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if settings.lora is not None:
-        raise ConfigError("trainer.lora: adapters are not trained yet, leave it out")
     model.train()
-    return model
+    return model if settings.lora is None else with_adapters(model, settings.lora, config.seed)
+
+
+def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:
+    """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.enable_input_require_grads()
+    return wrapped

@@ -217,11 +217,11 @@ class FakePublisher:
         self.failures = failures
 
     def anchor(
-        self, version: Version, parent: Version | None, folder: Path | None, shards: Any
+        self, version: Version, parent: Version | None, folder: Path | None, shards: Any, kind: Any
     ) -> PublishReport:
         assert folder is not None
         assert folder.is_dir()
-        return self._report("full", version)
+        return self._report(kind, version)
 
     def delta(self, version: Version, shards: Any) -> PublishReport:
         return self._report("delta", version)
@@ -235,13 +235,18 @@ class FakePublisher:
 
 
 class FakeWeights:
+    def __init__(self, adapters: bool = False) -> None:
+        self.adapters = adapters
+
     def snapshot(self) -> dict[str, Any]:
         return {}
 
 
-def road(tmp_path: Path, publisher: FakePublisher) -> tuple[SnapshotRoad, SilentController]:
+def road(
+    tmp_path: Path, publisher: FakePublisher, adapters: bool = False
+) -> tuple[SnapshotRoad, SilentController]:
     controller = SilentController(WELCOME)
-    return SnapshotRoad(publisher, FakeWeights(), Path.mkdir, tmp_path, controller, 0), controller  # type: ignore[arg-type]
+    return SnapshotRoad(publisher, FakeWeights(adapters), Path.mkdir, tmp_path, controller, 0), controller  # type: ignore[arg-type]
 
 
 def go(road: SnapshotRoad, *steps: int) -> None:
@@ -261,6 +266,14 @@ def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path
         "full", "delta", "delta", "full", "delta",
     ]  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_always_go_whole(tmp_path: Path) -> None:
+    publisher = FakePublisher()
+    path, _ = road(tmp_path, publisher, adapters=True)
+    path.start(Version(0, 0), None)
+    go(path, 1, 2)
+    assert publisher.done == [("lora", 0), ("lora", 1), ("lora", 2)]
 
 
 def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Path) -> None:
