@@ -80,7 +80,9 @@ def load(config: TrainerConfig) -> Loaded:
     import deepspeed
     from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     settings, source = config.trainer, config.student
     ds_config = deepspeed_config(settings)
     keep = HfDeepSpeedConfig(ds_config)

@@ -113,6 +113,8 @@ class SnapshotRoad:
 
     def start(self, version: Version, parent: Version | None) -> None:
         self._parent = parent
+        if self._rank == 0:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         self.publish(version, anchor=True)
         self.settle()
 

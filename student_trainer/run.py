@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,6 +45,8 @@ from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version,
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
+_LAST_WORDS_SECONDS = 5.0
+"""Time for the last events after a stop signal: the controller may have been stopped too."""
 
 
 def run(config: TrainerConfig) -> None:
@@ -206,9 +210,20 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     if trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
-        export(config.run_dir / "final")
-    trainer.controller.close()
+        leave_folder(config.run_dir / "final", export, trainer.ranks)
+    trainer.controller.close(_LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
     log.info("finished at %s", trainer.version)
+
+
+def leave_folder(folder: Path, export: Any, ranks: Ranks) -> None:
+    """Export to `folder`, whole or not at all. Collective."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    export(partial)
+    if ranks.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
 def leave(ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,11 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
         counts.append(micro.counts)
     engine.step()
     metrics = summarise(stats, counts, batch.denominator, ranks)
+    if not math.isfinite(metrics["loss"]):
+        raise DataError(
+            f"the loss of step {batch.version.step + 1} is {metrics['loss']}: the weights are lost, "
+            "go on from a checkpoint with a lower learning rate"
+        )
     return metrics | {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
 
 

@@ -206,6 +206,14 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
     assert [body for _, body in peer.asked] == events
 
 
+def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
+    controller = HttpController(FakePeer([Ok()], delay=2.0))  # type: ignore[arg-type]
+    controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    started = time.monotonic()
+    controller.close(patience=0.05)
+    assert time.monotonic() - started < 1.5
+
+
 # --- roads --------------------------------------------------------------------------------------------------
 
 

@@ -239,3 +239,12 @@ def test_our_head_is_checked_against_the_models_own() -> None:
     wrong.head.shape = HeadShape(VOCAB, soft_cap=1.0)
     with pytest.raises(ConfigError, match="head differs from the model's own logits"):
         check_head(wrong, wrong, torch.device("cpu"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    teacher = student(1)
+    broken = student(2)
+    with torch.no_grad():
+        broken.head.weight[0] = torch.nan
+    with pytest.raises(DataError, match="the loss of step 4 is nan"):
+        train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), aim(Full(), teacher), ALONE)
