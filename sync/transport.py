@@ -140,6 +140,20 @@ class Peer:
             await asyncio.sleep(wait)
             pause = min(pause * 2, 2.0)
 
+    async def once(self, path: str, body: bytes | None, timeout: float) -> bytes:
+        """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
+
+        Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
+        """
+        try:
+            response = await self._send(path, body, timeout)
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        if response.status_code >= 500:
+            raise Unreachable(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
+        _raise_refusal(self.url + path, response)
+        return response.content
+
     async def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
         if content is None:
             return await self._http.get(path, timeout=timeout)

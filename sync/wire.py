@@ -18,6 +18,7 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -59,7 +60,7 @@ def unpack(array: Array) -> np.ndarray:
     Raises WireError when the bytes do not fill the shape.
     """
     dtype = DTYPES[array.dtype]
-    expected = int(np.prod(array.shape, dtype=np.int64)) * dtype.itemsize
+    expected = math.prod(array.shape) * dtype.itemsize
     if min(array.shape, default=0) < 0 or expected != len(array.data):
         raise WireError(
             f"array of dtype {array.dtype} and shape {array.shape} needs {expected} bytes, "

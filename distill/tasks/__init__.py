@@ -1,0 +1,74 @@
+"""Tasks that make their own prompts and judge completions: one module each, found by name.
+
+A task module has `make(**options) -> Task`. One whose models can be made from scratch also has
+`make_models(folder, seed) -> Models` (see `distill.tasks.both_ends`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from sync.errors import ConfigError
+
+
+class TaskPrompt(NamedTuple):
+    """One prompt that a task made."""
+
+    text: str
+    token_ids: Sequence[int] | None = None
+    """None: `text` is encoded with the student's tokenizer."""
+    answer: str | None = None
+
+
+class Asked(Protocol):
+    """What a judge reads of a prompt."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def answer(self) -> str | None: ...
+
+
+class Task(Protocol):
+    """Prompts by number and a judge. Pure: the same (seed, index) gives the same prompt."""
+
+    def prompt(self, seed: int, index: int) -> TaskPrompt:
+        """Training prompt `index` >= 0."""
+        ...
+
+    def held_out(self, seed: int, index: int) -> TaskPrompt:
+        """Prompt `index` of those that no seed ever trains on."""
+        ...
+
+    def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
+        """Whether the completion's token ids, end token included, are a right answer."""
+        ...
+
+
+class Models(NamedTuple):
+    """Folders that `from_pretrained` loads, tokenizer included."""
+
+    teacher: Path
+    student: Path
+
+
+def load(name: str, options: dict[str, Any] | None = None) -> Task:
+    """The task called `name`: a module of this package, or any "package.module".
+
+    Raises ConfigError when there is none, or when it does not take `options`.
+    """
+    path = name if "." in name else f"{__name__}.{name}"
+    try:
+        make = importlib.import_module(path).make
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"prompts.task {name!r} cannot be loaded ({error}): "
+            f'name a module of distill.tasks, or "package.module" with make(**options)'
+        ) from None
+    try:
+        return make(**(options or {}))
+    except TypeError as error:
+        raise ConfigError(f"prompts.options do not fit task {name!r}: {error}") from None

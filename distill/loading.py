@@ -1,0 +1,170 @@
+"""From a TOML file and `--set` overrides to a RunConfig, or to one message that says what to change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from distill.config import RunConfig
+from sync.errors import ConfigError
+from sync.settings import ModelSource, Settings
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in `path` with overrides such as "run.steps=10" over it.
+
+    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
+    """
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"configuration {path} cannot be read ({error.strerror}): name an existing TOML file"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not TOML: {error}") from None
+    for override in overrides:
+        raw = merge(raw, parse_override(override))
+    return validate(raw, str(path))
+
+
+def load_run_dir(run_dir: Path) -> RunConfig:
+    """The configuration that a run's folder was made with. Raises ConfigError when it holds none."""
+    path = run_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    raw["run"]["folder"] = str(run_dir.absolute().parent)
+    return validate(raw, str(path))
+
+
+def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
+    """`raw` as a RunConfig. Raises ConfigError with a line for every key that cannot be used."""
+    if raw.get("evaluation") is False:
+        raw = {**raw, "evaluation": None}
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"{source}: {_explain(detail)}" for detail in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    return _absolute(config)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """The nested table that "a.b=value" stands for; a value that is no TOML is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text!r}: the form is section.key=value")
+    try:
+        return tomllib.loads(f"{key} = {value}")
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return tomllib.loads(f"{key} = {json.dumps(value)}")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--set {text!r}: the form is section.key=value ({error})") from None
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `under`, table by table."""
+    result = dict(under)
+    for key, value in over.items():
+        below = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        result[key] = merge(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _explain(detail: ErrorDetails) -> str:
+    *place, last = detail["loc"] or ("",)
+    found = list(_models_along(place))
+    written = [str(part) for part, is_tag in found if not is_tag] + [str(last)]
+    key, section = ".".join(written), _model_at(place)
+    if detail["type"] == "extra_forbidden" and section:
+        return f"{key} is not a known key{_nearest(str(last), section)}"
+    if detail["type"] == "missing":
+        return f"{key} is missing: {_doc(section, str(last)) or 'it has no default'}"
+    given = repr(detail["input"])
+    rule = detail["msg"][0].lower() + detail["msg"][1:]
+    about = _doc(section, str(last))
+    return f"{key} = {given:.120}: {rule}" + (f" ({about})" if about else "")
+
+
+def _nearest(key: str, section: type[Settings]) -> str:
+    known = sorted(section.model_fields)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(known)}"
+
+
+def _doc(section: type[Settings] | None, key: str) -> str:
+    field = section.model_fields.get(key) if section else None
+    return (field.description or "").split("\n\n")[0].replace("\n", " ").rstrip(".") if field else ""
+
+
+def _model_at(place: Sequence[int | str]) -> type[Settings] | None:
+    """The settings class whose keys stand at `place`; None where there is none."""
+    here: Any = RunConfig
+    for part in place:
+        here = _step(here, part)
+    return here if isinstance(here, type) and issubclass(here, Settings) else None
+
+
+def _models_along(place: Sequence[int | str]) -> Iterator[tuple[int | str, bool]]:
+    """Every part of `place`, and whether it is only pydantic's name of a union's member."""
+    here: Any = RunConfig
+    for part in place:
+        yield part, isinstance(here, tuple)
+        here = _step(here, part)
+
+
+def _step(here: Any, part: int | str) -> Any:
+    """What stands behind `part` in `here`: a settings class, a tuple of them (a union), or a type."""
+    if isinstance(here, tuple):
+        return next((member for member in here if part in _tags(member)), None)
+    if isinstance(here, type) and issubclass(here, Settings):
+        field = here.model_fields.get(str(part))
+        return _settings_in(field.annotation) if field else None
+    if get_origin(here) is dict:
+        return _settings_in(get_args(here)[1])
+    return None
+
+
+def _tags(member: type[Settings]) -> tuple[Any, ...]:
+    return get_args(member.model_fields["type"].annotation) if "type" in member.model_fields else ()
+
+
+def _settings_in(annotation: Any) -> Any:
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    classes = [member for member in members if isinstance(member, type) and issubclass(member, Settings)]
+    if get_origin(annotation) is dict or not classes:
+        nested = [_settings_in(member) for member in members if get_args(member)]
+        return annotation if get_origin(annotation) is dict or not nested else nested[0]
+    return classes[0] if len(classes) == 1 else tuple(classes)
+
+
+def _absolute(settings: S) -> S:
+    """The same settings with every path, and every model that is a folder here, absolute."""
+    changed: dict[str, Any] = {}
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Path):
+            changed[name] = value.absolute()
+        elif isinstance(value, Settings):
+            changed[name] = _absolute(value)
+        elif isinstance(value, dict) and value and all(isinstance(v, Settings) for v in value.values()):
+            changed[name] = {key: _absolute(item) for key, item in value.items()}
+    if isinstance(settings, ModelSource) and Path(settings.path).is_dir():
+        changed["path"] = str(Path(settings.path).absolute())
+    return settings.model_copy(update=changed)

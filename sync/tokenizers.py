@@ -1,0 +1,103 @@
+"""Whether two models mean the same by a token id: fingerprints of tokenizers and where they differ.
+
+A fingerprint has three parts of 32 hex digits (BLAKE3, 128 bits each): vocabulary, merges, special ids.
+Padded rows of a model, the padding token, truncation and padding settings are not part of it; the chat
+template has a fingerprint of its own. Works on any tokenizer object of transformers; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Protocol
+
+from blake3 import blake3
+
+PARTS: Final = ("vocabulary", "merges", "special ids")
+_DIGITS: Final = 32
+
+
+class Tokenizer(Protocol):
+    """What is read of a tokenizer."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    unk_token_id: int | None
+    chat_template: Any
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token → id, added tokens included."""
+        ...
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id; rows of a model beyond it are padding."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """96 hex digits over vocabulary, merges and special ids, in this order."""
+    parts = (sorted(tokenizer.get_vocab().items()), _merges(tokenizer), special_ids(tokenizer))
+    return "".join(_digest(part) for part in parts)
+
+
+def chat_template_fingerprint(tokenizer: Tokenizer) -> str | None:
+    """32 hex digits over the chat template; None: it has none."""
+    return _digest(tokenizer.chat_template) if tokenizer.chat_template else None
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """The ids that begin and end a sequence, and the unknown one."""
+    return {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
+
+
+def differing_parts(one: str, other: str) -> list[str]:
+    """Names of the parts (of PARTS) in which two fingerprints differ; empty: the same tokenizer."""
+    if len(one) != len(other) or len(one) != _DIGITS * len(PARTS):
+        return [] if one == other else list(PARTS)
+    return [name for i, name in enumerate(PARTS) if _part(one, i) != _part(other, i)]
+
+
+def differences(
+    one: Tokenizer, other: Tokenizer, names: tuple[str, str] = ("student", "teacher")
+) -> list[str]:
+    """One line per part in which two tokenizers differ, with the first example; empty: they agree."""
+    lines = [
+        _explain(part, one, other, names) for part in differing_parts(fingerprint(one), fingerprint(other))
+    ]
+    if chat_template_fingerprint(one) != chat_template_fingerprint(other):
+        lines.append(f"chat template: {names[0]} and {names[1]} have different ones")
+    return lines
+
+
+def _explain(part: str, one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
+    if part == "merges":
+        return f"merges: {names[0]} and {names[1]} cut text into tokens by different rules"
+    if part == "special ids":
+        return f"special ids: {names[0]} has {special_ids(one)}, {names[1]} has {special_ids(other)}"
+    first = {id_: token for token, id_ in one.get_vocab().items()}
+    second = {id_: token for token, id_ in other.get_vocab().items()}
+    differ = [id_ for id_ in first.keys() | second.keys() if first.get(id_) != second.get(id_)]
+    id_ = min(differ, default=-1)
+    return (
+        f"vocabulary: {len(differ)} ids differ, the first is {id_}: "
+        f"{names[0]} has {first.get(id_)!r}, {names[1]} has {second.get(id_)!r}"
+    )
+
+
+def _merges(tokenizer: Tokenizer) -> Any:
+    """What else decides how text becomes ids; None for tokenizers without a Rust backend."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    rules = json.loads(backend.to_str())
+    weighted = isinstance(rules["model"].get("vocab"), list)  # Unigram: token scores decide how text is cut
+    model = {key: value for key, value in rules["model"].items() if weighted or key != "vocab"}
+    return [model, rules.get("normalizer"), rules.get("pre_tokenizer")]
+
+
+def _digest(value: Any) -> str:
+    return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest(_DIGITS // 2)
+
+
+def _part(text: str, index: int) -> str:
+    return text[index * _DIGITS : (index + 1) * _DIGITS]

@@ -1,0 +1,110 @@
+"""One teacher process: python -m teacher_service --config FILE --name NAME [--host H] [--port P] [--index I]
+
+FILE is a TeacherConfig as JSON. The address it listens on is logged once it answers. SIGTERM ends it cleanly.
+Exit status: 0 after a signal, 2 when the configuration cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pydantic
+
+from sync.errors import ConfigError, DistillError
+from sync.transport import check_bind, token_from_environment
+from teacher_service.config import TeacherConfig
+
+log = logging.getLogger("teacher_service")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit status."""
+    options = _parse(arguments)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s teacher {options.name}[{options.index}] %(name)s: %(message)s",
+    )
+    try:
+        config = read_config(options.config)
+        serve(config, options.name, options.host or config.host, _port(options, config), options.index)
+    except DistillError as error:
+        log.error("%s", error)
+        return 2
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m teacher_service", description="Serve one teacher.")
+    parser.add_argument("--config", type=Path, required=True, help="TeacherConfig as JSON")
+    parser.add_argument("--name", required=True, help="the teacher's name in the run's configuration")
+    parser.add_argument("--host", default=None, help="default: the configuration's")
+    parser.add_argument(
+        "--port", type=int, default=None, help="default: the configuration's, 0: any free one"
+    )
+    parser.add_argument("--index", type=int, default=0, help="replica, chooses its port and devices")
+    return parser.parse_args(arguments)
+
+
+def _port(options: argparse.Namespace, config: TeacherConfig) -> int:
+    if options.port is not None:
+        return int(options.port)
+    return config.port + options.index if config.port else 0
+
+
+def read_config(path: Path) -> TeacherConfig:
+    """The configuration in a JSON file. Raises ConfigError when there is none."""
+    try:
+        return TeacherConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path}: {error.strerror}: write the TeacherConfig there first"
+        ) from error
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"--config {path} is not a TeacherConfig: {error}") from error
+
+
+def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0) -> None:
+    """Load the engine and answer on host:port until SIGTERM or SIGINT."""
+    token = token_from_environment()
+    check_bind(host, token)
+    if config.devices and "CUDA_VISIBLE_DEVICES" not in config.env:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
+    import setproctitle
+    import uvicorn
+
+    from sync.tokenizers import vocab_size
+    from teacher_service.app import TeacherService
+    from teacher_service.describe import describe, load_tokenizer
+    from teacher_service.engines import build
+
+    setproctitle.setproctitle(f"distill teacher {name}[{index}]")
+    signal.signal(signal.SIGTERM, _leave)  # while loading; uvicorn takes over, and calls it again at its end
+    tokenizer = load_tokenizer(config)
+    engine = build(config, vocab_size(tokenizer))
+    service = TeacherService(
+        engine,
+        describe(name, engine.facts, tokenizer),
+        batch_tokens=config.batch_tokens,
+        queue_tokens=config.queue_tokens,
+        wire_dtype=config.wire_dtype,
+        token=token,
+    )
+    log.info("%s: %s", name, service.info)
+    uvicorn.run(
+        service.app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+    )
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""The client of one teacher: several replicas, few large requests, retries until a deadline.
+
+score() ─┐                                         ┌─▶ replica 0
+score() ─┼─▶ pending (per want) ─▶ bounded requests ┼─▶ replica 1   least outstanding tokens first
+score() ─┘   for `window` seconds                   └─▶ replica 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from sync.errors import ConfigError, DistillError, Unreachable, WireError
+from sync.wire import (
+    Head,
+    Scored,
+    ScoreRefused,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
+    TeacherInfo,
+    Want,
+    decode,
+    encode,
+)
+from teacher_service.replicas import HEALTH_SECONDS, Replicas
+
+Result = Scored | ScoreRefused
+HIDDEN_FACTOR: Final = 8
+"""Hidden states are long: a token with them counts as so many towards `request_tokens`."""
+
+
+@dataclass
+class Counters:
+    """What one teacher has done for this client."""
+
+    requests: int = 0
+    sequences: int = 0
+    refused: int = 0
+    tokens: int = 0
+    """Prompt and completion."""
+    seconds: float = 0.0
+    """Sum of the requests' times, retries included."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class _Kind(NamedTuple):
+    """Sequences of one kind may share a request."""
+
+    want: Want
+    gather: bool
+
+
+@dataclass(eq=False)
+class _Part:
+    """Sequences of one caller that travel in one request."""
+
+    sequences: list[ScoreSequence]
+    tokens: int
+    expires: float
+    future: asyncio.Future[list[Result]]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request that is being put together."""
+
+    timer: asyncio.TimerHandle
+    parts: list[_Part] = field(default_factory=list)
+    tokens: int = 0
+
+
+class TeacherClient:
+    """One teacher. Use inside `async with`, or call `aclose()`; one instance serves all tasks of a loop.
+
+    `window`: longest time that sequences wait for those of other callers, seconds. `request_tokens`: bound of
+    one request (a longer sequence travels alone). `timeout`: deadline of calls that give none, seconds.
+    `health`: how often a replica that holds a request is asked whether it lives, seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        token: str | None = None,
+        *,
+        timeout: float = 300.0,
+        window: float = 0.002,
+        request_tokens: int = 65536,
+        health: float = HEALTH_SECONDS,
+    ) -> None:
+        if not urls:
+            raise ConfigError(f"teacher {name!r} has no urls: give at least one")
+        self.name, self.counters = name, Counters()
+        self.replicas = Replicas(urls, token, timeout, health)
+        self._timeout, self._window, self._request_tokens = timeout, window, request_tokens
+        self._pending: dict[_Kind, _Pending] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> TeacherClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Give up what is under way and close the connections."""
+        for kind in list(self._pending):
+            self._flush(kind)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.replicas.aclose()
+
+    # --- questions ----------------------------------------------------------------------------------------
+
+    async def info(self, timeout: float | None = None) -> TeacherInfo:
+        """What the replicas say about themselves. Raises ConfigError when they are not the same teacher."""
+        peers = [replica.peer for replica in self.replicas.all]
+        infos = await asyncio.gather(*(peer.call("/v1/info", None, TeacherInfo, timeout) for peer in peers))
+        for peer, info in zip(peers, infos, strict=True):
+            if info != infos[0]:
+                raise ConfigError(
+                    f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
+                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
+                )
+        return infos[0]
+
+    async def head(self, timeout: float | None = None) -> Head:
+        """The output head, for exact objectives."""
+        return decode(await self.head_body(timeout), Head)
+
+    async def head_body(self, timeout: float | None = None) -> bytes:
+        """The output head as it came, to pass it on."""
+        return await self.replicas.exchange(
+            "/v1/head", None, 0, time.monotonic() + (timeout or self._timeout)
+        )
+
+    async def score(
+        self, sequences: Sequence[ScoreSequence], want: Want = Want(), deadline: float | None = None
+    ) -> list[Result]:
+        """Marks of `sequences`, in their order, within `deadline` seconds.
+
+        Raises Unreachable when no replica answers until then, Overloaded when all stay full, RemoteError when
+        the teacher refuses the request as a whole. Cancelling gives the work up on the other side too.
+        """
+        limit = deadline or self._timeout
+        expires = time.monotonic() + limit
+        parts = [self._enqueue(cut, tokens, want, expires) for cut, tokens in self._cut(sequences, want)]
+        try:
+            async with asyncio.timeout(limit):
+                answers = await asyncio.gather(*(part.future for part in parts))
+        except TimeoutError:
+            raise Unreachable(f"teacher {self.name!r} did not answer within {limit:.0f} s") from None
+        finally:
+            for part in parts:
+                part.future.cancel()
+        return [result for answer in answers for result in answer]
+
+    # --- putting requests together ------------------------------------------------------------------------
+
+    def _cut(self, sequences: Sequence[ScoreSequence], want: Want) -> list[tuple[list[ScoreSequence], int]]:
+        """Consecutive sequences that fit into one request together, with their tokens."""
+        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
+        parts: list[tuple[list[ScoreSequence], int]] = []
+        held: list[ScoreSequence] = []
+        tokens = 0
+        for sequence in sequences:
+            length = len(sequence.token_ids.data) // 4
+            if held and tokens + length > limit:
+                parts.append((held, tokens))
+                held, tokens = [], 0
+            held.append(sequence)
+            tokens += length
+        return [*parts, (held, tokens)] if held else parts
+
+    def _enqueue(self, sequences: list[ScoreSequence], tokens: int, want: Want, expires: float) -> _Part:
+        loop = asyncio.get_running_loop()
+        kind = _Kind(want, any(sequence.gather_ids is not None for sequence in sequences))
+        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
+        pending = self._pending.get(kind)
+        if pending is not None and pending.tokens + tokens > limit:
+            self._flush(kind)
+            pending = None
+        if pending is None:
+            timer = loop.call_later(self._window, self._flush, kind)
+            pending = self._pending[kind] = _Pending(timer)
+        part = _Part(sequences, tokens, expires, loop.create_future())
+        pending.parts.append(part)
+        pending.tokens += tokens
+        return part
+
+    def _flush(self, kind: _Kind) -> None:
+        """Send what is pending, and give it up when every caller has left."""
+        pending = self._pending.pop(kind)
+        pending.timer.cancel()
+        task = asyncio.create_task(self._send(pending.parts, kind.want))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        waiting = {part.future for part in pending.parts}
+
+        def one_left(future: asyncio.Future[list[Result]]) -> None:
+            waiting.discard(future)
+            if not waiting:
+                task.cancel()
+
+        for future in list(waiting):
+            future.add_done_callback(one_left)
+
+    async def _send(self, parts: list[_Part], want: Want) -> None:
+        """One request for several callers: each gets its results, or the error."""
+        started = time.monotonic()
+        expires = max(part.expires for part in parts)
+        sequences = [sequence for part in parts for sequence in part.sequences]
+        tokens = sum(part.tokens for part in parts)
+        body = encode(ScoreRequest(sequences=sequences, want=want, deadline=max(0.001, expires - started)))
+        try:
+            answer = await self.replicas.exchange("/v1/score", body, tokens, expires)
+            results = self._results(answer, sequences)
+        except DistillError as error:
+            for part in parts:
+                if not part.future.done():
+                    part.future.set_exception(error)
+            return
+        self._count(len(body), len(answer), tokens, time.monotonic() - started, results)
+        first = 0
+        for part in parts:
+            if not part.future.done():
+                part.future.set_result(results[first : first + len(part.sequences)])
+            first += len(part.sequences)
+
+    def _results(self, answer: bytes, sequences: list[ScoreSequence]) -> list[Result]:
+        results = decode(answer, ScoreReply).results
+        if [result.id for result in results] != [sequence.id for sequence in sequences]:
+            raise WireError(
+                f"teacher {self.name!r} answered {len(results)} results for other sequences than asked"
+            )
+        return results
+
+    def _count(self, sent: int, received: int, tokens: int, seconds: float, results: list[Result]) -> None:
+        counters = self.counters
+        counters.requests += 1
+        counters.sequences += len(results)
+        counters.refused += sum(isinstance(result, ScoreRefused) for result in results)
+        counters.tokens += tokens
+        counters.seconds += seconds
+        counters.sent_bytes += sent
+        counters.received_bytes += received

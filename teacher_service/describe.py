@@ -1,0 +1,54 @@
+"""What a teacher says about itself: its engine's facts and its tokenizer's fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sync.errors import ConfigError
+from sync.settings import ModelSource
+from sync.tokenizers import chat_template_fingerprint, fingerprint
+from sync.wire import TeacherInfo
+from teacher_service.engines.base import Facts
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer, with the config's chat template. Raises ConfigError when it cannot be loaded."""
+    path = Path(source.path)
+    if (path.is_absolute() or source.path.startswith(".")) and not path.is_dir():
+        raise ConfigError(f"model folder {source.path!r} does not exist: correct `path`, or give a Hub id")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {error}") from error
+    if source.chat_template is not None:
+        tokenizer.chat_template = _read(source.chat_template)
+    return tokenizer
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"chat_template {path!r} cannot be read: {error}") from error
+
+
+def describe(name: str, facts: Facts, tokenizer: Any) -> TeacherInfo:
+    """TeacherInfo of the teacher called `name`."""
+    return TeacherInfo(
+        name=name,
+        model=facts.model,
+        revision=facts.revision,
+        dtype=facts.dtype,
+        engine=facts.engine,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_length=facts.max_length,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        chat_template_fingerprint=chat_template_fingerprint(tokenizer),
+        can=list(facts.can),
+    )

@@ -1,0 +1,104 @@
+"""What an engine is: it marks a batch of token sequences, and knows what it can be asked for.
+
+The service validates sequences before an engine sees them, and never asks for more than `facts.can`.
+
+Letters in shapes: L tokens of one sequence, T its scored positions, C scored positions of a batch (sum of T),
+K ids per position, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from sync.wire import Head
+
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt")
+MAX_TOPK: Final = 1024
+
+
+class Asked(NamedTuple):
+    """What is marked per position; the same for every item of one batch."""
+
+    topk: int = 0
+    gather: int = 0
+    """K of every item's `gather_ids`; 0: none."""
+    entropy: bool = False
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence to mark: positions `first` … L-1, from the hidden states one position earlier."""
+
+    token_ids_L: np.ndarray
+    """int32, every id in [0, vocab_size)"""
+    first: int
+    """1 <= first < L"""
+    gather_ids_TK: np.ndarray | None = None
+    """int32, -1: skip"""
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return len(self.token_ids_L) - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Marks of a whole batch, its items' positions one after the other; temperature 1, nats."""
+
+    logprob_C: np.ndarray
+    """float32"""
+    topk_ids_CK: np.ndarray | None = None
+    """int32, most likely first"""
+    topk_logprob_CK: np.ndarray | None = None
+    """float32"""
+    tail_C: np.ndarray | None = None
+    """float32, in [0, 1]"""
+    gathered_CK: np.ndarray | None = None
+    """float32, 0 where the id was -1"""
+    entropy_C: np.ndarray | None = None
+    """float32"""
+    hidden_CH: np.ndarray | None = None
+    """float32, or uint16 holding bfloat16 bits"""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine says about itself; see `sync.wire.TeacherInfo` for the fields' meaning."""
+
+    model: str
+    dtype: str
+    engine: str
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    can: tuple[str, ...]
+    revision: str | None = None
+    max_topk: int = MAX_TOPK
+    """Most ids per position that may be asked for; a whole vocabulary is what hidden states are for."""
+
+
+class Engine(Protocol):
+    """One teacher. `score` and `head` are called from one worker thread, never at the same time."""
+
+    facts: Facts
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        """Marks of a non-empty batch.
+
+        Raises DataError when an item cannot be marked; the service then finds out which one.
+        """
+        ...
+
+    def head(self) -> Head | None:
+        """What turns `Marks.hidden_CH` into logits; None: this engine shows no hidden states."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds; called once, last."""
+        ...

@@ -1,0 +1,177 @@
+"""A model's output head, found and proven, and the marks computed through it in chunks.
+
+logits = cap(scale · (hidden · weightᵀ + bias)), with rows beyond the tokenizer's vocabulary cut off.
+
+Letters in shapes: C scored positions, c of one chunk, K ids per position, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sync.errors import ConfigError
+from teacher_service.engines.base import Asked
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The pieces of the head, on the device where it is applied."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
+        """float32 [C, V]; products are accumulated and kept in float32 whatever the model's dtype."""
+        logits_CV = _float_product(hidden_CH, self.weight_VH)
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
+        if self.scale != 1.0:
+            logits_CV *= self.scale
+        if self.soft_cap is not None:
+            logits_CV = logits_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits_CV
+
+
+def _float_product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    if hidden_CH.is_cuda and weight_VH.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
+    return hidden_CH.float() @ weight_VH.T.float()
+
+
+# --- finding the head -------------------------------------------------------------------------------------
+
+
+def find_head(model: Any, vocab_size: int) -> OutputHead:
+    """The head of a causal language model of transformers, cut to `vocab_size` rows.
+
+    Its scale is measured against the model's own logits and then taken exactly from the model's config.
+    Raises ConfigError when the model's logits are not reproduced.
+    """
+    linear = model.get_output_embeddings()
+    if linear is None or not hasattr(linear, "weight"):
+        raise ConfigError(
+            f"{type(model).__name__} shows no output embedding: the transformers engine needs a causal "
+            'language model with a linear head; use engine = "vllm" for this one'
+        )
+    config = model.config.get_text_config()
+    cap = _soft_cap(config)
+    plain = OutputHead(linear.weight.detach(), _detached(getattr(linear, "bias", None)))
+    hidden_CH, expected_CV = _probe(model, min(vocab_size, linear.weight.shape[0]))
+    scale = _scale(plain.logits(hidden_CH), expected_CV, cap, config)
+    head = OutputHead(plain.weight_VH, plain.bias_V, scale, cap)
+    _prove(head.logits(hidden_CH), expected_CV, type(model).__name__, linear.weight.dtype)
+    keep = slice(0, vocab_size)
+    weight_VH = plain.weight_VH[keep]
+    if not weight_VH.is_cuda:
+        weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
+    bias_V = None if plain.bias_V is None else plain.bias_V[keep].float()
+    return OutputHead(weight_VH, bias_V, scale, cap)
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _soft_cap(config: Any) -> float | None:
+    for name in ("final_logit_softcapping", "output_logit_soft_cap"):
+        if (value := getattr(config, name, None)) is not None:
+            return float(value)
+    return None
+
+
+@torch.inference_mode()
+def _probe(model: Any, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [c, H] of a few arbitrary tokens, and the model's own logits [c, V] of the same."""
+    length = 16
+    ids = (torch.arange(length, device=model.device) * 7919 + 13) % vocab_size
+    hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    return hidden, model(input_ids=ids[None], use_cache=False).logits[0].float()
+
+
+def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, config: Any) -> float:
+    """The config's factor (or its inverse) that is nearest to the measured one; 1.0 when none is nearer."""
+    linear_CV = expected_CV if cap is None else torch.atanh((expected_CV / cap).clamp(-0.999, 0.999)) * cap
+    measured = float((linear_CV * raw_CV).sum() / (raw_CV * raw_CV).sum().clamp_min(1e-30))
+    candidates = {1.0}
+    for name, value in config.to_dict().items():
+        if (
+            isinstance(value, int | float)
+            and value
+            and any(s in name for s in ("logit", "lm_head", "multiplier"))
+        ):
+            candidates |= {float(value), 1.0 / float(value)}
+    if base := getattr(config, "dim_model_base", None):
+        candidates.add(base / config.hidden_size)
+    return min(candidates, key=lambda value: abs(value - measured))
+
+
+def _prove(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless both give the same logits within the rounding of `dtype`."""
+    worst = float((ours_CV - expected_CV).abs().max())
+    largest = float(expected_CV.abs().max())
+    allowed = (1e-4 if dtype == torch.float32 else 2.0**-5) * max(1.0, largest)
+    if not worst <= allowed:
+        raise ConfigError(
+            f"the head of {name} is not reproduced: logits differ by {worst:.3g}, allowed {allowed:.3g}; "
+            'heads may be linear with bias, scale and soft cap; use engine = "vllm" for this one'
+        )
+
+
+# --- marks ------------------------------------------------------------------------------------------------
+
+
+def mark(
+    head: OutputHead,
+    hidden_CH: torch.Tensor,
+    targets_C: torch.Tensor,
+    wanted_CK: torch.Tensor | None,
+    asked: Asked,
+    chunk: int,
+) -> dict[str, torch.Tensor]:
+    """Every asked mark except hidden states, under the names of `Marks`, on the device of `hidden_CH`.
+
+    At most `chunk` rows of logits exist at once.
+    """
+    parts = list(_chunks(head, hidden_CH, targets_C, wanted_CK, asked, chunk))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _chunks(
+    head: OutputHead,
+    hidden_CH: torch.Tensor,
+    targets_C: torch.Tensor,
+    wanted_CK: torch.Tensor | None,
+    asked: Asked,
+    chunk: int,
+) -> Iterator[dict[str, torch.Tensor]]:
+    for a in range(0, len(targets_C), chunk):
+        rows = slice(a, a + chunk)
+        wanted = None if wanted_CK is None else wanted_CK[rows]
+        yield marks_of(head.logits(hidden_CH[rows]), targets_C[rows], wanted, asked)
+
+
+def marks_of(
+    logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, asked: Asked
+) -> dict[str, torch.Tensor]:
+    """Marks of one chunk from its float32 logits."""
+    norm_c = logits_cV.logsumexp(1)
+    marks = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
+    if asked.topk:
+        top_cK, ids_cK = logits_cV.topk(asked.topk, dim=1)
+        logp_cK = top_cK - norm_c[:, None]
+        marks["topk_ids_CK"] = ids_cK.int()
+        marks["topk_logprob_CK"] = logp_cK
+        marks["tail_C"] = (1 - logp_cK.exp().sum(1)).clamp(0, 1)
+    if wanted_cK is not None:
+        found_cK = logits_cV.gather(1, wanted_cK.clamp_min(0)) - norm_c[:, None]
+        marks["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)
+    if asked.entropy:
+        logp_cV = logits_cV.sub_(norm_c[:, None])  # the logits are not needed any more
+        marks["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
+    return marks

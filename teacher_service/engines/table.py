@@ -1,0 +1,73 @@
+"""A teacher given by a table of log-probabilities: exact, in memory, without torch.
+
+Letters in shapes: see `base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sync.wire import Head, pack
+from teacher_service.engines.base import CAPABILITIES, Asked, Facts, Item, Marks
+
+NextToken = Callable[[np.ndarray], np.ndarray]
+"""Token ids [L] → log-probabilities [L, V]: row i is the distribution of the token after position i."""
+
+
+class TableEngine:
+    """Marks sequences by a bigram table [V, V] (row: previous token), or by any function of the prefix.
+
+    A table's hidden state is the one-hot previous token and its head is the table, so that
+    hidden · headᵀ gives the log-probabilities back; a function has no hidden states.
+    """
+
+    def __init__(self, source: np.ndarray | NextToken, vocab_size: int | None = None, max_length: int = 4096):
+        self._table = source.astype(np.float32) if isinstance(source, np.ndarray) else None
+        self._next: NextToken = source if callable(source) else self._row
+        size = vocab_size if self._table is None else len(self._table)
+        if size is None:
+            raise TypeError("a function needs vocab_size")
+        can = CAPABILITIES if self._table is not None else ("topk", "gather", "entropy", "prompt")
+        self.facts = Facts("table", "float32", "table", size, size, max_length, can)
+
+    def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
+        assert self._table is not None
+        return self._table[token_ids_L]
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        """See `Engine.score`."""
+        logp_CV = np.concatenate([self._next(i.token_ids_L)[i.first - 1 : -1] for i in items])
+        targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
+        rows_C = np.arange(len(targets_C))
+        ids_CK = np.argsort(-logp_CV, axis=1, kind="stable")[:, : asked.topk].astype(np.int32)
+        topk_CK = np.take_along_axis(logp_CV, ids_CK, 1)
+        gathered_CK = None
+        if asked.gather:
+            wanted_CK = np.concatenate([item.gather_ids_TK for item in items])
+            found_CK = np.take_along_axis(logp_CV, np.maximum(wanted_CK, 0), 1)
+            gathered_CK = np.where(wanted_CK < 0, 0, found_CK).astype(np.float32)
+        previous_C = np.concatenate([item.token_ids_L[item.first - 1 : -1] for item in items])
+        return Marks(
+            logprob_C=logp_CV[rows_C, targets_C].astype(np.float32),
+            topk_ids_CK=ids_CK if asked.topk else None,
+            topk_logprob_CK=topk_CK.astype(np.float32) if asked.topk else None,
+            tail_C=np.clip(1 - np.exp(topk_CK).sum(1), 0, 1).astype(np.float32) if asked.topk else None,
+            gathered_CK=gathered_CK,
+            entropy_C=-(np.exp(logp_CV) * logp_CV).sum(1).astype(np.float32) if asked.entropy else None,
+            hidden_CH=np.eye(self.facts.hidden_size, dtype=np.float32)[previous_C] if asked.hidden else None,
+        )
+
+    def head(self) -> Head | None:
+        """See `Engine.head`."""
+        return None if self._table is None else Head(teacher="table", weight=pack(self._table.T.copy()))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def random_table(vocab: int, seed: int = 0) -> np.ndarray:
+    """float32 [V, V] log-probabilities of an arbitrary bigram model: for trials and tests."""
+    logits = np.random.default_rng(seed).normal(size=(vocab, vocab)) * 2
+    return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)

@@ -1,0 +1,49 @@
+"""Several teachers: which one marks a sample, by the sample's data source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sync.errors import ConfigError
+from teacher_service.config import TeacherConfig
+
+
+class Router:
+    """Data source → name of a teacher. A teacher without `route` takes every source that no other names."""
+
+    def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
+        """Raises ConfigError when two teachers claim the same source, or two take all the rest."""
+        self._by_source: dict[str, str] = {}
+        self._default: str | None = None
+        for name, config in teachers.items():
+            if not config.route:
+                self._claim_rest(name)
+            for source in config.route:
+                self._claim(source, name)
+
+    def _claim(self, source: str, name: str) -> None:
+        if (other := self._by_source.setdefault(source, name)) != name:
+            raise ConfigError(f"route: source {source!r} goes to {other!r} and to {name!r}: name it once")
+
+    def _claim_rest(self, name: str) -> None:
+        if self._default is not None:
+            raise ConfigError(
+                f"teachers {self._default!r} and {name!r} both have no `route`: only one may take the rest, "
+                "name the other's data sources"
+            )
+        self._default = name
+
+    def route(self, source: str) -> str:
+        """Name of the teacher for samples of `source`. Raises ConfigError when there is none."""
+        name = self._by_source.get(source, self._default)
+        if name is None:
+            raise ConfigError(
+                f"no teacher for data source {source!r}: routes name {', '.join(sorted(self._by_source))}; "
+                "add it to a teacher's `route`, or give one teacher no `route`"
+            )
+        return name
+
+    def check(self, sources: Iterable[str]) -> None:
+        """Raise ConfigError unless every source has a teacher; call it before the run starts."""
+        for source in sources:
+            self.route(source)

@@ -1,0 +1,162 @@
+"""Real processes: sleepers that will not end, children that die, grandchildren, launchers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill.supervise import ChildFailed, ChildSpec, Supervisor
+
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('up', flush=True); time.sleep(600)",
+]
+PARENT = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "for new in (False, True):\n"
+    "    subprocess.Popen([sys.executable, '-c', 'import signal, time; '\n"
+    "        'signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'], start_new_session=new)\n"
+    "print('up', flush=True); time.sleep(600)",
+]
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def spoke(supervisor: Supervisor, *names: str) -> None:
+    """Wait until each child wrote "up"."""
+    logs = [supervisor.children[name].log_path for name in names]
+    await asyncio.to_thread(until, lambda: all(log.exists() and b"up" in log.read_bytes() for log in logs))
+
+
+async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_sigterm(tmp_path: Path):
+    supervisor = Supervisor(
+        [ChildSpec("calm", SLEEPER), ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)],
+        tmp_path,
+        0,
+    )
+    await supervisor.start()
+    await supervisor.ready(10)
+    await spoke(supervisor, "calm", "stubborn", "parent")
+    processes = [p for child in supervisor.children.values() for p in below(child.process.pid)]
+    assert len(processes) == 5
+    await supervisor.stop(grace=0.5)
+    assert alive(processes) == []
+    assert supervisor.children["calm"].status == 128 + signal.SIGTERM
+
+
+async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(tmp_path: Path):
+    dying = [sys.executable, "-c", "import sys; print('no such model', flush=True); sys.exit(3)"]
+    supervisor = Supervisor([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], tmp_path, 5)
+    await supervisor.start()
+    with pytest.raises(ChildFailed, match=r"teacher-a ended with status 3(.|\n)*no such model"):
+        await supervisor.ready(10)
+    await supervisor.stop(1)
+
+
+async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
+    await supervisor.start()
+    with pytest.raises(ChildFailed, match=r"status 127(.|\n)*cannot be started"):
+        await supervisor.ready(10)
+    await supervisor.stop(1)
+
+
+async def test_a_child_that_never_answers_is_named_with_its_log(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], tmp_path, 0)
+    await supervisor.start()
+    with pytest.raises(ChildFailed, match="slow did not come up in time"):
+        await supervisor.ready(0.3)
+    await supervisor.stop(5)
+
+
+async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=2, first_pause=0.01)
+    await supervisor.start()
+    await supervisor.ready(10)
+    restarted: list[str] = []
+
+    def murder() -> None:
+        os.killpg(supervisor.children["flaky"].process.pid, signal.SIGKILL)
+
+    async def note(name: str) -> None:
+        restarted.append(name)
+        murder()
+
+    murder()
+    with pytest.raises(ChildFailed, match=r"run\.restarts is used up"):
+        await supervisor.watch(10, note)
+    assert restarted == ["flaky", "flaky"]
+    await supervisor.stop(1)
+
+
+async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("trainer", ["true"], ends=True)], tmp_path, 0)
+    await supervisor.start()
+    await supervisor.watch(10)
+    assert await supervisor.ended("trainer") == 0
+    await supervisor.stop(1)
+
+
+LAUNCHER = """
+import asyncio, sys
+from pathlib import Path
+from distill.supervise import ChildSpec, Supervisor
+
+async def main():
+    specs = [ChildSpec("stubborn", {stubborn!r}), ChildSpec("parent", {parent!r})]
+    supervisor = Supervisor(specs, Path({logs!r}), 0)
+    await supervisor.start()
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_launcher_killed_without_warning_leaves_nobody(tmp_path: Path):
+    code = LAUNCHER.format(stubborn=STUBBORN, parent=PARENT, logs=str(tmp_path))
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: all((tmp_path / f"{n}.log").exists() for n in ("stubborn", "parent")))
+    until(lambda: all(b"up" in (tmp_path / f"{n}.log").read_bytes() for n in ("stubborn", "parent")))
+    until(lambda: len(below(launcher.pid)) == 6)
+    processes = below(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not alive(processes))
+
+
+async def test_a_guardian_killed_without_warning_takes_its_group_with_it(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("stubborn", STUBBORN)], tmp_path, 0)
+    await supervisor.start()
+    await spoke(supervisor, "stubborn")
+    processes = below(supervisor.children["stubborn"].process.pid)
+    supervisor.children["stubborn"].process.kill()
+    with pytest.raises(ChildFailed):
+        await supervisor.watch(1)
+    await supervisor.stop(1)
+    assert await asyncio.to_thread(until, lambda: not alive(processes)) is None
