@@ -250,11 +250,17 @@ class FakeWeights:
         return {}
 
 
+def _export(folder: Path) -> None:
+    folder.mkdir(parents=True)
+
+
 def road(
     tmp_path: Path, publisher: FakePublisher, adapters: bool = False
 ) -> tuple[SnapshotRoad, SilentController]:
     controller = SilentController(WELCOME)
-    return SnapshotRoad(publisher, FakeWeights(adapters), Path.mkdir, tmp_path, controller, 0), controller  # type: ignore[arg-type]
+    return SnapshotRoad(
+        publisher, FakeWeights(adapters), _export, tmp_path / "scratch", controller, 0
+    ), controller  # type: ignore[arg-type]
 
 
 def go(road: SnapshotRoad, *steps: int) -> None:
@@ -273,7 +279,7 @@ def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path
     assert [event.kind for event in controller.told if isinstance(event, Published)] == [
         "full", "delta", "delta", "full", "delta",
     ]  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_adapters_always_go_whole(tmp_path: Path) -> None:
