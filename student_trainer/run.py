@@ -52,7 +52,6 @@ _LAST_WORDS_SECONDS = 5.0
 def run(config: TrainerConfig) -> None:
     """Train as the controller says; returns when all is saved. Raises DistillError."""
     die_with_parent()
-    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     ranks = join(config)
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
@@ -72,6 +71,7 @@ def run(config: TrainerConfig) -> None:
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
     road = open_road(config, weights, export, controller, fingerprint, ranks)
     road.start(welcome.version, welcome.parent)
+    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),

@@ -359,7 +359,7 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     config = settings(models, tmp_path, resumed.url, "llama", checkpoint=str(parent), **more)
     with Running(config) as running:
         wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
-        assert launch.ask_to_stop(running.process.pid) == 2
+        running.process.terminate()
         assert running.end(30.0) == 0, running.log
     (hello,) = resumed.told(TrainerHello)
     assert hello.checkpoint == parent
@@ -415,10 +415,5 @@ def test_a_signal_to_the_session_saves_a_checkpoint(models: Path, tmp_path: Path
     with Running(config) as running:
         wait_for(lambda: stub.told(StepReport), running)
         os.killpg(running.process.pid, signal.SIGTERM)
-        wait_for_end = running.process.wait(30.0)
-        assert wait_for_end != 0
-        deadline = time.monotonic() + 20.0
-        while members(running.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert members(running.process.pid) == []
+        assert running.end(30.0) == 0, running.log
     assert [saved.version for saved in stub.told(CheckpointSaved)] == [Version(0, 1)]

@@ -94,7 +94,9 @@ def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
 def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
-    assert argv[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert argv[1:3] == ["-m", "student_trainer.launch"]
+    hosts, _ = launch.command(config(JSONS[0], hostfile="hosts"), Path("t.json"))
+    assert hosts[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
     assert argv[argv.index("--num_accelerators") + 1] == "3"
     assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
