@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def keep_best(folder: Path, target: Path) -> None:
-    """Make `target` a copy of the model in `folder`; a reader finds the old one or the new one, never half."""
+    """Make `target` a copy of the model in `folder`; a reader finds an old or a new one, never half."""
     pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     for left in (pending, old):
         shutil.rmtree(left, ignore_errors=True)

@@ -36,6 +36,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def main() -> int:
+    """Guard the command in this process's arguments; its exit status."""
     pipe, command = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(pipe, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)

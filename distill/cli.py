@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from distill import cli_bench
+from distill.cli_bench import JsonFile
 from sync.errors import ConfigError, DataError, DistillError, Interrupted
 
 if TYPE_CHECKING:
@@ -29,17 +31,16 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CONFIG")]
 RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
 Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Laid over the file, such as run.steps=10")
+    Sequence[str], typer.Option("--set", metavar="KEY=VALUE", help="Laid over the file, such as run.steps=10")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too")]
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
-def main() -> None:
-    """Entry point of `distill`."""
-    sys.exit(guarded(app))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `distill`; leaves with an exit status."""
+    sys.exit(guarded(lambda: app(arguments)))
 
 
 def guarded(command: Callable[[], Any]) -> int:
@@ -60,7 +61,7 @@ def guarded(command: Callable[[], Any]) -> int:
     return 0
 
 
-def _load(path: Path, overrides: list[str]) -> RunConfig:
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     from distill.loading import load
 
     return load(path, overrides)
@@ -84,7 +85,7 @@ def _log_to_stderr(level: int = logging.WARNING) -> None:
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(help="Of models, prompts and training")] = 0,
-    overrides: Overrides = [],
+    overrides: Overrides = (),
     resume: Resume = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -102,7 +103,7 @@ def quickstart(
 
 @app.command()
 def run(
-    config: Config, overrides: Overrides = [], resume: Resume = False, json_file: JsonFile = None
+    config: Config, overrides: Overrides = (), resume: Resume = False, json_file: JsonFile = None
 ) -> None:
     """Run a configuration: start every role, distil, evaluate, leave a model folder."""
     console, settings = Console(), _load(config, overrides)
@@ -137,7 +138,7 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
 
 @app.command()
 def student(
-    config: Config, index: Annotated[int, typer.Option(help="Which replica")] = 0, overrides: Overrides = []
+    config: Config, index: Annotated[int, typer.Option(help="Which replica")] = 0, overrides: Overrides = ()
 ) -> None:
     """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
     from distill import alone
@@ -150,7 +151,7 @@ def teacher(
     config: Config,
     name: Annotated[str, typer.Option(help="Which of [teachers.NAME]; needed when there are several")] = "",
     index: Annotated[int, typer.Option(help="Which of its processes")] = 0,
-    overrides: Overrides = [],
+    overrides: Overrides = (),
 ) -> None:
     """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
     from distill import alone
@@ -159,7 +160,7 @@ def teacher(
 
 
 @app.command()
-def evaluator(config: Config, overrides: Overrides = []) -> None:
+def evaluator(config: Config, overrides: Overrides = ()) -> None:
     """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
     from distill import alone
 
@@ -170,7 +171,7 @@ def evaluator(config: Config, overrides: Overrides = []) -> None:
 def train(
     config: Config,
     controller: Annotated[str, typer.Option(help="URL of the controller", metavar="URL")],
-    overrides: Overrides = [],
+    overrides: Overrides = (),
 ) -> None:
     """Train; the controller's configuration has controller.trainer = "external"."""
     from distill import alone
@@ -180,7 +181,7 @@ def train(
 
 @app.command()
 def control(
-    config: Config, overrides: Overrides = [], resume: Resume = False, json_file: JsonFile = None
+    config: Config, overrides: Overrides = (), resume: Resume = False, json_file: JsonFile = None
 ) -> None:
     """Run the controller alone: every other role is joined by URL."""
     from distill.alone import check_all_joined
@@ -196,12 +197,12 @@ def control(
 
 
 @app.command()
-def preflight(config: Config, overrides: Overrides = []) -> None:
+def preflight(config: Config, overrides: Overrides = ()) -> None:
     """Check a configuration, its models, tokenizers and prompts, and start nothing."""
     from distill.preflight import check
 
     split = check(_load(config, overrides))
-    rows = f"{len(split.train)} prompts to train on" if hasattr(split.train, "__len__") else "endless prompts"
+    rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 
 
@@ -210,7 +211,7 @@ def evaluate(
     config: Config,
     model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
     tails: Annotated[int, typer.Option(help="Teacher's mass outside its top-k, for k = 1 … N")] = 0,
-    overrides: Overrides = [],
+    overrides: Overrides = (),
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
@@ -269,6 +270,7 @@ def version() -> None:
 
 # --- the store of a run -----------------------------------------------------------------------------------
 
+app.add_typer(cli_bench.app, name="bench")
 sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
 app.add_typer(sync_app, name="sync")
 

@@ -215,6 +215,8 @@ class Controller:
 
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
+        end = time.time()
+        self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
 
     def _opened(self, welcome: TrainerWelcome) -> None:
         if self.books.state.lineages[welcome.version.lineage].origin is None:

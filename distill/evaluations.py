@@ -75,17 +75,19 @@ class Evaluations:
         self._stop = stop
         self._retry_seconds = retry_seconds
         self._waiting: Version | None = None
+        self._newest = -1
+        """Step of the newest version that was due."""
         self._changed = Signal()
 
     def due(self, version: Version) -> None:
         """A version was published: evaluate it when its turn has come."""
         known = [report.version.step for report in self._books.state.evaluations]
-        last = max(known, default=-1)
+        last = max([*known, self._newest])
         every = self._config.every
-        if (version.step == 0 and not known) or (
+        if (version.step == 0 and last < 0) or (
             every and version.step > last and version.step // every > max(last, 0) // every
         ):
-            self._waiting = version
+            self._waiting, self._newest = version, version.step
             self._changed.wake()
 
     async def run(self) -> None:

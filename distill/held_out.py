@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from distill import tasks
-from distill.config import RunConfig, TaskPrompts
+from distill.config import JsonlPrompts, RunConfig, TaskPrompts
 from distill.prompt_sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
@@ -57,13 +57,20 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit
     if isinstance(config.prompts, TaskPrompts):
         return _task_prompts(config, tokenizer, longest, wanted)
     encode = text_encoder(tokenizer, config.prompts.template)
-    read = read_jsonl if config.prompts.type == "jsonl" else read_dataset
-    table = read(config.prompts, encode, longest)  # type: ignore[operator]
+    if isinstance(config.prompts, JsonlPrompts):
+        table = read_jsonl(config.prompts, encode, longest)
+    else:
+        table = read_dataset(config.prompts, encode, longest)
     return split_table(table, wanted, config.run.seed)
 
 
 def split_table(table: TableSource, wanted: int, seed: int) -> PromptSplit:
-    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
+    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
+
+    Raises DataError for an empty table.
+    """
+    if not len(table):
+        raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[int(row)] for row in sorted(order[:count])]

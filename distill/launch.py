@@ -23,10 +23,11 @@ from rich.console import Console
 
 from distill import preflight
 from distill.config import RunConfig
-from distill.controller import Controller, Hooks, Parts
+from distill.controller import Controller
 from distill.held_out import PromptSplit
 from distill.journal import Journal
 from distill.metrics import JsonLines, Sink, Spans, Wandb, log_all
+from distill.parts import Hooks, Parts
 from distill.progress import ProgressDisplay
 from distill.prompts import PromptStream
 from distill.remote import HttpEvaluator
@@ -249,7 +250,8 @@ class _Launcher:
         return Hooks(step=step, evaluated=evaluated, opened=opened, span=self._spans.write)
 
     async def _close_peers(self) -> None:
-        peers = [*self._teachers.values(), *self._parts.replicas.values()]
+        closing = [peer.aclose() for peer in self._teachers.values()]
+        closing += [peer.aclose() for peer in self._parts.replicas.values()]
         if isinstance(self._parts.evaluator, HttpEvaluator):
-            peers.append(self._parts.evaluator)  # type: ignore[arg-type]
-        await asyncio.gather(*(peer.aclose() for peer in peers), return_exceptions=True)
+            closing.append(self._parts.evaluator.aclose())
+        await asyncio.gather(*closing, return_exceptions=True)

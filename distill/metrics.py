@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.redact import without_secrets
@@ -98,7 +98,7 @@ class Wandb:
         self._run.finish()
 
 
-def wandb_mode(config: RunConfig) -> str:
+def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     """online only with a key; says so when it is turned down."""
     mode = config.tracking.wandb
     netrc = Path("~/.netrc").expanduser()

@@ -37,7 +37,7 @@ def check(config: RunConfig) -> PromptSplit:
 def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
     """A teacher that answers against what the run needs of it. Raises ConfigError."""
     ours = tokenizers.fingerprint(load_tokenizer(config.student))
-    differing = tokenizers.differing_parts(ours, info.tokenizer)
+    differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
     if differing:
         raise ConfigError(
             f"teacher {name} ({info.model}) has another tokenizer than the student {config.student.path} "
@@ -82,7 +82,8 @@ def _check_folder(source: ModelSource, key: str) -> None:
             )
     elif looks_local and source.path.count("/") > 0:
         raise ConfigError(
-            f"{key}.path {source.path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
+            f"{key}.path {source.path} does not exist: name a model folder, or a Hub id "
+            "such as Qwen/Qwen3-0.6B"
         )
 
 
@@ -102,7 +103,7 @@ def _check_deepspeed(path: Path) -> None:
 def _check_combinations(config: RunConfig) -> None:
     if config.evaluation is not None and config.weights.road != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and evaluation reads published versions from the store: '
+            f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
     for name, teacher in config.teachers.items():

@@ -13,7 +13,7 @@ LINES_WITHOUT_TERMINAL = 12
 
 
 class ProgressDisplay:
-    """A Sink (distill.metrics) that shows step, reverse KL, speed and staleness; evaluations stay on the screen."""
+    """A Sink (distill.metrics) that shows the newest step's figures; evaluations stay on the screen."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console = steps, console

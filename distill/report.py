@@ -26,6 +26,8 @@ WORK_COLORS = {
     "evaluate": RED,
     "checkpoint": GREY,
 }
+LANE_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | {"update": (0.2, 0.18)}
+"""Bottom and height of each kind of bar in its lane; what runs beside generation is drawn below it."""
 WINDOW_SECONDS = 12.0
 """Of the lanes: long enough to see the rhythm, short enough to see single steps."""
 
@@ -49,8 +51,11 @@ def draw(run_dir: Path) -> Path:
     quality, cost = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     draw_quality(quality, steps, evaluations)
     draw_cost(cost, steps)
-    draw_lanes(figure.add_subplot(grid[1, :]), spans)
-    figure.suptitle(_title(run_dir), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
+    summary = _summary(run_dir)
+    draw_lanes(figure.add_subplot(grid[1, :]), spans, summary)
+    figure.suptitle(
+        _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
+    )
     path = run_dir / "report.png"
     figure.savefig(path)
     pyplot.close(figure)
@@ -58,7 +63,7 @@ def draw(run_dir: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Objects of a JSONL file; a last line that was cut by a crash is left out; empty when there is no file."""
+    """Objects of a JSONL file, without a last line that a crash cut off; empty when there is no file."""
     if not path.is_file():
         return []
     lines = path.read_text().splitlines()
@@ -72,16 +77,20 @@ def read_lines(path: Path) -> list[Line]:
     return found
 
 
-def _title(run_dir: Path) -> str:
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    """summary.json; empty while the run goes on."""
     path = run_dir / "summary.json"
-    summary: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _title(name: str, summary: Mapping[str, Any]) -> str:
     before, after = summary.get("before") or {}, summary.get("after") or {}
     if before.get("reverse_kl") is None or after.get("reverse_kl") is None:
-        return run_dir.name
+        return name
     words = f"reverse KL {before['reverse_kl']:.2f} → {after['reverse_kl']:.2f} nats a token"
     if before.get("pass_rate") is not None and after.get("pass_rate") is not None:
         words += f",  pass rate {before['pass_rate']:.0%} → {after['pass_rate']:.0%}"
-    return f"{run_dir.name}:  {words}"
+    return f"{name}:  {words}"
 
 
 def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line]) -> None:
@@ -129,7 +138,7 @@ def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
     axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
     axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
     axes.set_ylabel("age of rollouts, versions", color=ORANGE)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.3 * max([1.0, *most]))
     right = axes.twinx()
     wait = [line.get("seconds/wait", 0.0) for line in steps]
     train = [line.get("seconds/train", 0.0) + line.get("seconds/publish", 0.0) for line in steps]
@@ -143,31 +152,41 @@ def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
     axes.legend(handles + more, labels + names, frameon=False, fontsize=8, ncols=2, loc="upper center")
 
 
-def draw_lanes(axes: Axes, spans: Sequence[Line]) -> None:
-    """One lane per role over a window in the middle of the run; busy share of the whole run beside it."""
+def draw_lanes(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
+    """One lane per role over a window in the middle of the run, with the whole run's waiting beside it."""
     work = [span for span in spans if span["what"] in WORK_COLORS]
     if not work:
         axes.set_axis_off()
         return
-    window = middle_window(work)
+    start, end = middle_window(work)
     roles = sorted({span["role"] for span in work}, key=_rank)
     for lane, role in enumerate(roles):
-        own = [span for span in work if span["role"] == role]
-        for what in sorted({span["what"] for span in own}):
-            bars = [(s["start"] - window[0], s["end"] - s["start"]) for s in own if s["what"] == what]
-            axes.broken_barh(bars, (lane - 0.38, 0.76), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
-    _plain(axes, f"Who worked when: {WINDOW_SECONDS:.0f} seconds from the middle of the run", "seconds")
-    axes.set_xlim(0, window[1] - window[0])
+        for what, (offset, height) in LANE_PLACES.items():
+            own = [s for s in work if s["role"] == role and s["what"] == what]
+            bars = [(s["start"] - start, s["end"] - s["start"]) for s in own]
+            axes.broken_barh(bars, (lane + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
+    _plain(axes, f"Who worked when: {end - start:.0f} seconds from the middle of the run", "seconds")
+    axes.set_xlim(0, end - start)
     axes.set_ylim(len(roles) - 0.4, -0.6)
-    axes.set_yticks(range(len(roles)), roles)
+    axes.set_yticks(range(len(roles)), [_lane_label(role, summary) for role in roles])
     axes.grid(visible=False, axis="y")
-    used = [what for what in WORK_COLORS if any(span["what"] == what for span in work)]
+    _legend_of_work(axes, {span["what"] for span in work})
+
+
+def _lane_label(role: str, summary: Mapping[str, Any]) -> str:
+    idle = summary.get("idle_seconds", {}).get(role)
+    busy = summary.get("busy_seconds", {}).get(role)
+    if idle is None or busy is None:
+        return role
+    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}, waited {idle:.0f} s"
+
+
+def _legend_of_work(axes: Axes, used: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=WORK_COLORS[what], label=what) for what in used]
-    axes.legend(
-        handles=patches, frameon=False, fontsize=8, ncols=len(used), loc="lower right", bbox_to_anchor=(1, 1)
-    )
+    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
 
 
 def middle_window(spans: Sequence[Line]) -> tuple[float, float]:

@@ -184,7 +184,7 @@ def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
     if place.devices:
         if index >= len(place.devices):
             raise ConfigError(
-                f"{label}: devices names {len(place.devices)} processes' devices and this is process {index}: "
+                f"{label}: devices has {len(place.devices)} entries and this is process {index}: "
                 "give one entry for each"
             )
         environment["CUDA_VISIBLE_DEVICES"] = place.devices[index]

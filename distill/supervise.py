@@ -48,6 +48,8 @@ class ChildSpec:
 
 
 class Phase(Enum):
+    """Where a child is in its life; see the module's text."""
+
     NEW = "new"
     STARTING = "starting"
     READY = "ready"
@@ -125,11 +127,11 @@ class Supervisor:
         waiting = [asyncio.create_task(self._until_ready(c, deadline)) for c in self.children.values()]
         alarm = asyncio.create_task(self._first_death())
         try:
-            starting = asyncio.gather(*waiting)
-            await asyncio.wait([starting, alarm], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                alarm.result()
-            await starting
+            pending: set[asyncio.Task[None]] = {*waiting, alarm}
+            while pending - {alarm}:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             for task in (*waiting, alarm):
                 task.cancel()

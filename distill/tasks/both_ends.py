@@ -47,7 +47,7 @@ def is_held_out(text: str) -> bool:
 
 def choices(left: set[str]) -> set[str]:
     """What may come next when the letters `left` are not yet listed."""
-    return {min(left), max(left)} if left else {EOS}
+    return {min(left), max(left)} if left else set()
 
 
 class BothEnds:
@@ -61,11 +61,12 @@ class BothEnds:
 
     def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
         left = set(prompt.text.removesuffix(ASK))
-        for token in completion:
+        *letters, last = completion or [PAD_ID]
+        for token in letters:
             if VOCABULARY[token] not in choices(left):
                 return False
-            left.discard(VOCABULARY[token])
-        return not left and len(completion) > 0 and completion[-1] == EOS_ID
+            left.remove(VOCABULARY[token])
+        return not left and last == EOS_ID
 
 
 def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:
