@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sync.weights.mirror import Mirror
-
 from distill.config import RunConfig
 from sync.errors import ConfigError
 from sync.stores import open_store
+from sync.weights.mirror import Mirror
 from sync.wire import Version
 
 
