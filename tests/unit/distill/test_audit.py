@@ -125,7 +125,6 @@ async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
         lines = Ledger(tmp_path / "ledger", start, parent, rank=0)
         for step, ids in steps.items():
             lines.record(step, ids)
-        lines.close()
     report = audit(tmp_path)
     assert report.ok
     assert report.trained == 6
