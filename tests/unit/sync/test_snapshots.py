@@ -486,3 +486,19 @@ def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         follow(mirror, v(1))
         assert digests(mirror.path or folder) == {name: checkpoint.digest(bits) for name, bits in new.items()}
+
+
+def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    weights = np.arange(8, dtype="f4")
+    save_file({"lora_A": weights}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), [Slice("lora_A", (8,), "f4", 0, 8)])
+    assert publisher.anchor(v(0), None, folder, {"lora_A": weights.view("u4")}, "lora").kind == "lora"
+    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+        staged = mirror.stage(v(0))
+        assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
+        assert digests(staged.path) == {"lora_A": checkpoint.digest(weights.view("u4"))}
