@@ -30,13 +30,16 @@ class Ranks:
         return float(self.gather(torch.tensor([value])).max())
 
     def broadcast(self, body: bytes | None) -> bytes:
-        """Bytes of rank 0 on every rank; the others pass None. Collective."""
+        """Bytes of rank 0 on every rank, whatever the others pass. Collective."""
+        own = body or b""
         if self.world_size == 1:
-            assert body is not None
-            return body
-        size = torch.tensor([len(body or b"")], device=self.device)
+            return own
+        size = torch.tensor([len(own)], device=self.device)
         dist.broadcast(size, src=0)
-        data = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8).to(self.device)
+        if int(size) == 0:
+            return b""
+        content = bytearray(own if self.rank == 0 else bytes(int(size)))
+        data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         dist.broadcast(data, src=0)
         return bytes(data.cpu().numpy().tobytes())
 

@@ -109,10 +109,17 @@ def join(config: TrainerConfig) -> Ranks:
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
-    """Load the checkpoint to start from; None: there is none, training starts from the model's folder."""
-    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint)
-    if path is None:
+    """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
+
+    Rank 0 verifies the files of all ranks. Collective.
+    """
+    folder, found = config.run_dir / "checkpoints", None
+    if ranks.rank == 0:
+        found = checkpoint.find(folder, config.checkpoint)
+    name = ranks.broadcast(b"" if found is None else found.name.encode()).decode()
+    if not name:
         return None
+    path = folder / name
     version = checkpoint.load(engine, path, fingerprint, ranks)
     log.info("resumed from %s", path)
     return version

@@ -62,7 +62,13 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
 
 
 def job(micro: MicroBatch, aim: Aim) -> Job:
-    """What the head is asked to do with one micro-batch."""
+    """What the head is asked to do with one micro-batch. Raises DataError for a teacher without a head."""
+    highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
+    if aim.heads and highest >= len(aim.heads):
+        raise DataError(
+            f"a row was scored by teacher {highest}, the trainer knows {len(aim.heads)}: "
+            "Rows.teacher must index TrainerWelcome.teachers"
+        )
     return Job(micro, aim.objective, aim.gamma, aim.heads)
 
 

@@ -227,6 +227,9 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
         collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
     with pytest.raises(DataError, match="both or neither"):
         collate(msgspec.structs.replace(rows, teacher_topk_logprob=None), 3, VOCAB)
+    stranger = msgspec.structs.replace(rows, teacher=pack(np.array([0, 3], np.int32)))
+    with pytest.raises(DataError, match="scored by teacher 3, the trainer knows 1"):
+        train_step(PlainEngine(student(1), 0.1), batch([stranger]), aim(Full(), student(1)), ALONE)
     with pytest.raises(DataError, match="at least one supervised token"):
         nothing = TrainBatch(version=Version(0, 0), denominator=0, micro_batches=[])
         train_step(PlainEngine(student(1), 0.1), nothing, aim(Sampled(), student(1)), ALONE)
