@@ -19,7 +19,7 @@ LARGER_WITH_A_REASON: dict[str, str] = {
 }
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 LIGHT_MODULES = (
-    "distill.cli",
+    "distill.cli.main",
     "distill.config",
     "sync.wire",
     "sync.transport",

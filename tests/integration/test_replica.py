@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distill.config import StudentConfig
-from distill.student import command
+from distill.launch.student import command
 from sync.errors import RemoteError, Unreachable
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill.audit import AuditReport, audit, check
-from distill.journal import Journal, Location
-from distill.prompts import Prompt
-from distill.records import (
+from distill.control.audit import AuditReport, audit, check
+from distill.control.journal import Journal, Location
+from distill.control.records import (
     AnyRecord,
     Checkpointed,
     Composed,
@@ -22,6 +21,7 @@ from distill.records import (
     Stepped,
     compacted,
 )
+from distill.prompts.stream import Prompt
 from student_trainer.ledger import Ledger
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.audit import check
-from distill.books import MAX_ATTEMPTS, Books
-from distill.journal import Journal, Location
-from distill.prompts import Prompt, PromptStream
-from distill.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
-from distill.segments import read_all, segment_numbers, segment_path
-from distill.state import Asked
+from distill.control.audit import check
+from distill.control.books import MAX_ATTEMPTS, Books
+from distill.control.journal import Journal, Location
+from distill.control.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
+from distill.control.segments import read_all, segment_numbers, segment_path
+from distill.control.state import Asked
+from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distill import student
 from distill.config import StudentConfig
-from distill.student import command, flags
+from distill.launch import student
+from distill.launch.student import command, flags
 from sync.errors import ConfigError
 from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
 from sync.stores.config import ObjectStoreConfig
