@@ -31,7 +31,8 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CONFIG")]
 RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
 Overrides = Annotated[
-    Sequence[str], typer.Option("--set", metavar="KEY=VALUE", help="Laid over the file, such as run.steps=10")
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Over the file: run.steps=10", default_factory=list),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
 
@@ -84,8 +85,8 @@ def _log_to_stderr(level: int = logging.WARNING) -> None:
 
 @app.command()
 def quickstart(
+    overrides: Overrides,
     seed: Annotated[int, typer.Option(help="Of models, prompts and training")] = 0,
-    overrides: Overrides = (),
     resume: Resume = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -102,9 +103,7 @@ def quickstart(
 
 
 @app.command()
-def run(
-    config: Config, overrides: Overrides = (), resume: Resume = False, json_file: JsonFile = None
-) -> None:
+def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
     """Run a configuration: start every role, distil, evaluate, leave a model folder."""
     console, settings = Console(), _load(config, overrides)
     summary = _run(settings, resume, console, {})
@@ -138,7 +137,7 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
 
 @app.command()
 def student(
-    config: Config, index: Annotated[int, typer.Option(help="Which replica")] = 0, overrides: Overrides = ()
+    config: Config, overrides: Overrides, index: Annotated[int, typer.Option(help="Which replica")] = 0
 ) -> None:
     """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
     from distill.launch import alone
@@ -149,9 +148,9 @@ def student(
 @app.command()
 def teacher(
     config: Config,
+    overrides: Overrides,
     name: Annotated[str, typer.Option(help="Which of [teachers.NAME]; needed when there are several")] = "",
     index: Annotated[int, typer.Option(help="Which of its processes")] = 0,
-    overrides: Overrides = (),
 ) -> None:
     """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
     from distill.launch import alone
@@ -160,7 +159,7 @@ def teacher(
 
 
 @app.command()
-def evaluator(config: Config, overrides: Overrides = ()) -> None:
+def evaluator(config: Config, overrides: Overrides) -> None:
     """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
     from distill.launch import alone
 
@@ -170,8 +169,8 @@ def evaluator(config: Config, overrides: Overrides = ()) -> None:
 @app.command()
 def train(
     config: Config,
+    overrides: Overrides,
     controller: Annotated[str, typer.Option(help="URL of the controller", metavar="URL")],
-    overrides: Overrides = (),
 ) -> None:
     """Train; the controller's configuration has controller.trainer = "external"."""
     from distill.launch import alone
@@ -180,9 +179,7 @@ def train(
 
 
 @app.command()
-def control(
-    config: Config, overrides: Overrides = (), resume: Resume = False, json_file: JsonFile = None
-) -> None:
+def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
     """Run the controller alone: every other role is joined by URL."""
     from distill.launch.alone import check_all_joined
 
@@ -197,7 +194,7 @@ def control(
 
 
 @app.command()
-def preflight(config: Config, overrides: Overrides = ()) -> None:
+def preflight(config: Config, overrides: Overrides) -> None:
     """Check a configuration, its models, tokenizers and prompts, and start nothing."""
     from distill.launch.preflight import check
 
@@ -209,9 +206,9 @@ def preflight(config: Config, overrides: Overrides = ()) -> None:
 @app.command()
 def evaluate(
     config: Config,
+    overrides: Overrides,
     model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
     tails: Annotated[int, typer.Option(help="Teacher's mass outside its top-k, for k = 1 … N")] = 0,
-    overrides: Overrides = (),
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
