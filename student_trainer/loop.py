@@ -95,7 +95,7 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
         if isinstance(answer, Wait):
             answer = trainer.source.poll(trainer.version, trainer.interrupted)
         own = outcome_of(answer, trainer.interrupted.is_set())
-        outcome = Outcome(int(trainer.ranks.highest([own])[0]))
+        outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
             check_version(answer, trainer.version)
@@ -125,7 +125,7 @@ def check_version(batch: TrainBatch, version: Version) -> None:
 def publish(trainer: Trainer) -> None:
     """Send the weights on their way once the version before has arrived or failed. Collective."""
     trainer.road.settle()
-    (anchor,) = trainer.ranks.highest([trainer.road.anchor_due])
+    anchor = trainer.ranks.highest(trainer.road.anchor_due)
     trainer.road.publish(trainer.version, bool(anchor))
 
 

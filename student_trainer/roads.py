@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from student_trainer.controller import Controller
 from student_trainer.weights import Weights
@@ -55,7 +55,7 @@ class Road(Protocol):
 
 
 class Background:
-    """A thread that publishes one version at a time. A store or a replica that fails costs that version only."""
+    """A thread that publishes one version at a time; a store or replica that fails costs that version."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -64,7 +64,7 @@ class Background:
         self._running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Return when nothing runs. Raises what went wrong; of failures the `_PATIENCE`-th in a row."""
+        """Return when nothing runs. Raises what went wrong; of failures, the last of `_PATIENCE`."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -98,7 +98,7 @@ class SnapshotRoad:
         controller: Controller,
         rank: int,
     ) -> None:
-        """`export` writes a Hugging Face folder, a collective; `scratch` holds it until it is published."""
+        """`export` writes the folder of an anchor, a collective; `scratch` holds it until it is published."""
         self.newest: Version | None = None
         self._publisher, self._weights, self._export = publisher, weights, export
         self._scratch, self._controller, self._rank = scratch, controller, rank
@@ -108,11 +108,13 @@ class SnapshotRoad:
 
     @property
     def anchor_due(self) -> bool:
-        """The deltas have grown dear, or the last version failed and there is nothing to build on."""
-        return self._due or self._background.failures > 0
+        """Adapters always go whole; else deltas grew dear, or the last version failed and left no base."""
+        return self._weights.adapters or self._due or self._background.failures > 0
 
     def start(self, version: Version, parent: Version | None) -> None:
         self._parent = parent
+        if self._rank == 0:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         self.publish(version, anchor=True)
         self.settle()
 
@@ -131,7 +133,8 @@ class SnapshotRoad:
     def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
         own = folder if self._rank == 0 else None
         try:
-            report = self._publisher.anchor(version, self._parent, own, shards)
+            kind: Literal["full", "lora"] = "lora" if self._weights.adapters else "full"
+            report = self._publisher.anchor(version, self._parent, own, shards, kind)
         finally:
             if own is not None:
                 shutil.rmtree(own)

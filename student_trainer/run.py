@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,12 +45,13 @@ from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version,
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
+_LAST_WORDS_SECONDS = 5.0
+"""Time for the last events after a stop signal: the controller may have been stopped too."""
 
 
 def run(config: TrainerConfig) -> None:
     """Train as the controller says; returns when all is saved. Raises DistillError."""
     die_with_parent()
-    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     ranks = join(config)
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
@@ -68,6 +71,7 @@ def run(config: TrainerConfig) -> None:
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
     road = open_road(config, weights, export, controller, fingerprint, ranks)
     road.start(welcome.version, welcome.parent)
+    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),
@@ -105,10 +109,17 @@ def join(config: TrainerConfig) -> Ranks:
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
-    """Load the checkpoint to start from; None: there is none, training starts from the model's folder."""
-    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint)
-    if path is None:
+    """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
+
+    Rank 0 verifies the files of all ranks. Collective.
+    """
+    folder, found = config.run_dir / "checkpoints", None
+    if ranks.rank == 0:
+        found = checkpoint.find(folder, config.checkpoint)
+    name = ranks.broadcast(b"" if found is None else found.name.encode()).decode()
+    if not name:
         return None
+    path = folder / name
     version = checkpoint.load(engine, path, fingerprint, ranks)
     log.info("resumed from %s", path)
     return version
@@ -153,8 +164,8 @@ def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
         )
     array = torch.tensor(unpack(head.weight))
     weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
-    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).float()[:vocab].to(device)
-    weight_VH = weight_VH[:vocab].to(device)
+    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)
+    weight_VH = weight_VH.to(device)
     shape = HeadShape(vocab, head.scale, head.soft_cap)
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
@@ -206,10 +217,20 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     if trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
-        export(config.run_dir / "final")
-    trainer.ledger.close()
-    trainer.controller.close()
+        leave_folder(config.run_dir / "final", export, trainer.ranks)
+    trainer.controller.close(_LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
     log.info("finished at %s", trainer.version)
+
+
+def leave_folder(folder: Path, export: Any, ranks: Ranks) -> None:
+    """Export to `folder`, whole or not at all. Collective."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    export(partial)
+    if ranks.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
 def leave(ranks: Ranks) -> None:

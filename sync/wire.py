@@ -66,7 +66,10 @@ def unpack(array: Array) -> np.ndarray:
             f"array of dtype {array.dtype} and shape {array.shape} needs {expected} bytes, "
             f"got {len(array.data)}: the message was cut or built wrongly"
         )
-    return np.frombuffer(array.data, dtype).reshape(array.shape)
+    try:
+        return np.frombuffer(array.data, dtype).reshape(array.shape)
+    except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
+        raise WireError(f"array shape {array.shape} cannot be: {error}") from None
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -191,7 +194,7 @@ class UpdateReply(Message, frozen=True):
     version: Version
     """What the replica now serves."""
     bytes_read: int
-    """Bytes fetched from the store for this update."""
+    """Bytes fetched from the store, or received by broadcast, for this update."""
     stage_seconds: float
     """Download, decode, verify; generation went on."""
     pause_seconds: float

@@ -36,7 +36,13 @@ class TeacherConfig(ModelSource, Placement):
     """Any argument of vLLM's engine, for engine "vllm"."""
     threads: int | None = Field(None, ge=1)
     """torch's threads; None: its default."""
+    idle_unload_seconds: float | None = Field(None, gt=0)
+    """Time without work after which engine "transformers" gives its memory back, until work comes; for
+    teachers that share a machine. None: never."""
     route: list[str] = []
-    """Data sources whose samples go to this teacher; empty: every source that no other teacher names."""
+    """Data sources whose samples go to this teacher; with no `route_by` either: every source that no other
+    teacher takes."""
+    route_by: str | None = None
+    """A "module:function" that tells of a data source whether this teacher takes it; None: `route` alone."""
     prompt_transform: str | None = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,7 +37,7 @@ class FuzzReport:
     """What came back."""
 
     requests: int = 0
-    statuses: Counter[int] = field(default_factory=Counter)
+    statuses: dict[int, int] = field(default_factory=dict)
     """HTTP status → answers; 0: the connection broke."""
     unexplained: list[str] = field(default_factory=list)
     """Answers that are neither a ScoreReply nor a 4xx with a text."""
@@ -179,12 +178,16 @@ async def _send(http: httpx.AsyncClient, body: bytes, report: FuzzReport) -> Non
     try:
         answer = await http.post("/v1/score", content=body)
     except httpx.TransportError as error:
-        report.statuses[0] += 1
+        _count(report.statuses, 0)
         report.unexplained.append(f"{type(error).__name__}: {error}")
         return
-    report.statuses[answer.status_code] += 1
+    _count(report.statuses, answer.status_code)
     if (problem := _unexplained(answer)) is not None:
         report.unexplained.append(problem)
+
+
+def _count(statuses: dict[int, int], status: int) -> None:
+    statuses[status] = statuses.get(status, 0) + 1
 
 
 def _unexplained(answer: httpx.Response) -> str | None:
@@ -207,9 +210,10 @@ def _unexplained(answer: httpx.Response) -> str | None:
 class FloodReport:
     """What a flood did."""
 
-    statuses: Counter[int] = field(default_factory=Counter)
+    statuses: dict[int, int] = field(default_factory=dict)
+    """HTTP status → answers."""
     memory_before: int = 0
-    """Resident bytes of the teacher."""
+    """Resident bytes of the teacher, after one request of the flood's kind."""
     memory_peak: int = 0
     seconds: float = 0.0
     slowest_refusal: float = 0.0
@@ -220,26 +224,27 @@ async def flood(
     url: str, pid: int, queue_tokens: int, length: int, factor: int = 20, token: str | None = None
 ) -> FloodReport:
     """Offer `factor` times the queue's bound at once, in requests of an eighth of the bound each."""
-    report = FloodReport(memory_before=psutil.Process(pid).memory_info().rss)
+    report = FloodReport()
     per_request = max(1, queue_tokens // 8 // length)
     ids = pack(np.zeros(length, np.int32))
     body = encode(ScoreRequest(sequences=[ScoreSequence(str(i), ids, 1) for i in range(per_request)]))
     headers = {"authorization": f"Bearer {token}"} if token else {}
     limits = httpx.Limits(max_connections=None)
-    started = time.monotonic()
-    watch = asyncio.create_task(_watch_memory(pid, report))
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=300, limits=limits, trust_env=False
     ) as http:
 
         async def one() -> None:
             answer = await http.post("/v1/score", content=body)
-            report.statuses[answer.status_code] += 1
+            _count(report.statuses, answer.status_code)
             if answer.status_code == 429:
                 report.slowest_refusal = max(report.slowest_refusal, time.monotonic() - started)
 
+        await http.post("/v1/score", content=body)
+        report.memory_before = psutil.Process(pid).memory_info().rss
+        watch, started = asyncio.create_task(_watch_memory(pid, report)), time.monotonic()
         await asyncio.gather(*(one() for _ in range(8 * factor)))
-    watch.cancel()
+        watch.cancel()
     report.seconds = time.monotonic() - started
     return report
 

@@ -1,10 +1,10 @@
 """A Hugging Face bucket, through huggingface_hub's own client; contents travel as Xet chunks.
 
-A bucket has no conditional write: the last writer wins. So a key is created in three steps. A writer uploads
-the content under a name of its own, `KEY@random`, and lists the folder. When neither the key nor another
-writer's name is there, it has the server copy the content to the key and removes its name; two writers cannot
-both see themselves alone, since each lists after its own name is there. Otherwise it withdraws its name, waits
-a moment and looks again, until the key is there or its patience ends.
+A bucket has no conditional write: the last writer wins. So a key is created in three steps. A writer
+uploads the content under a name of its own, `KEY@random`, and lists the folder. When neither the key nor
+another writer's name is there, it has the server copy the content to the key and removes its name; two
+writers cannot both see themselves alone, since each lists after its own name is there. Otherwise it withdraws
+its name, waits a moment and looks again, until the key is there or its patience ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from uuid import uuid4
 import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.utils import disable_progress_bars
 
 from sync.errors import StoreError
 from sync.stores.base import check_key, missing, taken
 
 _PATIENCE: Final = 10.0
 """Seconds to wait for another writer's key before it counts as taken."""
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_XET_TELEMETRY_ENABLED", "0")
 
 
@@ -60,7 +60,7 @@ class BucketStore:
         path = self._path(key)
         deadline = time.monotonic() + _PATIENCE
         with self._explained("write", key):
-            while path not in (entries := self._around(path)):
+            while path not in self._around(path):
                 if time.monotonic() > deadline:
                     break
                 if self._try_create(path, data):
@@ -131,7 +131,8 @@ class BucketStore:
     def _explained(self, verb: str, key: str) -> Iterator[None]:
         """The client's errors as StoreError."""
         try:
-            yield
+            with disable_progress_bars():
+                yield
         except EntryNotFoundError:
             raise missing(str(self), key) from None
         except (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError) as error:

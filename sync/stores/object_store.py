@@ -1,9 +1,9 @@
 """S3, Google Cloud Storage or Azure, through obstore.
 
-A key is created with a conditional put, which the service decides. A put whose answer was lost is repeated by
-the client and then finds itself: the object carries a random mark in its metadata, and a writer that meets its
-own mark has won. An object too large for one put is claimed by a small object first, `KEY@claim`, and then
-uploaded in parts; it appears when the last part is there.
+A key is created with a conditional put, which the service decides. A put whose answer was lost is repeated
+by the client and then finds itself: the object carries a random mark in its metadata, and a writer that meets
+its own mark has won. An object too large for one put is claimed by a small object first, `KEY@claim`, and
+then uploaded in parts; it appears when the last part is there.
 """
 
 from __future__ import annotations

@@ -120,7 +120,10 @@ def _upload(endpoint: str, data: bytes | Path) -> _Pointer:
 
 def _read(endpoint: str, pointer: _Pointer) -> bytes:
     group = hf_xet.XetSession().new_download_stream_group(endpoint=endpoint)
-    return b"".join(group.download_stream(hf_xet.XetFileInfo(pointer.hash, pointer.size)))
+    content = b"".join(group.download_stream(hf_xet.XetFileInfo(pointer.hash, pointer.size)))
+    if len(content) != pointer.size:
+        raise OSError(f"got {len(content)} of {pointer.size} bytes")
+    return content
 
 
 def _fetch(endpoint: str, pointer: _Pointer, path: Path) -> None:

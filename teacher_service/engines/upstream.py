@@ -36,6 +36,8 @@ class Upstream:
         key = os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._url, self._patience = url.rstrip("/"), patience
+        self.received_bytes = 0
+        """Of all answers."""
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.Client(
             headers=headers, timeout=timeout, limits=limits, trust_env=False, transport=transport
@@ -66,6 +68,7 @@ class Upstream:
                 raise Unreachable(f"{self._url}{path} gave no answer for {self._patience:.0f} s ({problem})")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+        self.received_bytes += len(response.content)
         if response.status_code != 200:
             raise DataError(f"{self._url}{path} answered {response.status_code}: {response.text[:500]}")
         try:

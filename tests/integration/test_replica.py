@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distill.config import StudentConfig
-from distill.student import command
+from distill.launch.student import command
 from sync.errors import RemoteError, Unreachable
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
@@ -390,6 +390,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
     sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
     ticket = BroadcastTicket(sender.address, "one", 1, 2)
     async with server.peer() as peer:
+        await update(peer, 1)
         asked = asyncio.create_task(update(peer, 50, broadcast=ticket))
         sent = await asyncio.to_thread(
             sender.send, Audience(group="one", world_size=2), metas, weights.items()
@@ -411,6 +412,10 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
         assert answer.spans == [VersionSpan(Version(1, 50), 0, 24)]
         assert error(folders[1], [5, 6], answer) < TOLERANCE
+
+        assert (await update(peer, 1)).bytes_read == 0, "the mirror holds step 1 still"
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert (state.version, state.digests) == (Version(1, 1), checkpoint.digests(folders[0]))
     sender.close()
 
 
@@ -440,16 +445,23 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
         pytest.skip("one architecture is enough")
     norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
     sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+
+    async def send_a_stranger(group: str) -> None:
+        asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2)))
+        audience = Audience(group=group, world_size=2)
+        await asyncio.to_thread(sender.send, audience, [meta_of("norm", norm)], [("norm", norm)])
+        await asked
+
     async with spare.peer() as peer:
+        with pytest.raises(RemoteError, match="the old weights are back"):
+            await send_a_stranger("first")
+        (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
+        assert error(versions.folders[2], [5, 6], answer) < TOLERANCE
         await update(peer, 2)
         for file in spare.mirror.rglob("model.safetensors"):
-            file.write_bytes(file.read_bytes()[:-1] + b"?")
-        asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, "x", 1, 2)))
-        await asyncio.to_thread(
-            sender.send, Audience(group="x", world_size=2), [meta_of("norm", norm)], [("norm", norm)]
-        )
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
         with pytest.raises((RemoteError, Unreachable)):
-            await asked
+            await send_a_stranger("second")
     sender.close()
     await asyncio.to_thread(spare.process.wait, 30)
     assert "the old weights cannot be loaded again" in spare.log.read_text()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
-from distill.controller import Controller
-from distill.journal import Journal
-from distill.memory import MemoryReplica, MemoryTeacher
-from distill.parts import Hooks, Parts
-from distill.prompts import Prompt, PromptStream
+from distill.control.controller import Controller
+from distill.control.journal import Journal
+from distill.control.memory import MemoryReplica, MemoryTeacher
+from distill.control.parts import Hooks, Parts
+from distill.prompts.stream import Prompt, PromptStream
 from sync.wire import Want
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill.audit import AuditReport, audit, check
-from distill.journal import Journal, Location
-from distill.prompts import Prompt
-from distill.records import (
+from distill.control.audit import AuditReport, audit, check
+from distill.control.journal import Journal, Location
+from distill.control.records import (
     AnyRecord,
     Checkpointed,
     Composed,
@@ -19,8 +18,10 @@ from distill.records import (
     LineageOpened,
     Opened,
     Rollout,
+    Stepped,
     compacted,
 )
+from distill.prompts.stream import Prompt
 from student_trainer.ledger import Ledger
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
@@ -76,6 +77,13 @@ def test_a_step_left_behind_by_the_branch_is_not_twice() -> None:
     assert audited(journal(), {**LEDGER, 0: {1: ["a", "b"], 2: ["c", "d"]}}).ok
 
 
+def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
+    half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
+    assert audited(journal(), half).ok
+    reported = [*journal(), Stepped(Version(0, 2))]
+    assert audited(reported, half).not_as_composed == ["L000-v00000002"]
+
+
 def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
     records = [r for r in journal() if not (isinstance(r, Composed) and r.version == Version(0, 1))]
     assert audited(records).not_as_composed == ["L000-v00000002", "L001-v00000002"]
@@ -117,7 +125,6 @@ async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
         lines = Ledger(tmp_path / "ledger", start, parent, rank=0)
         for step, ids in steps.items():
             lines.record(step, ids)
-        lines.close()
     report = audit(tmp_path)
     assert report.ok
     assert report.trained == 6

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from distill.cli import main
+from distill.cli.main import main
+from distill.launch.run_folder import RunFolder
 from distill.loading import load
-from distill.run_folder import RunFolder
 from distill.tasks.both_ends import VOCABULARY
 from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
 
@@ -201,6 +201,8 @@ def test_control_names_what_is_not_joined(distill: Distill) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, distill.cli; print(*{'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
+    code = (
+        "import sys, distill.cli.main; print(*{'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.batches import compose
-from distill.records import Rollout
+from distill.control.batches import compose
+from distill.control.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.audit import check
-from distill.books import MAX_ATTEMPTS, Books
-from distill.journal import Journal, Location
-from distill.prompts import Prompt, PromptStream
-from distill.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
-from distill.segments import read_all, segment_numbers, segment_path
-from distill.state import Asked
+from distill.control.audit import check
+from distill.control.books import MAX_ATTEMPTS, Books
+from distill.control.journal import Journal, Location
+from distill.control.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
+from distill.control.segments import read_all, segment_numbers, segment_path
+from distill.control.state import Asked
+from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -139,7 +139,7 @@ class Simulation:
             await self.books.tidy(keep_checkpoints=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_order_of_events_keeps_the_guarantees(
     tmp_path_factory: pytest.TempPathFactory, seed: int
@@ -165,7 +165,7 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.trained > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 32), cut=st.integers(1, 1 << 20))
 def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
     tmp_path_factory: pytest.TempPathFactory, seed: int, cut: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill.buffer import Buffer, Entry, Pick
+from distill.control.buffer import Buffer, Entry, Pick
 from sync.wire import Version, VersionSpan
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distill.audit import check
-from distill.controller import Controller
-from distill.journal import Location
-from distill.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.segments import read_all
+from distill.control.audit import check
+from distill.control.controller import Controller
+from distill.control.journal import Location
+from distill.control.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.segments import read_all
 
 
 class Chaos:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from distill.controller import Controller
-from distill.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.parts import Hooks
+from distill.control.controller import Controller
+from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.parts import Hooks
 from sync.wire import Stop, Version
 
 

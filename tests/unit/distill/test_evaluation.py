@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluation import LanguageModel, Limits, compare, completions, evaluate, sample
-from distill.prompts import Prompt
+from distill.evaluate.evaluation import LanguageModel, Limits, compare, completions, evaluate, sample
+from distill.prompts.stream import Prompt
 from sync.wire import Version
 from teacher_service.engines.head import find_head
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distill.books import Books
 from distill.config import EvaluationConfig
-from distill.evaluations import Evaluations, best, exhausted
-from distill.journal import Journal
-from distill.memory import MemoryEvaluator
-from distill.prompts import Prompt, PromptStream
-from distill.timeline import Timeline
+from distill.control.books import Books
+from distill.control.evaluations import Evaluations, best, exhausted
+from distill.control.journal import Journal
+from distill.control.memory import MemoryEvaluator
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
 

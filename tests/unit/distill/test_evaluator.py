@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from distill.evaluator import BestKeeper, app
+from distill.evaluate.service import BestKeeper, app
 from distill.loading import validate
 from sync.errors import SnapshotError
 from sync.wire import EvalReport, EvalRequest, Version, decode, encode

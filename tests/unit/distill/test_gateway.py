@@ -9,8 +9,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from distill.controller import Controller
-from distill.gateway import exposition, listen
+from distill.control.controller import Controller
+from distill.control.gateway import exposition, listen
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (

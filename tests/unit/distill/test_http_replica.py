@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.gateway import listen, serving
-from distill.memory import MemoryReplica, weights_of
-from distill.replicas import HttpReplica
+from distill.control.gateway import listen, serving
+from distill.control.memory import MemoryReplica, weights_of
+from distill.control.replicas import HttpReplica
 from sync.errors import RemoteError, Unreachable
 from sync.transport import read_message, refuse, reply
 from sync.wire import (

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.journal import Journal, Location
-from distill.prompts import Prompt
-from distill.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
-from distill.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
+from distill.control.journal import Journal, Location
+from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
+from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
+from distill.prompts.stream import Prompt
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
 

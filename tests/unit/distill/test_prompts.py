@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distill.config import JsonlPrompts
-from distill.prompt_sources import TableSource, TaskSource, read_jsonl, text_encoder
-from distill.prompts import Cursor, Prompt, PromptStream
+from distill.prompts.sources import TableSource, TaskSource, read_jsonl, text_encoder
+from distill.prompts.stream import Cursor, Prompt, PromptStream
 from sync.errors import DataError
 
 

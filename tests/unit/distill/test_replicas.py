@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from distill.memory import MemoryReplica, weights_of
-from distill.records import VersionApplied
-from distill.replicas import Fleet, Phase
-from distill.signals import Signal
+from distill.control.memory import MemoryReplica, weights_of
+from distill.control.records import VersionApplied
+from distill.control.replicas import Fleet, Phase
+from distill.control.signals import Signal
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
 

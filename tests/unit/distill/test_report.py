@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from distill.metrics import JsonLines, Memory, Spans, log_all
-from distill.progress import evaluation_line, step_line
-from distill.report import draw, middle_window, read_lines
-from distill.results import before_and_after
-from distill.timeline import Span
+from distill.control.timeline import Span
+from distill.report.metrics import JsonLines, Memory, Spans, log_all
+from distill.report.picture import draw, middle_window, read_lines
+from distill.report.progress import evaluation_line, step_line
+from distill.report.results import before_and_after
 from sync.errors import DataError
 
 

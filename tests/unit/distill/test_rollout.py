@@ -12,16 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.books import Books
 from distill.config import RolloutConfig
-from distill.journal import Journal
-from distill.memory import MemoryReplica
-from distill.prompts import Prompt, PromptStream
-from distill.replicas import Answer, Fleet
-from distill.rollout import Feeder, fault
-from distill.scoring import Finished
-from distill.signals import Signal
-from distill.timeline import Timeline
+from distill.control.books import Books
+from distill.control.journal import Journal
+from distill.control.memory import MemoryReplica
+from distill.control.replicas import Answer, Fleet
+from distill.control.rollout import Feeder, fault
+from distill.control.scoring import Finished
+from distill.control.signals import Signal
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import Overloaded, RemoteError
 from sync.wire import Generated, GenerateFailed, GenerateRequest, Version, VersionSpan, pack
 

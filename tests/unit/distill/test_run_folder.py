@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from distill.best import keep_best
+from distill.evaluate.best import keep_best
+from distill.launch.ports import Ports
+from distill.launch.run_folder import RunFolder, check_disk
 from distill.loading import load_run_dir, merge, validate
-from distill.ports import Ports
-from distill.redact import HIDDEN, without_secrets
-from distill.run_folder import RunFolder, check_disk
+from distill.report.redact import HIDDEN, without_secrets
 from sync.errors import ConfigError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.memory import MemoryTeacher
-from distill.prompts import Prompt
-from distill.records import Rollout
-from distill.scoring import Finished, Scoring
-from distill.signals import Signal
-from distill.state import Asked
-from distill.timeline import Timeline
+from distill.control.memory import MemoryTeacher
+from distill.control.records import Rollout
+from distill.control.scoring import Finished, Scoring
+from distill.control.signals import Signal
+from distill.control.state import Asked
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt
 from sync.errors import Overloaded
 from sync.wire import (
     Array,

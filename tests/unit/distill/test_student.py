@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distill import student
 from distill.config import StudentConfig
-from distill.student import command, flags
+from distill.launch import student
+from distill.launch.student import command, flags
 from sync.errors import ConfigError
 from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
 from sync.stores.config import ObjectStoreConfig
@@ -101,7 +101,7 @@ def test_what_would_be_wrong_is_refused_with_its_remedy(cpu, config, says):
 
 def test_revision_and_remote_code_are_passed_when_set(cpu):
     line, _ = built(revision="abc", trust_remote_code=True)
-    assert {"--revision=abc", "--trust-remote-code"} <= set(line)
+    assert {"--revision=abc", "--tokenizer-revision=abc", "--trust-remote-code"} <= set(line)
     assert not any("revision" in word or "trust" in word for word in built()[0])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distill.supervise import ChildFailed, ChildSpec, Supervisor
+from distill.launch.supervise import ChildFailed, ChildSpec, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -126,7 +126,7 @@ async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Pat
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from distill.supervise import ChildSpec, Supervisor
+from distill.launch.supervise import ChildSpec, Supervisor
 
 async def main():
     specs = [ChildSpec("stubborn", {stubborn!r}), ChildSpec("parent", {parent!r})]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill.timeline import Span, Timeline
+from distill.control.timeline import Span, Timeline
 
 
 class Clock:

@@ -118,3 +118,13 @@ def test_a_replica_that_dies_on_the_way_fails_the_broadcast_and_the_next_one_wor
     sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of its two ranks")
+def test_the_same_bits_arrive_over_nccl():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=60.0, device="cuda:0")
+    reception = Reception(BroadcastTicket(sender.address, "nccl", 1, 2), 60.0, "cuda:1")
+    sender.send(Audience(group="nccl", world_size=2), METAS, WEIGHTS.items())
+    assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+    sender.close()
