@@ -36,7 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "run.steps": STEPS,
         "run.grace_seconds": GRACE_SECONDS,
         "student.path": folder / "student",
-        "teachers.teacher.path": folder / "teacher",
+        "teachers.sorter.path": folder / "teacher",
         "rollout.batch": 32,
         "trainer.ranks": 1,
         "evaluation.prompts": 64,
@@ -131,4 +131,4 @@ def test_a_child_that_cannot_start_ends_the_run_with_its_last_lines(
     assert process.returncode == 1, said
     assert "student-0 ended with status 2" in said
     assert "unrecognized arguments: --no-such-flag=1" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said
