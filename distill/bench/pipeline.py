@@ -8,6 +8,7 @@ repeated.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def _time_of(step: float, steps: Sequence[dict[str, Any]]) -> float:
 
 def crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """Where a falling piecewise-linear curve of (time, value) first meets `target`; None: nowhere."""
-    for (t0, v0), (t1, v1) in zip(curve, curve[1:], strict=False):
+    for (t0, v0), (t1, v1) in itertools.pairwise(curve):
         if v0 > target >= v1:
             return t0 + (t1 - t0) * (v0 - target) / (v0 - v1)
     return None
