@@ -5,9 +5,10 @@
 The guardian leads a session of its own and adopts every orphan in it. PIPE is a descriptor whose other end
 only the launcher holds.
 
-    command ends          → kill what it left behind, exit with its status
-    PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
-    the guardian is killed → the kernel kills the command (the launcher kills the rest of the session)
+    command ends            → kill what it left behind, exit with its status
+    KILL_EVERYTHING comes   → kill it and all that is below it, other sessions too
+    PIPE closes             → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
+    the guardian is killed  → the kernel kills the command (the launcher kills the rest of the session)
 
 Signals to end are for the command, which gets them as a member of the group; the guardian waits for it.
 """
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_EVERYTHING = signal.SIGUSR1
 POLL_SECONDS = 0.1
 ORPHAN_GRACE_SECONDS = 3.0
 """From TERM to KILL after the launcher is gone."""
@@ -46,9 +48,22 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         _become(command, ended)
-    status = _watch(child, pipe)
+    signal.signal(KILL_EVERYTHING, _raise)
+    try:
+        status = _watch(child, pipe)
+    except _KillEverything:
+        status = 128 + signal.SIGKILL
+    signal.signal(KILL_EVERYTHING, signal.SIG_IGN)
     kill_descendants()
     return status
+
+
+class _KillEverything(Exception):
+    """The launcher does not want to wait for the command any longer."""
+
+
+def _raise(*_: object) -> None:
+    raise _KillEverything
 
 
 def _become(command: list[str], ended: set[signal.Signals]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from distill.launch.child import KILL_EVERYTHING
 from sync.errors import DistillError
 from sync.transport import Peer
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 LONGEST_PAUSE_SECONDS = 30.0
+KILL_SECONDS = 3.0
+"""For a guardian to kill all that is below it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,12 @@ class Child:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Have the guardian kill everything below it, other sessions too; it ends a moment later."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(KILL_EVERYTHING)
 
     def describe_end(self) -> str:
         """How it ended, with the last lines it wrote."""
@@ -165,9 +174,13 @@ class Supervisor:
         waits = [asyncio.create_task(c.process.wait()) for c in alive if c.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=max(0.0, grace))
+        late = [child for child in alive if child.status is None]
+        for child in late:
+            log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
+            child.kill()
+        if late:
+            await asyncio.wait(waits, timeout=KILL_SECONDS)
         for child in alive:
-            if child.status is None:
-                log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
             child.signal(signal.SIGKILL)
         await asyncio.gather(*waits)
         self._close()
@@ -176,7 +189,7 @@ class Supervisor:
         """End every child now, without waiting."""
         for child in self.children.values():
             child.phase = Phase.ENDED
-            child.signal(signal.SIGKILL)
+            child.kill()
 
     def _close(self) -> None:
         for end in (self._read_end, self._write_end):
