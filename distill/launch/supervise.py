@@ -25,6 +25,7 @@ from sync.transport import Peer
 
 log = logging.getLogger(__name__)
 
+GUARDIAN = "distill.launch.child"
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 LONGEST_PAUSE_SECONDS = 30.0
@@ -72,10 +73,11 @@ class Child:
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
         self.phase = Phase.STARTING
-        command = [sys.executable, "-P", "-m", "distill.launch.child", str(pipe), *self.spec.argv]
+        guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *command,
+                *guardian,
+                *self.spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
