@@ -36,7 +36,7 @@ _BROKEN = ("lost", "trained_twice", "too_old", "issued_twice", "not_as_composed"
 def run(
     patient: Patient, kills: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Start the run, kill `kills` times, let it end. Figures; raises DistillError when the run does not go on."""
+    """Start the run, kill `kills` times, let it end; figures. Raises DistillError when it does not go on."""
     rng, began = random.Random(seed), time.monotonic()
     seconds: dict[str, list[float]] = defaultdict(list)
     with patient:
@@ -47,11 +47,9 @@ def run(
             if patient.over():
                 break
             target = _choose(rng, patient.roles())
-            took = _strike(patient, rng, target)
+            step, took = patient.step(), _strike(patient, rng, target)
             seconds[kind_of(target)].append(took)
-            say(
-                f"{number + 1:>3} of {kills}: {target} killed at step {patient.step()}, at work after {took:.1f} s"
-            )
+            say(f"{number + 1:>3} of {kills}: {target} killed at step {step}, at work after {took:.1f} s")
         patient.end()
         orphans = patient.orphans()
     return figures(audit(patient.run_dir), seconds, patient.summary()) | {
@@ -63,10 +61,7 @@ def run(
 
 
 def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int) -> Patient:
-    """The run to kill: of a file, or of the quickstart; with a budget of restarts and checkpoints that suffice.
-
-    Raises ConfigError.
-    """
+    """The run to kill, of a file or the quickstart's; restarts and checkpoints suffice. Raises ConfigError."""
     path, ours = quickstart.source(0) if config is None else (config, [])
     ours = [*ours, f"run.restarts={2 * kills + 10}", "tracking.wandb=disabled", *overrides]
     settings = load(path, ours)

@@ -73,7 +73,7 @@ class Patient:
         process.kill()
 
     def kill_launcher(self, everything: bool = False) -> None:
-        """Kill −9 the launcher with the controller in it, with `everything` all processes; wait until all is gone."""
+        """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
         self._players()
         self._dead |= self._seen
         assert self._launcher is not None, "started before"

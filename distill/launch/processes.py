@@ -10,7 +10,7 @@ from student_trainer.launch import ranks_of
 
 
 def players(launcher: int) -> dict[str, list[psutil.Process]]:
-    """Role → the processes that do its work: the server, or the trainer's ranks. Roles without one are left out."""
+    """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
     found = {}
     for guardian in _children(launcher):
         name = _guarded_role(guardian)
