@@ -41,6 +41,7 @@ def run(
     seconds: dict[str, list[float]] = defaultdict(list)
     with patient:
         patient.start()
+        patient.wait(lambda: patient.step() > 0, "the first step")
         patient.wait_at_work(patient.roles())
         for number in range(kills):
             time.sleep(rng.uniform(0.0, LONGEST_CALM_SECONDS))
@@ -61,7 +62,7 @@ def run(
 
 
 def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int) -> Patient:
-    """The run to kill, of a file or the quickstart's; restarts and checkpoints suffice. Raises ConfigError."""
+    """The run to kill, of a file or the quickstart's; it may restart often enough. Raises ConfigError."""
     path, ours = quickstart.source(0) if config is None else (config, [])
     ours = [*ours, f"run.restarts={2 * kills + 10}", "tracking.wandb=disabled", *overrides]
     settings = load(path, ours)
