@@ -27,7 +27,7 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import summarise, token_shares
+from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
 from sync.errors import ConfigError, DistillError
 from sync.wire import (
@@ -287,6 +287,7 @@ class Controller:
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
+            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
 

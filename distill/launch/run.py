@@ -151,7 +151,8 @@ class _Launcher:
             ended = asyncio.create_task(self._supervisor.ended(TRAINER))
             ended.add_done_callback(self._trainer_ended)
         await self._supervisor.watch(seconds)
-        self._controller.trainer_left()
+        if TRAINER in self._supervisor.children:
+            self._controller.trainer_left()
 
     def _trainer_ended(self, task: asyncio.Task[int]) -> None:
         if not task.cancelled() and task.result() == 0:
