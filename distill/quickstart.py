@@ -34,7 +34,7 @@ def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunC
         f"run.seed={seed}",
         f"run.name=quickstart-{seed}",
         f"student.path={models.student}",
-        f"teachers.teacher.path={models.teacher}",
+        f"teachers.sorter.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
     return load(path, [*ours, *overrides]), seconds

@@ -120,18 +120,20 @@ class Controller:
 
     async def run(self) -> dict[str, Any]:
         """Until the trainer has left; the controller's part of summary.json. Errors of a part are raised."""
-        async with serving(self._app, self._socket):
-            workers = [asyncio.create_task(part) for part in self._parts()]
-            try:
-                await self._first_of(workers)
-                self.feeder.held = True
-                await self._conclude()
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                await self.books.journal.commit(durable=True)
-                self.books.journal.close()
+        try:
+            async with serving(self._app, self._socket):
+                workers = [asyncio.create_task(part) for part in self._parts()]
+                try:
+                    await self._first_of(workers)
+                    self.feeder.held = True
+                    await self._conclude()
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+        finally:
+            await self.books.journal.commit(durable=True)
+            self.books.journal.close()
         return self.summary()
 
     def close(self) -> None:

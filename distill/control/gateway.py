@@ -67,10 +67,10 @@ def application(
 
     return Starlette(
         routes=[
-            Route("/v1/hello", _answered(hello), methods=["POST"]),
-            Route("/v1/batch", _answered(batch), methods=["POST"]),
-            Route("/v1/event", _answered(event), methods=["POST"]),
-            Route("/v1/teachers/{name}/head", _answered(head)),
+            Route("/v1/hello", answered(hello), methods=["POST"]),
+            Route("/v1/batch", answered(batch), methods=["POST"]),
+            Route("/v1/event", answered(event), methods=["POST"]),
+            Route("/v1/teachers/{name}/head", answered(head)),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
@@ -78,12 +78,14 @@ def application(
     )
 
 
-def _answered(handler: Handler) -> Handler:
-    """Errors meant for people as refusals: 400 for a bad message, 409 for one that cannot be served now."""
+def answered(handler: Handler) -> Handler:
+    """Errors meant for people as refusals: 400 a bad message, 409 cannot be served now, 503 leaving."""
 
-    async def answered(request: Request) -> Response:
+    async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
+        except asyncio.CancelledError:  # the server leaves while a long poll waits
+            return refuse(503, "the controller is leaving: ask again where it comes back")
         except WireError as error:
             return refuse(400, str(error))
         except Unreachable as error:
@@ -91,7 +93,7 @@ def _answered(handler: Handler) -> Handler:
         except DistillError as error:
             return refuse(409, str(error))
 
-    return answered
+    return guarded
 
 
 class _Gauges:
