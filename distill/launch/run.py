@@ -73,11 +73,13 @@ async def run(
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
-        await asyncio.to_thread(draw, folder.path)
+        if summary["steps"] or summary["evaluations"]:
+            await asyncio.to_thread(draw, folder.path)
     if launcher.stopped_by:
+        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
             f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            f"{folder.path} holds a checkpoint: go on with --resume"
+            f"{folder.path} {saved}: go on with --resume"
         )
     return summary
 
