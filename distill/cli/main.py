@@ -257,6 +257,24 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
 
 
 @app.command()
+def chaos(
+    overrides: Overrides,
+    config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Deaths, all kinds together")] = 10,
+    seed: Annotated[int, typer.Option(help="Of who is killed and when")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill the processes of a real run at random moments, and audit what came of it."""
+    from distill.bench import chaos as bench
+
+    figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
+    typer.echo(bench.table(figures))
+    _write_json(json_file, figures)
+    if not bench.holds(figures):
+        raise DistillError("a guarantee was broken: see the lines above")
+
+
+@app.command()
 def version() -> None:
     """Versions of this package and of those that decide results."""
     from distill.report.results import versions

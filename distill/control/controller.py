@@ -27,9 +27,9 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import summarise, token_shares
+from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError
+from sync.errors import ConfigError, DistillError, Overloaded
 from sync.wire import (
     Audience,
     CheckpointSaved,
@@ -39,6 +39,8 @@ from sync.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+BROADCAST_RETRY_SECONDS = 0.5
 
 
 class Controller:
@@ -248,6 +250,9 @@ class Controller:
         }
 
     def _published(self, event: Published) -> Audience | None:
+        """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
+        if event.kind == "broadcast" and not self.fleet.listening() and self._stop_reason is None:
+            raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
@@ -289,6 +294,7 @@ class Controller:
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
+            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
 
@@ -303,6 +309,7 @@ class Controller:
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
+            start_seconds=self.config.run.start_seconds,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)

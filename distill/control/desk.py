@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 class Desk:
     """Bound to one controller. `changed` is woken by a new batch, a stop and an event.
 
-    `reported`, `published` and `saved` are called once per event, after it is in the books; events that were
-    sent twice, or come from a trainer that is over, change nothing.
+    `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
+    or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ class Desk:
             self._reported(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        known = self._books.state.published
+        answer, known = self._published(event), self._books.state.published
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
             self._books.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
-        return self._published(event)
+        return answer

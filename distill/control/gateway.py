@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.control.desk import Desk, Event
-from sync.errors import ConfigError, DistillError, Unreachable, WireError
+from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import CONTENT_TYPE, BatchRequest, Head, StepReport, TrainerHello, encode
 
@@ -79,7 +79,7 @@ def application(
 
 
 def answered(handler: Handler) -> Handler:
-    """Errors meant for people as refusals: 400 a bad message, 409 cannot be served now, 503 leaving."""
+    """Errors meant for people as refusals: 400 a bad message, 409 never, 429 not yet, 503 leaving."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -90,6 +90,8 @@ def answered(handler: Handler) -> Handler:
             return refuse(400, str(error))
         except Unreachable as error:
             return refuse(503, str(error))
+        except Overloaded as error:
+            return refuse(429, str(error), error.retry_after)
         except DistillError as error:
             return refuse(409, str(error))
 

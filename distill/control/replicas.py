@@ -125,6 +125,7 @@ class Fleet:
         wake: Signal,
         kv_on_swap: Literal["recompute", "keep"] = "recompute",
         update_seconds: float = 300.0,
+        start_seconds: float = 900.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
     ) -> None:
@@ -135,6 +136,7 @@ class Fleet:
         self._applied = applied
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
+        self._start_seconds = start_seconds
         self._poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
         self._published = Signal()
@@ -144,6 +146,7 @@ class Fleet:
         self._audience: tuple[tuple[str, int], ...] = ()
         self._groups = 0
         self._broadcasts = 0
+        self._began = time.monotonic()
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -317,6 +320,14 @@ class Fleet:
 
     # --- broadcast ----------------------------------------------------------------------------------------
 
+    def listening(self) -> bool:
+        """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
+        starting = not self._broadcasts and time.monotonic() - self._began < self._start_seconds
+        return len(self._live()) >= (len(self.replicas) if starting else 1)
+
+    def _live(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
+
     def broadcast(self, published: Published) -> Audience:
         """Seat every live replica in a broadcast and tell each to receive it; says who listens.
 
@@ -324,7 +335,7 @@ class Fleet:
         """
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._broadcasts += 1
-        live = [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
+        live = self._live()
         members = (("lineage", published.version.lineage), *((r.name, r.joined) for r in live))
         if members != self._audience:
             self._audience, self._groups = members, self._groups + 1

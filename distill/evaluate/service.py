@@ -82,7 +82,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
 
     from distill.evaluate.evaluation import Limits, evaluate
     from distill.evaluate.models import end_ids, load_model
-    from distill.launch.preflight import context_length
+    from distill.launch.preflight import longest_sequence
     from distill.prompts.held_out import open_prompts
     from teacher_service.describe import load_tokenizer
     from teacher_service.router import Router
@@ -91,7 +91,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(config.student)
-    split = open_prompts(config, tokenizer, context_length(config.student))
+    split = open_prompts(config, tokenizer, longest_sequence(config))
     if not split.held_out:
         raise ConfigError(
             "no prompt can be held out for evaluation (at most a tenth of the rows is): "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
+from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
 from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
@@ -29,7 +30,7 @@ def check(config: RunConfig) -> PromptSplit:
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
-    split = open_prompts(config, tokenizer, context_length(config.student))
+    split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
     return split
 
@@ -57,6 +58,19 @@ def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
             f'(engine "{info.engine}") gives {", ".join(info.can) or "the sampled token alone"}: '
             'choose objective "sampled", or the transformers engine'
         )
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
+    limits = [context_length(config.student)]
+    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
+    engine_limit = given.get("max-model-len")
+    if isinstance(engine_limit, int) and engine_limit > 0:
+        limits.append(engine_limit)
+    for teacher in config.teachers.values():
+        if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
+            limits.append(teacher.max_length or context_length(teacher))
+    return min(limits)
 
 
 def context_length(source: ModelSource) -> int:
@@ -101,6 +115,11 @@ def _check_deepspeed(path: Path) -> None:
 
 
 def _check_combinations(config: RunConfig) -> None:
+    if config.rollout.top_p < 1:
+        raise ConfigError(
+            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
+            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+        )
     if config.evaluation is not None and config.weights.road != "snapshot":
         raise ConfigError(
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '

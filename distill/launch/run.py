@@ -73,11 +73,13 @@ async def run(
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
-        await asyncio.to_thread(draw, folder.path)
+        if summary["steps"] or summary["evaluations"]:
+            await asyncio.to_thread(draw, folder.path)
     if launcher.stopped_by:
+        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
             f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            f"{folder.path} holds a checkpoint: go on with --resume"
+            f"{folder.path} {saved}: go on with --resume"
         )
     return summary
 
@@ -151,7 +153,8 @@ class _Launcher:
             ended = asyncio.create_task(self._supervisor.ended(TRAINER))
             ended.add_done_callback(self._trainer_ended)
         await self._supervisor.watch(seconds)
-        self._controller.trainer_left()
+        if TRAINER in self._supervisor.children:
+            self._controller.trainer_left()
 
     def _trainer_ended(self, task: asyncio.Task[int]) -> None:
         if not task.cancelled() and task.result() == 0:

@@ -147,6 +147,23 @@ def test_completions_that_leave_no_room_for_a_prompt(distill: Distill) -> None:
     assert "the context is 64 tokens: no room for a prompt is left" in distill("rollout.max_tokens=64")
 
 
+@pytest.mark.parametrize("limit", ["student.engine_args.max-model-len=20", "teachers.sorter.max_length=20"])
+def test_a_prompt_longer_than_the_engine_or_the_teacher_takes(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    config = config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n')
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", str(config), "--set", limit])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert "prompts.jsonl:2: the prompt has 10 tokens, allowed are 1 to 8" in said
+    assert "lower rollout.max_tokens" in said
+
+
+def test_nucleus_sampling(distill: Distill) -> None:
+    assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
+
+
 def test_a_deepspeed_file_that_is_missing_or_no_json(distill: Distill, tmp_path: Path) -> None:
     assert "cannot be read (No such file" in distill("trainer.deepspeed=none.json")
     (tmp_path / "ds.json").write_text("{")
