@@ -194,11 +194,23 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 
 @app.command()
-def preflight(config: Config, overrides: Overrides) -> None:
-    """Check a configuration, its models, tokenizers and prompts, and start nothing."""
+def preflight(
+    config: Config,
+    overrides: Overrides,
+    engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+) -> None:
+    """Check a configuration, its models, tokenizers and prompts; start nothing unless asked to."""
     from distill.launch.preflight import check
 
-    split = check(_load(config, overrides))
+    settings = _load(config, overrides)
+    split = check(settings)
+    if engines:
+        import asyncio
+
+        from distill.launch.rehearse import rehearse
+
+        _log_to_stderr()
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 
