@@ -157,6 +157,22 @@ class EvaluationConfig(Settings):
     """auto: a GPU where there is one."""
 
 
+class PreflightConfig(Settings):
+    """[preflight]: what the engines must agree in before the first step, and after it."""
+
+    sequences: int = Field(8, ge=2, le=256)
+    """Sequences that each teacher is probed with."""
+    score_tolerance: float | None = Field(None, gt=0)
+    """Nats per token, mean absolute difference: a teacher's scores against each other and against a plain
+    fp32 forward pass. None: 0.001 for a teacher in float32, 0.1 for one in less."""
+    mismatch_tolerance: float = Field(0.02, gt=0)
+    """Nats per token: KL(μ‖p) between rollout engine and trainer on tokens sampled from the very weights that
+    are trained. Rounding gives 1e-5 to 1e-3 in bf16; another temperature, template or head gives 0.05 up."""
+    longest: bool = True
+    """Probe each teacher with a sequence of the greatest length too; false: for teachers that cannot see a
+    sequence's first token from its end."""
+
+
 class TrackingConfig(Settings):
     """[tracking]: where metrics go besides metrics.jsonl."""
 
@@ -206,6 +222,8 @@ class RunConfig(Settings):
     """How new weights reach the replicas."""
     evaluation: EvaluationConfig | None = EvaluationConfig()
     """Held-out marks; `evaluation = false`: none."""
+    preflight: PreflightConfig = PreflightConfig()
+    """What the engines must agree in."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
     controller: ControllerConfig = ControllerConfig()

@@ -109,6 +109,15 @@ class Controller:
         self._left = True
         self._changed.wake()
 
+    def withhold(self) -> None:
+        """Hand out no batch until `allow`: rollouts are made meanwhile."""
+        self.desk.withheld = True
+
+    def allow(self) -> None:
+        """Training may begin."""
+        self.desk.withheld = False
+        self._changed.wake()
+
     def hold(self, reason: str) -> None:
         """Start no further rollouts until `release`."""
         logger.warning("no rollouts are started: %s", reason)

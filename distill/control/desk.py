@@ -80,6 +80,8 @@ class Desk:
         """Newest step whose batch is safe on disk."""
         self.asked = -1
         """Newest step that a rank asked for."""
+        self.withheld = False
+        """No batch is handed out while set."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
 
@@ -139,7 +141,7 @@ class Desk:
                 self._changed.wake()
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready:
+            if step <= self.ready and not self.withheld:
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
             left = deadline - asyncio.get_running_loop().time()

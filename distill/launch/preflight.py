@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
+from distill.launch.probes import Finding
 from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
 from student_trainer.objectives.needs import needs, student_topk
@@ -35,15 +36,8 @@ def check(config: RunConfig) -> PromptSplit:
     return split
 
 
-def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
-    """A teacher that answers against what the run needs of it. Raises ConfigError."""
-    ours = tokenizers.fingerprint(load_tokenizer(config.student))
-    differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
-    if differing:
-        raise ConfigError(
-            f"teacher {name} ({info.model}) has another tokenizer than the student {config.student.path} "
-            f"({', '.join(differing)} differ): token ids would mean other things; choose models of one family"
-        )
+def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
+    """What the objective needs and a teacher that answers cannot give."""
     want = needs(config.objective)
     asked = {
         "topk": want.topk > 0,
@@ -52,12 +46,12 @@ def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
         "gather": student_topk(config.objective) > 0,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
-    if lacking:
-        raise ConfigError(
-            f'objective "{config.objective.type}" needs {", ".join(lacking)} and teacher {name} '
-            f'(engine "{info.engine}") gives {", ".join(info.can) or "the sampled token alone"}: '
-            'choose objective "sampled", or the transformers engine'
-        )
+    figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
+    problem = (
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled", '
+        "or the transformers engine"
+    )
+    return Finding("marks", figure, problem if lacking else None)
 
 
 def longest_sequence(config: RunConfig) -> int:
