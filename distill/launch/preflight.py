@@ -84,6 +84,7 @@ def check_folder(source: ModelSource, key: str) -> None:
     """Raise ConfigError for a path that looks like a folder and holds no model."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") != 1
+    looks_local = looks_local or path.parent.is_dir()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(

@@ -79,6 +79,15 @@ def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
 
 
+def test_a_missing_model_folder_that_could_be_a_hub_id(
+    distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
+
+
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
