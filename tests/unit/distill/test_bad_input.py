@@ -223,7 +223,7 @@ def test_an_unknown_task(distill: Distill) -> None:
 
 @pytest.mark.parametrize("role", ["student", "teacher", "train"])
 def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, role: str) -> None:
-    missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.teacher")]
+    missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.sorter")]
     more = ("--controller", "http://127.0.0.1:1") if role == "train" else ()
     assert f"{tmp_path / 'none'} does not exist: name a model folder" in distill(
         *missing, name=role, more=more
