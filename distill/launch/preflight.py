@@ -22,10 +22,10 @@ from teacher_service.router import Router
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
-    _check_folder(config.student, "student")
+    check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
-            _check_folder(teacher, f"teachers.{name}")
+            check_folder(teacher, f"teachers.{name}")
     _check_deepspeed(config.trainer.deepspeed)
     _check_combinations(config)
     router = Router(config.teachers)
@@ -80,9 +80,11 @@ def context_length(source: ModelSource) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
-def _check_folder(source: ModelSource, key: str) -> None:
+def check_folder(source: ModelSource, key: str) -> None:
+    """Raise ConfigError for a path that looks like a folder and holds no model."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") != 1
+    looks_local = looks_local or path.parent.is_dir()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
