@@ -9,7 +9,31 @@ from pydantic import Field
 from sync.settings import Settings
 
 
-class PolicyGradientTerms(Settings):
+class TaskReward(Settings):
+    """A task's reward beside the divergence: L = L_task + λ·L_KL, L_task by REINFORCE.
+
+    The baseline is the mean reward of the step's rollouts; L_task is divided by the supervised tokens of
+    rollouts with a reward.
+    """
+
+    rho_cap: float | None = Field(5.0, gt=0)
+    """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); None: uncapped."""
+
+
+class Mixing(Settings):
+    """Fields of every objective: what it is mixed with, and which tokens count."""
+
+    coefficient: float = Field(1.0, gt=0)
+    """λ: weight of the divergence from the teacher, against a `task` of weight 1."""
+    teacher_coefficients: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Teacher's name → a further factor of λ for the samples it marks; teachers not named: 1."""
+    task: TaskReward | None = None
+    """None: the divergence alone."""
+    max_supervised_tokens: int | None = Field(None, ge=1)
+    """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
+
+
+class PolicyGradientTerms(Mixing):
     """Fields of every objective that corrects for stale samples."""
 
     rho_cap: float | None = Field(5.0, gt=0)
@@ -40,20 +64,20 @@ class StudentTopK(PolicyGradientTerms):
     k: int = Field(64, ge=1)
 
 
-class ForwardTopK(Settings):
+class ForwardTopK(Mixing):
     """Forward KL on the teacher's top-k and one bucket for the rest."""
 
     type: Literal["forward_topk"] = "forward_topk"
     k: int = Field(64, ge=1)
 
 
-class Full(Settings):
+class Full(Mixing):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
     type: Literal["full"] = "full"
 
 
-class JSD(Settings):
+class JSD(Mixing):
     """Generalised Jensen-Shannon divergence over the full vocabulary, optionally skewed."""
 
     type: Literal["jsd"] = "jsd"
@@ -61,14 +85,14 @@ class JSD(Settings):
     """Weight of the teacher in the mixture."""
 
 
-class SkewReverse(Settings):
+class SkewReverse(Mixing):
     """Reverse KL against the mixture (1 − alpha)·q + alpha·p over the full vocabulary."""
 
     type: Literal["skew"] = "skew"
     alpha: float = Field(0.1, ge=0, lt=1)
 
 
-class SFT(Settings):
+class SFT(Mixing):
     """Cross-entropy on the teacher's own samples: cold start and baseline."""
 
     type: Literal["sft"] = "sft"
