@@ -374,6 +374,7 @@ class Controller:
             published=self._published,
             saved=self._saved,
             opened=self._opened,
+            supervised=self.config.objective.max_supervised_tokens,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

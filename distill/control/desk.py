@@ -57,12 +57,14 @@ class Desk:
         published: Callable[[Published], Audience | None],
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
+        supervised: int | None = None,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
         self._books = books
         self._steps = steps
         self._micro_batch_tokens = micro_batch_tokens
         self._teachers = teachers
+        self._supervised = supervised
         self._changed = changed
         self._reported = reported
         self._published = published
@@ -198,7 +200,13 @@ class Desk:
         version = Version(state.lineage, step)
         rollouts = self._books.rollouts(batch)
         return compose(
-            rollouts, version, self._world_size, self._micro_batch_tokens, self._teachers, state.step_of
+            rollouts,
+            version,
+            self._world_size,
+            self._micro_batch_tokens,
+            self._teachers,
+            state.step_of,
+            self._supervised,
         )
 
     async def event(self, event: Event) -> Ok | Audience:
