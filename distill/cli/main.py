@@ -225,11 +225,12 @@ def export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: the adapter, not merged")] = False,
 ) -> None:
-    """Write a published version as a Hugging Face folder."""
+    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
     from distill.cli.sync import export_version
 
-    typer.echo(f"{export_version(run_dir, version, target)} is in {target}")
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
 
 
 @app.command()
@@ -321,9 +322,10 @@ def sync_export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: the adapter, not merged")] = False,
 ) -> None:
     """The same as `distill export`."""
-    export(run_dir, target, version)
+    export(run_dir, target, version, adapter)
 
 
 if __name__ == "__main__":

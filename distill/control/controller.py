@@ -301,6 +301,7 @@ class Controller:
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
+            stranded=self._changed.wake,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -330,6 +331,7 @@ class Controller:
             published=self._published,
             saved=self._saved,
             opened=self._opened,
+            wants_broadcast=self.fleet.wants_broadcast,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

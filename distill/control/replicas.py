@@ -113,7 +113,8 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
-    `applied` is called after every update. `wake` is woken by every change.
+    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast. `wake` is
+    woken by every change.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class Fleet:
         update_seconds: float = 300.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
+        stranded: Callable[[], None] = lambda: None,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
         self._target = target
         self._step_of = step_of
         self._applied = applied
+        self._stranded = stranded
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
         self._poll_seconds = poll_seconds
@@ -248,6 +251,7 @@ class Fleet:
         while (target := self._due(replica)) is not None:
             await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
         while self._broadcasts and replica.version is None:
+            self._stranded()
             await self._published.wait(self._poll_seconds)
             if replica.lost.is_set():
                 raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
@@ -317,14 +321,20 @@ class Fleet:
 
     # --- broadcast ----------------------------------------------------------------------------------------
 
+    def wants_broadcast(self) -> bool:
+        """Whether a replica that came back waits for a broadcast, and none is under way."""
+        waiting = (r for r in self.replicas.values() if r.phase is Phase.CATCHING_UP and r.version is None)
+        return bool(self._broadcasts and not self._receiving) and any(not r.lost.is_set() for r in waiting)
+
     def broadcast(self, published: Published) -> Audience:
-        """Seat every live replica in a broadcast and tell each to receive it; says who listens.
+        """Seat every live replica that needs it in a broadcast and tell each to receive; says who listens.
 
         A new group's name whenever the members change, a member failed, or the trainer restarted.
         """
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._broadcasts += 1
         live = [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
+        live = [replica for replica in live if replica.version != published.version]
         members = (("lineage", published.version.lineage), *((r.name, r.joined) for r in live))
         if members != self._audience:
             self._audience, self._groups = members, self._groups + 1
