@@ -1,4 +1,4 @@
-"""An adapter folder, as peft saves it, and the model that comes of it and its base. torch is imported late."""
+"""An adapter folder, as peft saves it, and the model that comes of it. Heavy imports come late."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ class Wait(Message, frozen=True):
     """No batch yet; ask again."""
 
     publish: bool = False
-    """First broadcast the current weights again: a replica waits for them, and no step may come without it."""
+    """First broadcast the current weights again: a replica waits for them."""
 
 
 class Stop(Message, frozen=True):

@@ -113,8 +113,8 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
-    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast. `wake` is
-    woken by every change.
+    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast. `wake`
+    is woken by every change.
     """
 
     def __init__(

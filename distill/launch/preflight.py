@@ -108,8 +108,8 @@ def _check_combinations(config: RunConfig) -> None:
         )
     if config.trainer.lora is not None and config.weights.road != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go through '
-            'a store: set weights.road = "snapshot"'
+            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
+            'through a store: set weights.road = "snapshot"'
         )
     for name, teacher in config.teachers.items():
         if config.evaluation is not None and teacher.prompt_transform is not None:

@@ -3,8 +3,8 @@
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
 columns of FlatLogprobs.
-In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed copy
-that `ParallelLMHead` keeps on the CPU, and `model.lora_manager` with `LoRAModel` and `PEFTHelper`.
+In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
+copy that `ParallelLMHead` keeps on the CPU, and `model.lora_manager` with `LoRAModel` and `PEFTHelper`.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
@@ -222,7 +222,8 @@ def load_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: N
         )
     packed = manager.packed_modules_mapping
     known = {name for module in manager.supported_lora_modules for name in (module, *packed.get(module, ()))}
-    stray = [name for name in adapter.loras if name.rpartition(".")[2] not in known and ".experts" not in name]
+    others = [name for name in adapter.loras if name.rpartition(".")[2] not in known]
+    stray = [name for name in others if ".experts" not in name]
     if stray:
         raise ValueError(f"the engine takes no adapter of {stray[:3]}: train other target_modules")
     manager.remove_adapter(ADAPTER.adapter_id)

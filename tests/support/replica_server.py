@@ -91,7 +91,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 280
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
