@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Final, Protocol
 
 from sync.transport import BlockingPeer
 from sync.wire import Audience, Head, Message, Ok, Published, TrainerHello, TrainerWelcome
 
 log = logging.getLogger(__name__)
+_AUDIENCE_SECONDS: Final = 3600.0
+"""A broadcast waits so long for replicas that are still starting."""
 
 
 class Controller(Protocol):
@@ -56,7 +58,7 @@ class HttpController:
             self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
 
     def audience(self, published: Published) -> Audience:
-        return self._peer.call("/v1/event", published, Audience)
+        return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)
 
     def head(self, teacher: str) -> Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)

@@ -98,6 +98,8 @@ def join(config: TrainerConfig) -> Ranks:
 
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")

@@ -47,3 +47,16 @@ def teacher(
     """Scored tokens a second, bytes a token and resilience of the teacher service."""
     module = bench("teacher")
     finish(module, module.run(model), json_file)
+
+
+@app.command("async")
+def pipeline(
+    folder: Annotated[Path, typer.Option(help="Finished runs are kept here and not repeated")] = Path(
+        "runs/bench-async"
+    ),
+    seeds: Annotated[int, typer.Option(help="How many")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """The quickstart one stage after the other against all stages at once."""
+    module = bench("pipeline")
+    finish(module, module.run(folder, range(seeds)), json_file)

@@ -194,11 +194,23 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 
 @app.command()
-def preflight(config: Config, overrides: Overrides) -> None:
-    """Check a configuration, its models, tokenizers and prompts, and start nothing."""
+def preflight(
+    config: Config,
+    overrides: Overrides,
+    engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+) -> None:
+    """Check a configuration, its models, tokenizers and prompts; start nothing unless asked to."""
     from distill.launch.preflight import check
 
-    split = check(_load(config, overrides))
+    settings = _load(config, overrides)
+    split = check(settings)
+    if engines:
+        import asyncio
+
+        from distill.launch.rehearse import rehearse
+
+        _log_to_stderr()
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 
@@ -255,6 +267,24 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     _write_json(json_file, figures)
     if not found.ok:
         raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+
+
+@app.command()
+def chaos(
+    overrides: Overrides,
+    config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Deaths, all kinds together")] = 10,
+    seed: Annotated[int, typer.Option(help="Of who is killed and when")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill the processes of a real run at random moments, and audit what came of it."""
+    from distill.bench import chaos as bench
+
+    figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
+    typer.echo(bench.table(figures))
+    _write_json(json_file, figures)
+    if not bench.holds(figures):
+        raise DistillError("a guarantee was broken: see the lines above")
 
 
 @app.command()

@@ -27,9 +27,9 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import summarise, token_shares
+from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError
+from sync.errors import ConfigError, DistillError, Overloaded
 from sync.wire import (
     Audience,
     CheckpointSaved,
@@ -39,6 +39,8 @@ from sync.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+BROADCAST_RETRY_SECONDS = 0.5
 
 
 class Controller:
@@ -107,6 +109,15 @@ class Controller:
         self._left = True
         self._changed.wake()
 
+    def withhold(self) -> None:
+        """Hand out no batch until `allow`: rollouts are made meanwhile."""
+        self.desk.withheld = True
+
+    def allow(self) -> None:
+        """Training may begin."""
+        self.desk.withheld = False
+        self._changed.wake()
+
     def hold(self, reason: str) -> None:
         """Start no further rollouts until `release`."""
         logger.warning("no rollouts are started: %s", reason)
@@ -120,18 +131,20 @@ class Controller:
 
     async def run(self) -> dict[str, Any]:
         """Until the trainer has left; the controller's part of summary.json. Errors of a part are raised."""
-        async with serving(self._app, self._socket):
-            workers = [asyncio.create_task(part) for part in self._parts()]
-            try:
-                await self._first_of(workers)
-                self.feeder.held = True
-                await self._conclude()
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                await self.books.journal.commit(durable=True)
-                self.books.journal.close()
+        try:
+            async with serving(self._app, self._socket):
+                workers = [asyncio.create_task(part) for part in self._parts()]
+                try:
+                    await self._first_of(workers)
+                    self.feeder.held = True
+                    await self._conclude()
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+        finally:
+            await self.books.journal.commit(durable=True)
+            self.books.journal.close()
         return self.summary()
 
     def close(self) -> None:
@@ -246,6 +259,9 @@ class Controller:
         }
 
     def _published(self, event: Published) -> Audience | None:
+        """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
+        if event.kind == "broadcast" and not self.fleet.listening() and self._stop_reason is None:
+            raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
@@ -287,6 +303,7 @@ class Controller:
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
+            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
 
@@ -302,6 +319,7 @@ class Controller:
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
             stranded=self._changed.wake,
+            start_seconds=self.config.run.start_seconds,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)

@@ -41,8 +41,8 @@ class Desk:
     """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
     `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
 
-    `reported`, `published` and `saved` are called once per event, after it is in the books; events that were
-    sent twice, or come from a trainer that is over, change nothing.
+    `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
+    or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class Desk:
         """Newest step whose batch is safe on disk."""
         self.asked = -1
         """Newest step that a rank asked for."""
+        self.withheld = False
+        """No batch is handed out while set."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
 
@@ -142,7 +144,7 @@ class Desk:
                 self._changed.wake()
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready:
+            if step <= self.ready and not self.withheld:
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
             if self._wants_broadcast():
@@ -214,9 +216,9 @@ class Desk:
             self._reported(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        known = self._books.state.published
+        answer, known = self._published(event), self._books.state.published
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
             self._books.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
-        return self._published(event)
+        return answer

@@ -30,7 +30,7 @@ def evaluate_folder(config: RunConfig, model: Path | None, tails: int = 0) -> di
     if config.evaluation is None:
         config = config.model_copy(update={"evaluation": EvaluationConfig()})
     folder = model or Path(config.student.path)
-    found = build(config, _OneFolder(folder), tails)(Version(0, 0 if model is None else 1))
+    found = build(config, _OneFolder(folder), tails).evaluate(Version(0, 0 if model is None else 1))
     figures = msgspec.to_builtins(found.report) | {
         "student_entropy": found.student_entropy,
         "teacher_entropy": found.teacher_entropy,

@@ -2,9 +2,9 @@
 
     python -m distill.evaluate.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON. It answers POST /v1/evaluate (EvalRequest → EvalReport), one at a time, and
-GET /health once its teachers are loaded. Exit status: 0 after a signal, 2 when the configuration cannot be
-served.
+The file is a RunConfig as JSON. It answers POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
+(ProbeRequest → ProbeReply), one at a time, and GET /health once its teachers are loaded.
+Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from pydantic import ValidationError
@@ -34,14 +34,23 @@ from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
 from sync.errors import ConfigError, DistillError
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
-from sync.wire import EvalReport, EvalRequest, Version
+from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
 
 log = logging.getLogger("distill.evaluate.service")
 
 if TYPE_CHECKING:
     from distill.evaluate.evaluation import Evaluation
+    from distill.prompts.held_out import PromptSplit
 
 Evaluate = Callable[[Version], "Evaluation"]
+Probe = Callable[[ProbeRequest], ProbeReply]
+
+
+class Bench(NamedTuple):
+    """What the loaded models can be asked."""
+
+    evaluate: Evaluate
+    probe: Probe
 
 
 class Weights(Protocol):
@@ -52,27 +61,45 @@ class Weights(Protocol):
         ...
 
 
-def app(evaluate: Callable[[Version], EvalReport], token: str | None) -> Starlette:
-    """The HTTP side: evaluations run one after the other, in a thread."""
+def app(evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe) -> Starlette:
+    """The HTTP side: evaluations and probes run one after the other, in a thread."""
     busy = asyncio.Lock()
 
-    async def answer(request: Request) -> Response:
-        try:
-            wanted = await read_message(request, EvalRequest)
-            async with busy:
-                return reply(await asyncio.to_thread(evaluate, wanted.version))
-        except DistillError as error:
-            log.error("%s", error)
-            return refuse(409, str(error))
+    async def evaluation(request: Request) -> Message:
+        wanted = await read_message(request, EvalRequest)
+        async with busy:
+            return await asyncio.to_thread(evaluate, wanted.version)
+
+    async def figures(request: Request) -> Message:
+        wanted = await read_message(request, ProbeRequest)
+        async with busy:
+            return await asyncio.to_thread(probe, wanted)
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
-    routes = [Route("/v1/evaluate", answer, methods=["POST"]), Route("/health", health)]
+    routes = [
+        Route("/v1/evaluate", _answered(evaluation), methods=["POST"]),
+        Route("/v1/probe", _answered(figures), methods=["POST"]),
+        Route("/health", health),
+    ]
     return Starlette(routes=routes, middleware=[Middleware(TokenGuard, token=token)])
 
 
-def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
+def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that refuses with 409 what cannot be done."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return reply(await question(request))
+        except DistillError as error:
+            log.error("%s", error)
+            return refuse(409, str(error))
+
+    return answer
+
+
+def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
     """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here.
 
     Version step 0 is the student that the configuration names; `tails` as in `evaluation.evaluate`.
@@ -81,8 +108,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
 
     from distill.evaluate.evaluation import Limits, evaluate
     from distill.evaluate.models import end_ids, load_model, load_student
-    from distill.launch.preflight import context_length
-    from distill.prompts.held_out import open_prompts
+    from distill.evaluate.plain import probe
     from teacher_service.describe import load_tokenizer
     from teacher_service.router import Router
 
@@ -90,12 +116,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(config.student)
-    split = open_prompts(config, tokenizer, context_length(config.student))
-    if not split.held_out:
-        raise ConfigError(
-            "no prompt can be held out for evaluation (at most a tenth of the rows is): "
-            "give more rows, or set evaluation = false"
-        )
+    split = _prompts(config, tokenizer)
     teachers = {
         name: load_model(source, tokenizer, settings.device) for name, source in config.teachers.items()
     }
@@ -118,7 +139,29 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
             tails=tails,
         )
 
-    return evaluate_version
+    def probe_models(request: ProbeRequest) -> ProbeReply:
+        unknown = request.teachers.keys() - teachers.keys()
+        if unknown:
+            raise ConfigError(
+                f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
+            )
+        student = load_model(config.student, tokenizer, settings.device)
+        return probe(request, student, teachers, config.objective, config.rollout.temperature)
+
+    return Bench(evaluate_version, probe_models)
+
+
+def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
+    from distill.launch.preflight import longest_sequence
+    from distill.prompts.held_out import open_prompts
+
+    split = open_prompts(config, tokenizer, longest_sequence(config))
+    if not split.held_out:
+        raise ConfigError(
+            "no prompt can be held out for evaluation (at most a tenth of the rows is): "
+            "give more rows, or set evaluation = false"
+        )
+    return split
 
 
 class BestKeeper:
@@ -158,9 +201,10 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
     weights = FollowedStore(config)
-    keeper = BestKeeper(config, build(config, weights), weights)
+    bench = build(config, weights)
+    keeper = BestKeeper(config, bench.evaluate, weights)
     uvicorn.run(
-        app(keeper, token),
+        app(keeper, token, bench.probe),
         host=host,
         port=port,
         log_level="warning",

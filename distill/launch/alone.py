@@ -15,6 +15,7 @@ from distill.launch import roles
 from distill.launch.ports import Ports
 from distill.launch.run_folder import write_json
 from distill.launch.supervise import ChildSpec
+from distill.report.redact import without_secrets
 from student_trainer import launch as trainer_launch
 from sync.errors import ConfigError
 from sync.settings import Placement, Settings
@@ -81,5 +82,5 @@ def _listen(place: Placement, index: int, key: str) -> tuple[str, int]:
 def _role(config: RunConfig, name: str, settings: Settings) -> Path:
     path = config.run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, settings.model_dump(mode="json"))
+    write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
     return path

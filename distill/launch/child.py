@@ -1,9 +1,9 @@
 """Guardian of one child process: whatever ends it or its parent, nothing of it stays behind.
 
-    python -m distill.launch.child PIPE COMMAND …
+    python -m distill.launch.child NAME PIPE COMMAND …
 
-The guardian leads a session of its own and adopts every orphan in it. PIPE is a descriptor whose other end
-only the launcher holds.
+The guardian leads a session of its own and adopts every orphan in it. NAME says which role is guarded, to who
+lists processes. PIPE is a descriptor whose other end only the launcher holds.
 
     command ends          → kill what it left behind, exit with its status
     PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
@@ -37,7 +37,7 @@ def prctl(option: int, value: int) -> None:
 
 def main() -> int:
     """Guard the command in this process's arguments; its exit status."""
-    pipe, command = int(sys.argv[1]), sys.argv[2:]
+    pipe, command = int(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(pipe, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
+from distill.launch.probes import Finding
+from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
 from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
@@ -29,20 +31,13 @@ def check(config: RunConfig) -> PromptSplit:
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
-    split = open_prompts(config, tokenizer, context_length(config.student))
+    split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
     return split
 
 
-def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
-    """A teacher that answers against what the run needs of it. Raises ConfigError."""
-    ours = tokenizers.fingerprint(load_tokenizer(config.student))
-    differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
-    if differing:
-        raise ConfigError(
-            f"teacher {name} ({info.model}) has another tokenizer than the student {config.student.path} "
-            f"({', '.join(differing)} differ): token ids would mean other things; choose models of one family"
-        )
+def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
+    """What the objective needs and a teacher that answers cannot give."""
     want = needs(config.objective)
     asked = {
         "topk": want.topk > 0,
@@ -51,12 +46,25 @@ def check_teacher(config: RunConfig, name: str, info: TeacherInfo) -> None:
         "gather": student_topk(config.objective) > 0,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
-    if lacking:
-        raise ConfigError(
-            f'objective "{config.objective.type}" needs {", ".join(lacking)} and teacher {name} '
-            f'(engine "{info.engine}") gives {", ".join(info.can) or "the sampled token alone"}: '
-            'choose objective "sampled", or the transformers engine'
-        )
+    figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
+    problem = (
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled", '
+        "or the transformers engine"
+    )
+    return Finding("marks", figure, problem if lacking else None)
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
+    limits = [context_length(config.student)]
+    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
+    engine_limit = given.get("max-model-len")
+    if isinstance(engine_limit, int) and engine_limit > 0:
+        limits.append(engine_limit)
+    for teacher in config.teachers.values():
+        if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
+            limits.append(teacher.max_length or context_length(teacher))
+    return min(limits)
 
 
 def context_length(source: ModelSource) -> int:
@@ -101,6 +109,11 @@ def _check_deepspeed(path: Path) -> None:
 
 
 def _check_combinations(config: RunConfig) -> None:
+    if config.rollout.top_p < 1:
+        raise ConfigError(
+            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
+            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+        )
     if config.evaluation is not None and config.weights.road != "snapshot":
         raise ConfigError(
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '

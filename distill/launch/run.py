@@ -27,7 +27,8 @@ from distill.control.journal import Journal
 from distill.control.parts import Hooks, Parts
 from distill.control.replicas import HttpReplica
 from distill.evaluate.client import HttpEvaluator
-from distill.launch import preflight
+from distill.launch import live, preflight
+from distill.launch.probes import Finding
 from distill.launch.roles import TRAINER, Plan, is_local, plan_servers, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
@@ -43,7 +44,7 @@ from sync.transport import token_from_environment
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
-from teacher_service.transform import load_function
+from teacher_service.transform import load_transforms
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,13 @@ async def run(
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
-        await asyncio.to_thread(draw, folder.path)
+        if summary["steps"] or summary["evaluations"]:
+            await asyncio.to_thread(draw, folder.path)
     if launcher.stopped_by:
+        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
             f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            f"{folder.path} holds a checkpoint: go on with --resume"
+            f"{folder.path} {saved}: go on with --resume"
         )
     return summary
 
@@ -95,13 +98,15 @@ class _Launcher:
         console: Console,
     ) -> None:
         self._config, self._folder, self._token = config, folder, token
-        self._joined, self.stopped_by = False, ""
+        self._joined, self.stopped_by, self._split = False, "", split
+        self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
         self._spans = Spans(folder.path / "timeline.jsonl")
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
         self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         self._parts = self._make_parts(plan, split)
         self._controller = Controller(config, self._parts, self._hooks(), token)
+        self._controller.withhold()
         children = list(plan.children)
         if config.controller.trainer == "launch":
             child = trainer_child(config, folder, self._controller.url, token)
@@ -128,7 +133,7 @@ class _Launcher:
         await self._supervisor.start()
         others = [
             asyncio.create_task(self._supervise(), name="supervisor"),
-            asyncio.create_task(self._check_teachers(), name="teachers"),
+            asyncio.create_task(self._preflight(), name="preflight"),
             asyncio.create_task(self._watch_disk(), name="disk"),
         ]
         try:
@@ -151,7 +156,8 @@ class _Launcher:
             ended = asyncio.create_task(self._supervisor.ended(TRAINER))
             ended.add_done_callback(self._trainer_ended)
         await self._supervisor.watch(seconds)
-        self._controller.trainer_left()
+        if TRAINER in self._supervisor.children:
+            self._controller.trainer_left()
 
     def _trainer_ended(self, task: asyncio.Task[int]) -> None:
         if not task.cancelled() and task.result() == 0:
@@ -164,10 +170,25 @@ class _Launcher:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._supervisor.ended(TRAINER), grace)
 
-    async def _check_teachers(self) -> None:
-        for name, teacher in self._teachers.items():
-            info = await teacher.info(self._config.run.start_seconds)
-            await asyncio.to_thread(preflight.check_teacher, self._config, name, info)
+    async def _preflight(self) -> None:
+        """Let training begin when the engines agree, and go on when the first step does too."""
+        await live.check_engines(self._config, self._split, self._engines(), self._say)
+        self._controller.allow()
+        findings = await self._first_step
+        for finding in findings:
+            self._say(finding)
+        live.refuse(findings)
+
+    def _say(self, finding: Finding) -> None:
+        self._display.say(finding.line)
+
+    def _engines(self) -> live.Engines:
+        evaluator = self._parts.evaluator
+        return live.Engines(
+            self._teachers,
+            evaluator if isinstance(evaluator, HttpEvaluator) else None,
+            transforms=self._parts.transforms or {},
+        )
 
     async def _watch_disk(self) -> None:
         """Start no rollouts while the disk is nearly full."""
@@ -211,11 +232,6 @@ class _Launcher:
 
     def _make_parts(self, plan: Plan, split: PromptSplit) -> Parts:
         config = self._config
-        transforms = {
-            name: load_function(teacher.prompt_transform, f"teachers.{name}.prompt_transform")
-            for name, teacher in config.teachers.items()
-            if teacher.prompt_transform is not None
-        }
         return Parts(
             replicas={name: HttpReplica(url, self._token) for name, url in plan.replicas.items()},
             teachers=dict(self._teachers),
@@ -226,15 +242,19 @@ class _Launcher:
             student_topk=student_topk(config.objective),
             evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
             judge=split.judge,
-            transforms=transforms,
+            transforms=load_transforms(config.teachers),
         )
 
     def _hooks(self) -> Hooks:
+        config = self._config
+
         def opened(_: object) -> None:
             self._joined = True
 
         def step(version: Version, figures: dict[str, float]) -> None:
             log_all(self._sinks, version.step, figures)
+            if not self._first_step.done() and (findings := live.first_step(config, figures)):
+                self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
             found = {

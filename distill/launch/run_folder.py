@@ -56,9 +56,9 @@ class RunFolder:
         return folder
 
     def write_role(self, name: str, settings: Settings) -> Path:
-        """What a role is started with, as JSON; no field of it holds a secret."""
+        """What a role is started with, as JSON. Environment variables reach it by its environment alone."""
         path = self.roles / f"{name}.json"
-        write_json(path, settings.model_dump(mode="json"))
+        write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
         return path
 
     def close(self) -> None:

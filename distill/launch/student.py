@@ -62,7 +62,7 @@ def command(
     """
     check_bind(host, token_from_environment())
     cpu = runs_on_cpu()
-    user = {_flag_name(key): value for key, value in config.engine_args.items()}
+    user = {flag_name(key): value for key, value in config.engine_args.items()}
     ours = _OURS | _adapters(replica.lora_rank)
     _refuse_reserved(user, ours)
     arguments: dict[str, Any] = {
@@ -119,7 +119,8 @@ def flags(name: str, value: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _flag_name(key: str) -> str:
+def flag_name(key: str) -> str:
+    """An engine argument's key as vLLM spells its flag, without dashes in front."""
     return key.removeprefix("--").replace("_", "-")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
+SAMPLE = 256
+"""Prompts of each side of the split that are looked at where not all can be."""
 
 
 class PromptSplit(NamedTuple):
@@ -38,8 +40,25 @@ class Subset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest prompt."""
+        return max(self._table.length(int(row)) for row in self._rows)
+
     def __getitem__(self, index: int) -> Prompt:
         return self._table[int(self._rows[index])]
+
+
+def sample_prompts(split: PromptSplit) -> list[Prompt]:
+    """Some prompts to try things with: held-out ones, then some to train on; the same every time."""
+    count = min(SAMPLE, len(split.train)) if isinstance(split.train, Sized) else SAMPLE
+    return split.held_out[:SAMPLE] + [split.train[i] for i in range(count)]
+
+
+def longest_prompt(split: PromptSplit) -> int:
+    """Tokens of the longest prompt: of all in a table, of a sample where there is no end to them."""
+    known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
+    return max(known, split.train.longest) if isinstance(split.train, Subset) else known
 
 
 def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit:

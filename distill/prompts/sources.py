@@ -66,6 +66,10 @@ class TableSource:
     def __len__(self) -> int:
         return len(self._names)
 
+    def length(self, index: int) -> int:
+        """Tokens of a row."""
+        return self._ends[index + 1] - self._ends[index]
+
     def __getitem__(self, index: int) -> Prompt:
         name, source, answer, text = self._names[index]
         ids = self._flat[self._ends[index] : self._ends[index + 1]].tolist()

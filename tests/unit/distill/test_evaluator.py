@@ -12,8 +12,8 @@ import pytest
 
 from distill.evaluate.service import BestKeeper, app
 from distill.loading import validate
-from sync.errors import SnapshotError
-from sync.wire import EvalReport, EvalRequest, Version, decode, encode
+from sync.errors import ConfigError, SnapshotError
+from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, decode, encode
 
 
 def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:
@@ -83,8 +83,14 @@ async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> 
     return await client.post("/v1/evaluate", content=encode(EvalRequest(version=version)), headers=headers)
 
 
+def no_probe(request: ProbeRequest) -> ProbeReply:
+    if request.teachers:
+        raise ConfigError("no such teacher")
+    return ProbeReply(student=[], teachers={})
+
+
 def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app(evaluate, token))
+    transport = httpx.ASGITransport(app(evaluate, token, no_probe))
     return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
 
 
@@ -130,3 +136,11 @@ async def test_the_token_is_needed_but_for_health() -> None:
         assert (await post(client, Version(0, 1))).status_code == 401
         assert (await post(client, Version(0, 1), "t0ken")).status_code == 200
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
+    async with client_of(lambda version: report(version, 0.5)) as client:
+        empty = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={})))
+        assert decode(empty.content, ProbeReply).teachers == {}
+        refused = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={"x": []})))
+        assert (refused.status_code, refused.json()["error"]) == (409, "no such teacher")

@@ -218,6 +218,20 @@ async def test_a_broadcast_seats_every_live_replica() -> None:
         assert other.group != first.group
 
 
+async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
+    late = MemoryReplica(up=False)
+    world = World(a=MemoryReplica(), late=late)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        assert not world.fleet.listening()
+        late.revive()
+        await world.until(lambda: world.fleet.listening())
+        assert world.fleet.broadcast(broadcast(0)).world_size == 3
+        late.die()
+        await world.until(lambda: world.serving() == ["a"])
+        assert world.fleet.listening()
+
+
 async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
     class Dying(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:

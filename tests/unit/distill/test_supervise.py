@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distill.launch.supervise import ChildFailed, ChildSpec, Supervisor
+from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -113,6 +113,33 @@ async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
         await supervisor.watch(10, note)
     assert restarted == ["flaky", "flaky"]
     await supervisor.stop(1)
+
+
+async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Path):
+    lives: list[int] = []
+    spec = ChildSpec("slow", SLEEPER, joined=lambda: len(lives) == 2)
+    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
+    await supervisor.start()
+    await spoke(supervisor, "slow")
+    waiting = asyncio.create_task(supervisor.ready(10))
+    for _ in range(2):
+        process = supervisor.children["slow"].process
+        await asyncio.to_thread(until, lambda guardian=process.pid: below(guardian))
+        lives.append(process.pid)
+        if len(lives) == 1:
+            below(process.pid)[0].kill()
+            await asyncio.to_thread(until, lambda: supervisor.children["slow"].process.pid != lives[0])
+    await waiting
+    assert lives[0] != lives[1]
+    await supervisor.stop(1)
+
+
+async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
+    child = supervisor.children["flaky"]
+    pauses = [supervisor._spend(child) for _ in range(3)]
+    child.ready_since = time.monotonic() - LONGEST_PAUSE_SECONDS - 1.0
+    assert [*pauses, supervisor._spend(child)] == [1.0, 2.0, 4.0, 1.0]
 
 
 async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):
