@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class Desk:
-    """Bound to one controller. `changed` is woken by a new batch, a stop and an event.
+    """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
+    `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
 
     `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
     or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
@@ -58,6 +59,7 @@ class Desk:
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
         supervised: int | None = None,
+        wants_broadcast: Callable[[], bool] = lambda: False,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
         self._books = books
@@ -70,6 +72,7 @@ class Desk:
         self._published = published
         self._saved = saved
         self._opened = opened
+        self._wants_broadcast = wants_broadcast
         self._poll_seconds = poll_seconds
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
@@ -161,6 +164,8 @@ class Desk:
             if step <= self.ready and (step <= self._given or not self.withheld):
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
+            if self._wants_broadcast():
+                return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
                 return encode(Wait())

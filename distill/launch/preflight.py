@@ -128,6 +128,11 @@ def _check_combinations(config: RunConfig) -> None:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
+    if config.trainer.lora is not None and config.weights.road != "snapshot":
+        raise ConfigError(
+            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
+            'through a store: set weights.road = "snapshot"'
+        )
     for name, teacher in config.teachers.items():
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
