@@ -1,0 +1,139 @@
+"""A store in a folder, shared by every process and machine that mounts it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+from uuid import uuid4
+
+from sync.errors import StoreError
+from sync.stores.base import check_key, missing, taken
+
+_PENDING: Final = ".pending"
+"""Folder of files that are being written; no key starts with a dot."""
+
+
+class DirectoryStore:
+    """One file per key under `root`, which is made when missing.
+
+    A file is written aside and forced to disk, then linked (create) or renamed (replace) into place: a crash
+    leaves at most a file in `.pending`, never half a key.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        with _explained("open", self.root):
+            (self.root / _PENDING).mkdir(parents=True, exist_ok=True)
+
+    def create(self, key: str, data: bytes | Path) -> None:
+        target = self._path(key)
+        if target.exists():
+            raise taken(str(self), key)
+        self._write(target, data, os.link)
+
+    def replace(self, key: str, data: bytes) -> None:
+        self._write(self._path(key), data, os.replace)
+
+    def read(self, key: str) -> bytes:
+        with _explained("read", self._path(key)):
+            try:
+                return self._path(key).read_bytes()
+            except (FileNotFoundError, IsADirectoryError):
+                raise missing(str(self), key) from None
+
+    def fetch(self, key: str, path: Path) -> None:
+        source = self._path(key)
+        if not source.is_file():
+            raise missing(str(self), key)
+        with _explained("copy", source):
+            shutil.copyfile(source, path)
+
+    def list(self, prefix: str) -> list[str]:
+        start = self.root / prefix.rpartition("/")[0]
+        keys = (Path(folder, name) for folder, _, names in os.walk(start) for name in names)
+        relative = (path.relative_to(self.root).as_posix() for path in keys)
+        return sorted(key for key in relative if key.startswith(prefix) and not key.startswith(_PENDING))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _explained("delete", path):
+            path.unlink(missing_ok=True)
+            _remove_empty(path.parent, self.root)
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def __str__(self) -> str:
+        return f"the store {self.root}"
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _write(self, target: Path, data: bytes | Path, place: Callable[[Path, Path], None]) -> None:
+        pending = self.root / _PENDING / uuid4().hex
+        with _explained("write", target):
+            try:
+                with pending.open("xb") as file:
+                    _fill(file, data)
+                    os.fsync(file.fileno())
+                _place(pending, target, place)
+                _sync_folder(target.parent)
+            except FileExistsError:
+                raise taken(str(self), target.relative_to(self.root).as_posix()) from None
+            finally:
+                pending.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explained(verb: str, path: Path) -> Iterator[None]:
+    """OSError as StoreError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "check the path, its permissions and the mount"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free space there, or lower weights.keep_anchors; nothing half-written was left behind"
+        raise StoreError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
+
+
+def _fill(file: BinaryIO, data: bytes | Path) -> None:
+    if isinstance(data, Path):
+        with data.open("rb") as source:
+            shutil.copyfileobj(source, file, 1 << 20)
+    else:
+        file.write(data)
+
+
+def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> None:
+    """Link or rename into place; a deletion may have removed the empty folder meanwhile: try again."""
+    while True:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return place(pending, target)
+        except FileNotFoundError:
+            if target.parent.exists():
+                raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_empty(folder: Path, root: Path) -> None:
+    """Remove `folder` and its parents below `root` while they are empty."""
+    while folder != root:
+        try:
+            folder.rmdir()
+        except OSError:  # not empty, or another process was faster: both are fine
+            return
+        folder = folder.parent

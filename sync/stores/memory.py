@@ -1,0 +1,51 @@
+"""A store in this process's memory: for tests, and for trying things out."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from sync.stores.base import check_key, missing, taken
+
+
+class MemoryStore:
+    """Keys in a dictionary; threads of one process share it, nothing outlives it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, bytes] = {}
+
+    def create(self, key: str, data: bytes | Path) -> None:
+        content = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        with self._lock:
+            if check_key(key) in self._objects:
+                raise taken(str(self), key)
+            self._objects[key] = content
+
+    def replace(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._objects[check_key(key)] = bytes(data)
+
+    def read(self, key: str) -> bytes:
+        with self._lock:
+            if check_key(key) not in self._objects:
+                raise missing(str(self), key)
+            return self._objects[key]
+
+    def fetch(self, key: str, path: Path) -> None:
+        path.write_bytes(self.read(key))
+
+    def list(self, prefix: str) -> list[str]:
+        with self._lock:
+            return sorted(key for key in self._objects if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(check_key(key), None)
+
+    def exists(self, key: str) -> bool:
+        with self._lock:
+            return check_key(key) in self._objects
+
+    def __str__(self) -> str:
+        return "the store in memory"

@@ -1,0 +1,186 @@
+"""One rank's delta file: a header that says which range of which tensor each blob is for, then the blobs.
+
+"ODDELTA1" · header length (4 bytes, little-endian) · zstd(msgpack(Header)) · blobs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import zstandard
+from blake3 import blake3
+
+from sync.errors import SnapshotError
+from sync.weights import checkpoint, codec
+from sync.weights.checkpoint import TensorAt
+from sync.wire import Version
+
+_MAGIC: Final = b"ODDELTA1"
+_MOST_HEADER: Final = 1 << 30
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The flat range [start, start + count) of one checkpoint tensor that a rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    """Kind of element: "bf16", "f2", "f4", … (`sync.weights.checkpoint.BITS`)."""
+    start: int
+    count: int
+    """0: this rank holds nothing of it."""
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """One blob: it brings elements [start, start + count) of a tensor from the base to the version."""
+
+    name: str
+    start: int
+    count: int
+    dtype: str
+    mode: int
+    """`codec.Mode`"""
+    offset: int
+    """Of the blob, from the end of the header."""
+    length: int
+    """Bytes of the blob."""
+    digest: bytes
+    """BLAKE3 of the range's bytes afterwards."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    run: str
+    fingerprint: str
+    version: Version
+    base: Version
+    rank: int
+    world_size: int
+    ranges: list[Range]
+
+
+def build(
+    header: Header,
+    slices: Sequence[Slice],
+    old: Mapping[str, np.ndarray],
+    new: Mapping[str, np.ndarray],
+    effort: codec.Effort,
+) -> bytes:
+    """File of one rank; `header` comes without ranges, arrays are this rank's flat bits by tensor name."""
+    ranges, blobs, offset = [], [], 0
+    for part in slices:
+        if part.count == 0:
+            continue
+        blob = codec.encode(old[part.name], new[part.name], part.dtype, effort)
+        digest = _digest(new[part.name])
+        ranges.append(
+            Range(
+                part.name, part.start, part.count, part.dtype, codec.mode_of(blob), offset, len(blob), digest
+            )
+        )
+        blobs.append(blob)
+        offset += len(blob)
+    head = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=ranges))
+    packed = zstandard.ZstdCompressor(level=1).compress(head)
+    return b"".join([_MAGIC, len(packed).to_bytes(4, "little"), packed, *blobs])
+
+
+def parse(data: bytes | memoryview) -> tuple[Header, memoryview]:
+    """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else."""
+    view = memoryview(data)
+    if bytes(view[:8]) != _MAGIC:
+        raise SnapshotError(
+            f"a delta file begins with {bytes(view[:8])!r}, not {_MAGIC!r}: it is another file"
+        )
+    end = 12 + int.from_bytes(view[8:12], "little")
+    packed = view[12:end]
+    try:
+        if end > len(view) or not 0 <= zstandard.frame_content_size(packed) <= _MOST_HEADER:
+            raise SnapshotError("a delta file's header states an impossible length: it was cut or altered")
+        head = zstandard.ZstdDecompressor().decompress(packed)
+        header = msgspec.msgpack.decode(head, type=Header)
+    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"a delta file's header cannot be read: {error}; it was altered") from None
+    blobs = view[end:]
+    for part in header.ranges:
+        if min(part.offset, part.length, part.start, part.count) < 0 or part.offset + part.length > len(
+            blobs
+        ):
+            raise SnapshotError(
+                f"a delta file's range of {part.name!r} lies outside of it: it was cut or altered"
+            )
+    return header, blobs
+
+
+def check_cover(headers: Iterable[Header], places: Mapping[str, TensorAt]) -> None:
+    """Raises SnapshotError unless the ranges tile every tensor of the checkpoint exactly once."""
+    ranges = sorted(
+        (part.name, part.start, part.count, part.dtype) for head in headers for part in head.ranges
+    )
+    done = dict.fromkeys(places, 0)
+    for name, start, count, dtype in ranges:
+        if name not in places or places[name].kind != dtype:
+            raise SnapshotError(
+                f"the delta has {name!r} of kind {dtype}, the checkpoint does not: another model"
+            )
+        if start != done[name]:
+            raise SnapshotError(
+                f"the delta's ranges of {name!r} meet at {done[name]} and {start}: wrong sharding"
+            )
+        done[name] += count
+    for name, place in places.items():
+        if done[name] != math.prod(place.shape):
+            raise SnapshotError(
+                f"the delta covers {done[name]} of {math.prod(place.shape)} elements of {name!r}: "
+                "a rank's file is missing or cut"
+            )
+
+
+def apply(header: Header, blobs: memoryview, arrays: Mapping[str, np.ndarray]) -> None:
+    """Apply a file in place to the flat tensors of a checkpoint that holds its base (`check_cover` first)."""
+    for part in header.ranges:
+        target = arrays[part.name][part.start : part.start + part.count]
+        blob = blobs[part.offset : part.offset + part.length]
+        if target.flags.aligned:
+            codec.apply(target, blob, part.dtype)
+        else:
+            copy = target.copy()
+            codec.apply(copy, blob, part.dtype)
+            target[:] = copy
+
+
+def verify(header: Header, arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises SnapshotError, naming the tensor, unless the arrays hold what the trainer had."""
+    for part in header.ranges:
+        if _digest(arrays[part.name][part.start : part.start + part.count]) != part.digest:
+            raise SnapshotError(
+                f"{part.name!r} from element {part.start} on is not what {header.version} holds: "
+                f"the base was not {header.base}"
+            )
+
+
+def apply_chain(folder: Path, links: Sequence[Sequence[tuple[Header, memoryview]]]) -> None:
+    """Apply versions' files one after the other to a checkpoint folder that holds the first one's base.
+
+    Each of `links` holds every rank's file of one version. What comes out is verified.
+    Raises SnapshotError when a version does not cover the model, or the end is not what the trainer had.
+    """
+    places = checkpoint.tensors(folder)
+    arrays = checkpoint.bits(places, writable=True)
+    for files in links:
+        check_cover((header for header, _ in files), places)
+        for header, blobs in files:
+            apply(header, blobs, arrays)
+    for header, _ in links[-1] if links else ():
+        verify(header, arrays)
+
+
+def _digest(array: np.ndarray) -> bytes:
+    return blake3(array.view(np.uint8).data).digest()

@@ -1,0 +1,429 @@
+"""Objectives against closed forms, by enumerating the sampled token; and mutants of their sources, each killed.
+
+A check takes the library it judges, so that the same checks pass for the sources and fail for every mutant.
+Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of S. Everything in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import student_trainer
+
+V = 6
+EXACT = 1e-12
+ORDER = ("objectives.terms", "objectives.importance", "objectives.sampled", "objectives.hybrid")
+ORDER += ("objectives.forward_topk", "objectives.full", "objectives.jsd", "objectives.skew", "objectives.sft")
+ORDER += ("objectives.diagnostics", "batch", "head")
+ROOT = Path(student_trainer.__file__).parent
+
+
+def library(mutant: tuple[str, str, str] | None = None) -> types.SimpleNamespace:
+    """Fresh modules from the sources, one of them with its text changed; imported modules stay as they are."""
+    names = {short: f"student_trainer.{short}" for short in ORDER}
+    saved = {full: sys.modules.pop(full) for full in names.values() if full in sys.modules}
+    fresh: dict[str, Any] = {}
+    try:
+        for short, full in names.items():
+            text = (ROOT / (short.replace(".", "/") + ".py")).read_text()
+            if mutant is not None and mutant[0] == short:
+                assert text.count(mutant[1]) == 1, f"{mutant[1]!r} is not once in {short}"
+                text = text.replace(mutant[1], mutant[2])
+            module = types.ModuleType(full)
+            sys.modules[full] = module
+            exec(compile(text, f"{short}.py", "exec"), module.__dict__)
+            fresh |= module.__dict__
+    finally:
+        for full in names.values():
+            sys.modules.pop(full, None)
+        sys.modules |= saved
+    return types.SimpleNamespace(**fresh)
+
+
+# --- a small softmax, enumerated --------------------------------------------------------------------------
+
+
+def logits(seed: int) -> Tensor:
+    return 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+THETA, TEACHER, STALE = logits(1), logits(2).log_softmax(0), logits(3).log_softmax(0)
+FUTURE = logits(4)
+
+
+def targets(lib: Any, teacher: Tensor, behavior: Tensor, support: list[int], **more: Any) -> Any:
+    """Row y of V rows: token y was sampled from `behavior`; the same S in every row."""
+    ids = torch.tensor(support, dtype=torch.int64).expand(V, len(support))
+    return lib.Targets(
+        token_N=torch.arange(V),
+        behavior_logp_N=behavior,
+        teacher_logp_N=teacher,
+        fresh_N=torch.zeros(V, dtype=torch.bool),
+        support_NK=ids,
+        support_logp_NK=teacher[ids.clamp(min=0)],
+        teacher_logp_NV=teacher.expand(V, V),
+        **more,
+    )
+
+
+def expected(loss: Callable, goal: Any, draws: Tensor, theta: Tensor = THETA) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient in the logits, reverse_kl statistic) under y ~ `draws` (log-probabilities)."""
+    leaf = theta.clone().requires_grad_()
+    loss_V, stats = loss(leaf.log_softmax(0).expand(V, V), goal)
+    value = (draws.exp() * loss_V).sum()
+    (gradient,) = torch.autograd.grad(value, leaf)
+    reverse = stats.get("reverse_kl", torch.full((V,), torch.nan, dtype=torch.float64))
+    assert not reverse.requires_grad
+    return value.detach(), gradient, (draws.exp() * reverse).sum()
+
+
+def through_softmax(g: Tensor, theta: Tensor = THETA) -> Tensor:
+    """Gradient in the logits of a function whose gradient in the probabilities is `g`."""
+    p = theta.softmax(0)
+    return p * (g - (p * g).sum())
+
+
+def d_of(teacher: Tensor = TEACHER, theta: Tensor = THETA) -> Tensor:
+    return theta.log_softmax(0) - teacher
+
+
+def kl_of(teacher: Tensor = TEACHER, theta: Tensor = THETA) -> Tensor:
+    return (theta.softmax(0) * d_of(teacher, theta)).sum()
+
+
+def same(left: Tensor, right: Tensor, tolerance: float = EXACT) -> None:
+    assert left.shape == right.shape
+    assert float((left - right).abs().max()) <= tolerance, (left, right)
+
+
+SUPPORTS = [list(ids) for k in range(V + 1) for ids in itertools.islice(itertools.combinations(range(V), k), 4)]
+
+
+# --- checks -----------------------------------------------------------------------------------------------
+
+
+def uncapped_policy_gradient_is_the_reverse_kl_gradient(lib: Any) -> None:
+    for behavior in (THETA.log_softmax(0), STALE, logits(7).log_softmax(0)):
+        goal = targets(lib, TEACHER, behavior, [])
+        _, gradient, reverse = expected(lambda p, t: lib.sampled(p, t, None, None), goal, behavior)
+        same(gradient, through_softmax(d_of()))
+        same(reverse, kl_of())
+
+
+def hybrid_is_unbiased_for_every_support(lib: Any) -> None:
+    for support in [*SUPPORTS, [2, -1, 4, -1]]:
+        goal = targets(lib, TEACHER, STALE, support)
+        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, STALE)
+        same(gradient, through_softmax(d_of()))
+        same(reverse, kl_of())
+
+
+def capped_and_dropped_tokens_keep_their_part_of_the_gradient(lib: Any) -> None:
+    rho = (THETA.log_softmax(0) - STALE).exp()
+    cap, window = float(rho.median()), (float(rho.min()) + 1e-9, float(rho.max()) - 1e-9)
+    for weight, arguments in (
+        (rho.clamp(max=cap), (cap, None)),
+        (torch.where((rho < window[0]) | (rho > window[1]), 0.0, rho), (None, window)),
+    ):
+        mass = STALE.exp() * weight * d_of()
+        goal = targets(lib, TEACHER, STALE, [])
+        _, gradient, _ = expected(lambda p, t, a=arguments: lib.sampled(p, t, *a), goal, STALE)
+        same(gradient, mass - THETA.softmax(0) * mass.sum())
+        support = targets(lib, TEACHER, STALE, [0, 3])
+        _, gradient, _ = expected(lambda p, t, a=arguments: lib.hybrid(p, t, *a), support, STALE)
+        inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor([0, 3]), 1.0)
+        mass = inside * THETA.softmax(0) * d_of() + (1 - inside) * mass
+        same(gradient, mass - THETA.softmax(0) * mass.sum())
+
+
+def later_tokens_are_credited_to_every_token(lib: Any) -> None:
+    goal = targets(lib, TEACHER, STALE, [1, 4], future_N=FUTURE)
+    for loss in (lib.sampled, lib.hybrid):
+        _, gradient, reverse = expected(lambda p, t, f=loss: f(p, t, None, None), goal, STALE)
+        same(gradient, through_softmax(d_of() + FUTURE))
+        same(reverse, kl_of())
+
+
+def future_credit_is_the_discounted_sum_of_the_rest_of_the_row(lib: Any) -> None:
+    lengths = [1, 7, 2, 5]
+    d_C = torch.cat([logits(seed)[:6] for seed in range(3)])[: sum(lengths)]
+    row_C = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    for gamma in (0.0, 0.3, 0.95):
+        want = [
+            sum(gamma**j * float(d_C[t + j]) for j in range(1, 15 - t) if row_C[t + j] == row_C[t])
+            for t in range(15)
+        ]
+        same(lib.future_credit(d_C, row_C, gamma), torch.tensor(want, dtype=torch.float64))
+
+
+def full_is_the_exact_reverse_kl(lib: Any) -> None:
+    value, gradient, reverse = expected(lib.full, targets(lib, TEACHER, STALE, []), STALE)
+    same(gradient, through_softmax(d_of()))
+    same(value, kl_of())
+    same(reverse, kl_of())
+
+
+def skew_and_jsd_have_their_closed_form_gradients(lib: Any) -> None:
+    p, q = THETA.softmax(0), TEACHER.exp()
+    goal = targets(lib, TEACHER, STALE, [])
+    for alpha in (0.0, 0.1, 0.6):
+        m = (1 - alpha) * q + alpha * p
+        value, gradient, reverse = expected(lambda x, t, a=alpha: lib.skew(x, t, a), goal, STALE)
+        same(value, (p * (p / m).log()).sum())
+        same(gradient, through_softmax((p / m).log() - alpha * p / m))
+        same(reverse, kl_of())
+    for beta in (0.2, 0.5, 0.9):
+        m = beta * q + (1 - beta) * p
+        value, gradient, reverse = expected(lambda x, t, b=beta: lib.jsd(x, t, b), goal, STALE)
+        same(value, beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum())
+        same(gradient, through_softmax((1 - beta) * (p / m).log()))
+        same(reverse, kl_of())
+
+
+def forward_topk_is_the_bucketed_forward_kl(lib: Any) -> None:
+    p, q = THETA.softmax(0), TEACHER.exp()
+    for support in ([0, 2, 5], [1], list(range(V))):
+        inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor(support), 1.0)
+        rest, tail = ((1 - inside) * p).sum(), ((1 - inside) * q).sum()
+        bucket = tail * (tail / rest).log() if tail > 0 else torch.tensor(0.0, dtype=torch.float64)
+        value, gradient, reverse = expected(lib.forward_topk, targets(lib, TEACHER, STALE, support), STALE)
+        same(value, (inside * q * (q / p).log()).sum() + bucket)
+        share = torch.where(inside > 0, q, p * tail / rest if tail > 0 else torch.zeros_like(p))
+        same(gradient, p - share, 1e-9)
+        back = rest * (rest / tail).log() if tail > 0 else torch.tensor(0.0, dtype=torch.float64)
+        same(reverse, (inside * p * (p / q).log()).sum() + back)
+
+
+def sft_is_the_forward_kl_on_teacher_samples(lib: Any) -> None:
+    value, gradient, _ = expected(lib.sft, targets(lib, TEACHER, TEACHER, []), TEACHER)
+    same(gradient, THETA.softmax(0) - TEACHER.exp())
+    same(value, (TEACHER.exp() * -d_of()).sum())
+
+
+def a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(lib: Any) -> None:
+    own = THETA.log_softmax(0)
+    for name, loss in offered(lib).items():
+        draws = own if name == "sft" else STALE
+        value, gradient, _ = expected(loss, targets(lib, own, STALE, [0, 3, 4]), draws)
+        same(value, torch.zeros((), dtype=torch.float64))
+        same(gradient, torch.zeros(V, dtype=torch.float64))
+
+
+def the_gradient_depends_on_the_teacher(lib: Any) -> None:
+    other = logits(9).log_softmax(0)
+    for loss in offered(lib).values():
+        one = expected(loss, targets(lib, TEACHER, STALE, [0, 3]), STALE)[1]
+        two = expected(loss, targets(lib, other, STALE, [0, 3]), STALE)[1]
+        # sft learns from the teacher's samples, not from its scores
+        assert loss is lib.sft or float((one - two).abs().max()) > 1e-2
+
+
+def diagnostics_are_their_definitions(lib: Any) -> None:
+    p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
+    fresh = torch.tensor([True, False, True, False, False, True])
+    goal = targets(lib, TEACHER, STALE, [0, 3, -1])
+    goal = lib.Targets(**{**vars(goal), "fresh_N": fresh})
+    sums = lib.diagnose(THETA.log_softmax(0).expand(V, V), goal)
+    same(sums["student_entropy"], -V * (p * p.log()).sum())
+    same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
+    same(sums["rho"], rho.sum())
+    same(sums["rho_squared"], (rho**2).sum())
+    same(sums["rho_max"], rho.max())
+    same(sums["fresh_kl"], (rho - 1 - rho.log())[fresh].sum())
+    assert int(sums["fresh_tokens"]) == 3
+    same(sums["student_mass"], V * p[[0, 3]].sum())
+    same(sums["teacher_mass"], V * TEACHER.exp()[[0, 3]].sum())
+    top = set(p.topk(3).indices.tolist())
+    assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
+
+
+def a_chunked_head_is_a_whole_head(lib: Any) -> None:
+    """Loss and gradients through every setting of the head, against plain autograd."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(size, generator=g) for size in ((7, 5), (V + 2, 5), (V + 2,)))
+    token = torch.randint(0, V, (7,), generator=g)
+    teacher = torch.randn(7, V, generator=g).log_softmax(1)
+    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
+    teacher_head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
+    work = lib.Supervision(goal, torch.zeros(7, dtype=torch.int64), teacher, (teacher_head,))
+    shape = lib.HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
+    for loss in (lib.full, lambda p, t: lib.sampled(p, t, 5.0, None)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        raw = (leaves[0] @ leaves[1].t() + leaves[2])[:, :V]
+        logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
+        whole = lib.Targets(**{**vars(goal), "teacher_logp_NV": teacher})
+        plain = loss(logp, whole)[0].sum() * 3.0
+        wanted = torch.autograd.grad(plain, leaves)
+        for chunk in (1, 3, 7, 64):
+            head = lib.HeadWeights(leaves[1], leaves[2], shape)
+            value, stats = lib.chunked_loss(leaves[0], head, work, loss, chunk)
+            found = torch.autograd.grad(value * 3.0, leaves)
+            same(value.detach() * 3.0, plain.detach(), 1e-5)
+            same(stats[0], value.detach())
+            for one, other in zip(found, wanted, strict=True):
+                same(one, other, 2e-6)
+            same(lib.token_logp(hidden, head, token, chunk), lib.at(logp.detach(), token), 1e-6)
+
+
+def offered(lib: Any) -> dict[str, Callable]:
+    return {
+        "sampled": lambda p, t: lib.sampled(p, t, 5.0, None),
+        "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
+        "forward_topk": lib.forward_topk,
+        "full": lib.full,
+        "jsd": lambda p, t: lib.jsd(p, t, 0.5),
+        "skew": lambda p, t: lib.skew(p, t, 0.1),
+        "sft": lib.sft,
+    }
+
+
+CHECKS = (
+    uncapped_policy_gradient_is_the_reverse_kl_gradient,
+    hybrid_is_unbiased_for_every_support,
+    capped_and_dropped_tokens_keep_their_part_of_the_gradient,
+    later_tokens_are_credited_to_every_token,
+    future_credit_is_the_discounted_sum_of_the_rest_of_the_row,
+    full_is_the_exact_reverse_kl,
+    skew_and_jsd_have_their_closed_form_gradients,
+    forward_topk_is_the_bucketed_forward_kl,
+    sft_is_the_forward_kl_on_teacher_samples,
+    a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
+    the_gradient_depends_on_the_teacher,
+    diagnostics_are_their_definitions,
+    a_chunked_head_is_a_whole_head,
+)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Any]:
+    yield library()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_objectives_have_their_known_answers(check: Callable, real: Any) -> None:
+    check(real)
+
+
+# --- wrong objectives that peers shipped: the checks refuse them --------------------------------------------
+
+
+def k1_backpropagated(logp: Tensor, goal: Any) -> tuple[Tensor, dict]:
+    return logp.gather(1, goal.token_N[:, None])[:, 0] - goal.teacher_logp_N, {}
+
+
+def advantage_from_the_behavior_policy(logp: Tensor, goal: Any) -> tuple[Tensor, dict]:
+    own = logp.gather(1, goal.token_N[:, None])[:, 0]
+    rho = (own - goal.behavior_logp_N).exp().detach()
+    return -(rho * (goal.teacher_logp_N - goal.behavior_logp_N)) * own, {}
+
+
+def plain_truncated(logp: Tensor, goal: Any) -> tuple[Tensor, dict]:
+    own = logp.gather(1, goal.support_NK)
+    return (own.exp() * (own - goal.support_logp_NK)).sum(1), {}
+
+
+def test_backpropagating_k1_learns_nothing_from_the_teacher(real: Any) -> None:
+    on_policy = THETA.log_softmax(0)
+    _, gradient, _ = expected(k1_backpropagated, targets(real, TEACHER, on_policy, []), on_policy)
+    same(gradient, torch.zeros(V, dtype=torch.float64))
+
+
+def test_an_advantage_from_the_behavior_policy_does_not_stop_at_the_teacher(real: Any) -> None:
+    own = THETA.log_softmax(0)
+    _, gradient, _ = expected(advantage_from_the_behavior_policy, targets(real, own, STALE, []), STALE)
+    assert float(gradient.norm()) > 0.1
+
+
+def test_the_plain_truncated_reverse_kl_does_not_stop_at_the_teacher(real: Any) -> None:
+    own = THETA.log_softmax(0)
+    _, gradient, _ = expected(plain_truncated, targets(real, own, own, [0, 3, 4]), own)
+    assert float(gradient.norm()) > 0.01
+
+
+# --- mutants ------------------------------------------------------------------------------------------------
+
+MUTANTS = [
+    ("objectives.importance", "(logp_N.detach() - behavior_logp_N)", "(logp_N - behavior_logp_N)"),
+    ("objectives.importance", "logp_N.detach() - behavior_logp_N", "behavior_logp_N - logp_N.detach()"),
+    ("objectives.importance", "rho_N.clamp(max=cap)", "rho_N.clamp(min=cap)"),
+    ("objectives.importance", "rho_N if cap is None else rho_N.clamp(max=cap)", "rho_N"),
+    ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N < low"),
+    ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N > high"),
+    ("objectives.sampled", "logp_N.detach() - targets", "logp_N - targets"),
+    ("objectives.sampled", "logp_N.detach() - targets.teacher_logp_N", "targets.teacher_logp_N - logp_N.detach()"),
+    ("objectives.sampled", "d_N = logp_N.detach()", "d_N = targets.behavior_logp_N"),
+    ("objectives.sampled", "d_N + targets.future_N", "d_N - targets.future_N"),
+    ("objectives.sampled", "d_N + targets.future_N", "d_N"),
+    ("objectives.sampled", "(weight_N * credit_N) * logp_N", "credit_N * logp_N"),
+    ("objectives.sampled", '"reverse_kl": weight_N * d_N', '"reverse_kl": d_N'),
+    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK"),
+    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK + p_NK - q_NK"),
+    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK - p_NK"),
+    ("objectives.hybrid", "(logp_NK - targets.support_logp_NK)", "(targets.support_logp_NK - logp_NK)"),
+    ("objectives.hybrid", "torch.where(member_NK, pd_NK - p_NK + q_NK, 0.0)", "(pd_NK - p_NK + q_NK)"),
+    ("objectives.hybrid", "torch.where(member_NK, pd_NK.detach(), 0.0)", "pd_NK.detach()"),
+    ("objectives.hybrid", "torch.where(member_NK, pd_NK.detach(), 0.0)", "torch.where(member_NK, pd_NK, 0.0)"),
+    ("objectives.hybrid", "!= targets.token_N.unsqueeze(1)).all(1)", "!= targets.token_N.unsqueeze(1)).any(1)"),
+    ("objectives.hybrid", "(targets.support_NK != targets", "(targets.support_NK == targets"),
+    ("objectives.hybrid", "torch.where(outside_N, logp_N.detach()", "torch.where(outside_N, logp_N"),
+    ("objectives.hybrid", "d_N + targets.future_N", "torch.where(outside_N, d_N + targets.future_N, 0.0)"),
+    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "inside_N - (weight_N * credit_N)"),
+    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "weight_N * inside_N + (weight_N * credit_N)"),
+    ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK >= -1"),
+    ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK > 0"),
+    ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logq_NK - logp_NK)).sum(1)"),
+    ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logp_NK - logq_NK)).sum(1) + bucket_N"),
+    ("objectives.forward_topk", "(log_tail_N - log_rest_N), 0.0", "(log_rest_N - log_tail_N), 0.0"),
+    ("objectives.forward_topk", "1.0 - q_NK.sum(1)", "q_NK.sum(1)"),
+    ("objectives.forward_topk", "sum(1) + rest_N", "sum(1) - rest_N"),
+    ("objectives.full", "logp_NV - targets.teacher_logp_NV", "targets.teacher_logp_NV - logp_NV"),
+    ("objectives.full", "logp_NV.exp() *", "logp_NV.exp().detach() *"),
+    ("objectives.full", "kl_N.detach()", "kl_N"),
+    ("objectives.jsd", "logq_NV + math.log(beta)", "logq_NV + math.log1p(-beta)"),
+    ("objectives.jsd", "(1.0 - beta) * p_NV", "beta * p_NV"),
+    ("objectives.jsd", "(beta * q_NV", "(q_NV"),
+    ("objectives.jsd", "(logq_NV - logm_NV) +", "(logm_NV - logq_NV) +"),
+    ("objectives.jsd", "(p_NV * (logp_NV - logq_NV))", "(q_NV * (logp_NV - logq_NV))"),
+    ("objectives.skew", "logq_NV + math.log1p(-alpha)", "logq_NV"),
+    ("objectives.skew", "logp_NV + math.log(alpha)", "logp_NV.detach() + math.log(alpha)"),
+    ("objectives.skew", "logp_NV - logm_NV", "logm_NV - logp_NV"),
+    ("objectives.sft", "targets.teacher_logp_N - at(", "at(logp_NV, targets.token_N) - 0 * at("),
+    ("objectives.terms", "token_N.unsqueeze(1)).squeeze(1)", "token_N.roll(1).unsqueeze(1)).squeeze(1)"),
+    ("objectives.diagnostics", "rho_N - 1.0 - ", "rho_N - 1.0 + "),
+    ("objectives.diagnostics", '"rho_squared": rho_N.square()', '"rho_squared": rho_N'),
+    ("objectives.diagnostics", '"student_entropy": -', '"student_entropy": '),
+    ("batch", "shifted_M = torch.where(same_M, total_C[reach:], 0.0)", "shifted_M = total_C[reach:]"),
+    ("batch", "return total_C - d_C", "return total_C"),
+    ("batch", "reach * 2, factor * factor", "reach * 2, factor * gamma"),
+    ("batch", "reach, factor = d_C.clone(), 1, gamma", "reach, factor = d_C.clone(), 1, gamma * gamma"),
+    ("head", "min(start + chunk, count)", "min(start + chunk, count - 1)"),
+    ("head", "raw_NV * shape.scale", "raw_NV / shape.scale"),
+    ("head", "logits_NV / shape.temperature", "logits_NV * shape.temperature"),
+    ("head", "raw_NV if bias_V is None else raw_NV + bias_V.float()", "raw_NV"),
+    ("head", "grad_bias_V[: shape.vocab] += grad_NV.sum(0)", "grad_bias_V[: shape.vocab] = grad_NV.sum(0)"),
+    ("head", "grad.mul_(grad_loss)", "grad"),
+    ("head", 'sums | {"loss": total.detach()}', "sums"),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[1][:30]} -> {m[2][:30]}")
+def test_every_mutant_of_the_objectives_is_killed(mutant: tuple[str, str, str]) -> None:
+    changed = library(mutant)
+    assert any(fails(check, changed) for check in CHECKS), f"no check notices {mutant}"
+
+
+def fails(check: Callable, lib: Any) -> bool:
+    try:
+        check(lib)
+    except (AssertionError, RuntimeError):
+        return True
+    return False

@@ -1,0 +1,420 @@
+"""Publisher and mirror on small checkpoints: chains, refusals, recovery."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sync.errors import AlreadyPublished, SnapshotError, StoreError
+from sync.stores.memory import MemoryStore
+from sync.weights import checkpoint
+from sync.weights.manifest import read_latest, read_manifest, versions
+from sync.weights.mirror import Mirror, digests, read_chain
+from sync.weights.publish import Publisher, PublishReport, Slice
+from sync.wire import Version
+
+RUN = "run"
+SHAPES = {"embed": (40, 24), "layer.weight": (24, 24), "norm": (24,), "scalar": (1,), "empty": (0, 4)}
+
+
+class Trainer:
+    """Weights as f2 bits, random steps, and one publisher per rank over contiguous shards."""
+
+    def __init__(
+        self, store: MemoryStore, folder: Path, world_size: int = 1, seed: int = 0, **options: object
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.folder, self.world_size = folder, world_size
+        self.weights = {
+            name: (self.random.standard_normal(int(np.prod(shape))) * 0.02).astype("f2").view("u2")
+            for name, shape in SHAPES.items()
+        }
+        self.fingerprint = checkpoint.model_fingerprint(
+            {name: (shape, "f2") for name, shape in SHAPES.items()}
+        )
+        self.publishers = [
+            Publisher(
+                store, RUN, self.fingerprint, self.slices(rank), rank=rank, world_size=world_size, **options
+            )  # type: ignore[arg-type]
+            for rank in range(world_size)
+        ]
+
+    def slices(self, rank: int) -> list[Slice]:
+        out = []
+        for name, bits in self.weights.items():
+            each = -(-bits.size // self.world_size)
+            start = min(rank * each, bits.size)
+            out.append(Slice(name, SHAPES[name], "f2", start, min(each, bits.size - start)))
+        return out
+
+    def shards(self, rank: int) -> dict[str, np.ndarray]:
+        return {
+            part.name: self.weights[part.name][part.start : part.start + part.count].copy()
+            for part in self.slices(rank)
+        }
+
+    def step(self, share: float = 0.05) -> None:
+        for name, bits in self.weights.items():
+            hit = self.random.random(bits.size) < share
+            self.weights[name] = np.where(hit, bits + self.random.choice([1, 65535], bits.size), bits).astype(
+                "u2"
+            )
+
+    def save(self) -> Path:
+        self.folder.mkdir(exist_ok=True)
+        tensors = {name: bits.view("f2").reshape(SHAPES[name]) for name, bits in self.weights.items()}
+        save_file(tensors, self.folder / "model.safetensors", {"format": "pt"})
+        (self.folder / "config.json").write_text("{}")
+        return self.folder
+
+    def anchor(self, version: Version, parent: Version | None = None) -> PublishReport:
+        folder = self.save()
+        return self._all(
+            lambda rank: self.publishers[rank].anchor(
+                version, parent, folder if rank == 0 else None, self.shards(rank)
+            )
+        )
+
+    def delta(self, version: Version) -> PublishReport:
+        return self._all(lambda rank: self.publishers[rank].delta(version, self.shards(rank)))
+
+    def digests(self) -> dict[str, str]:
+        return {name: checkpoint.digest(bits) for name, bits in self.weights.items()}
+
+    def _all(self, call: object) -> PublishReport:
+        results: list[PublishReport | Exception] = [RuntimeError()] * self.world_size
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = call(rank)  # type: ignore[operator]
+            except ValueError as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
+
+
+def v(step: int, lineage: int = 0) -> Version:
+    return Version(lineage, step)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def trainer(store: MemoryStore, tmp_path: Path) -> Trainer:
+    trainer = Trainer(store, tmp_path / "saved")
+    trainer.anchor(v(0))
+    return trainer
+
+
+@pytest.fixture
+def mirror(store: MemoryStore, tmp_path: Path) -> Iterator[Mirror]:
+    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+        yield mirror
+
+
+def follow(mirror: Mirror, version: Version) -> None:
+    mirror.promote(mirror.stage(version))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("codec", ["fast", "small"])
+def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
+    tmp_path: Path, world_size: int, codec: str
+) -> None:
+    store = MemoryStore()
+    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec)
+    trainer.anchor(v(0))
+    with Mirror(tmp_path / "one", store, RUN) as one, Mirror(tmp_path / "two", store, RUN) as two:
+        for step in range(1, 12):
+            trainer.step(0.5 if step % 4 == 0 else 0.03)
+            report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))
+            assert report.kind == ("full" if step == 6 else "delta")
+            follow(one, v(step))
+            assert one.version == v(step)
+            assert digests(one.path or tmp_path) == trainer.digests()
+        follow(two, v(11))
+        assert digests(two.path or tmp_path) == trainer.digests()
+        assert (two.path or tmp_path).joinpath("config.json").read_text() == "{}"
+    assert read_latest(store, RUN) == v(11)
+    assert versions(store, RUN) == [v(step) for step in range(12)]
+
+
+def test_a_replica_downloads_each_delta_once_although_it_has_two_slots(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    follow(mirror, v(0))
+    for step in range(1, 5):
+        trainer.step()
+        report = trainer.delta(v(step))
+        staged = mirror.stage(v(step))
+        assert staged.bytes_read == report.bytes == read_manifest(store, RUN, v(step)).bytes
+        mirror.promote(staged)
+
+
+def test_staging_leaves_the_live_slot_alone_until_it_is_promoted(trainer: Trainer, mirror: Mirror) -> None:
+    follow(mirror, v(0))
+    before = trainer.digests()
+    trainer.step()
+    trainer.delta(v(1))
+    staged = mirror.stage(v(1))
+    assert mirror.version == v(0)
+    assert digests(mirror.path or Path()) == before
+    assert digests(staged.path) == trainer.digests()
+    mirror.promote(staged)
+    assert (mirror.version, mirror.path) == (v(1), staged.path)
+
+
+def test_a_version_is_not_applied_twice(trainer: Trainer, mirror: Mirror) -> None:
+    staged = mirror.stage(v(0))
+    assert mirror.stage(v(0)).bytes_read == 0
+    mirror.promote(staged)
+    with pytest.raises(SnapshotError, match="live already"):
+        mirror.stage(v(0))
+    with pytest.raises(SnapshotError, match="stage it again"):
+        mirror.promote(staged)
+
+
+def test_an_altered_file_is_refused_and_the_old_version_stays(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    follow(mirror, v(0))
+    before = trainer.digests()
+    trainer.step()
+    trainer.delta(v(1))
+    key = "run/L000-v00000001/delta-00000.bin"
+    good = store.read(key)
+    random = np.random.default_rng(1)
+    damaged = [good[:-1], good + b"\0", good[: len(good) // 2], b""]
+    for _ in range(20):
+        at = int(random.integers(len(good)))
+        damaged.append(good[:at] + bytes([good[at] ^ 1 << int(random.integers(8))]) + good[at + 1 :])
+    for bad in damaged:
+        store.replace(key, bad)
+        with pytest.raises(SnapshotError, match="cut or altered"):
+            mirror.stage(v(1))
+        assert mirror.version == v(0)
+        assert digests(mirror.path or Path()) == before
+    store.replace(key, good)
+    follow(mirror, v(1))
+    assert digests(mirror.path or Path()) == trainer.digests()
+
+
+def test_a_gap_in_the_chain_is_refused_and_named(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    follow(mirror, v(0))
+    for step in (1, 2, 3):
+        trainer.step()
+        trainer.delta(v(step))
+    store.delete("run/L000-v00000002/manifest.json")
+    with pytest.raises(SnapshotError, match="broken at L000-v00000002"):
+        mirror.stage(v(3))
+    assert mirror.version == v(0)
+    trainer.step()
+    trainer.anchor(v(4))
+    follow(mirror, v(4))
+    assert digests(mirror.path or Path()) == trainer.digests()
+
+
+def test_a_delta_from_another_base_does_not_verify(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    follow(mirror, v(0))
+    trainer.step()
+    trainer.delta(v(1))
+    trainer.step()
+    trainer.delta(v(2))
+    key = "run/L000-v00000002/manifest.json"
+    forged = msgspec.json.decode(store.read(key))
+    forged["base"] = [0, 0]
+    store.replace(key, msgspec.json.encode(forged))
+    with pytest.raises(SnapshotError, match="mixed up"):
+        mirror.stage(v(2))
+    assert mirror.version == v(0)
+
+
+def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mirror: Mirror) -> None:
+    for step in range(3):
+        if step:
+            trainer.step()
+            trainer.delta(v(step))
+        follow(mirror, v(step))
+    spare = mirror.path.parent / ("b" if mirror.path.name == "a" else "a")  # type: ignore[union-attr]
+    file = spare / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    trainer.step()
+    trainer.delta(v(3))
+    follow(mirror, v(3))
+    assert digests(mirror.path or Path()) == trainer.digests()
+
+
+def test_another_runs_or_models_snapshot_is_refused(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror, tmp_path: Path
+) -> None:
+    follow(mirror, v(0))
+    moved = store.read("run/L000-v00000000/manifest.json")
+    store.create("other/L000-v00000000/manifest.json", moved)
+    with Mirror(tmp_path / "other", store, "other") as other, pytest.raises(SnapshotError, match="mixed up"):
+        other.stage(v(0))
+    with (
+        Mirror(tmp_path / "model", store, RUN, "0" * 64) as model,
+        pytest.raises(SnapshotError, match="is of model"),
+    ):
+        model.stage(v(0))
+    mirror.close()
+    with pytest.raises(SnapshotError, match="mirrors run"):
+        Mirror(tmp_path / "mirror", store, "other")
+
+
+def test_two_processes_cannot_own_one_mirror(store: MemoryStore, mirror: Mirror, tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="in use by another process"):
+        Mirror(tmp_path / "mirror", store, RUN)
+    mirror.close()
+    Mirror(tmp_path / "mirror", store, RUN).close()
+
+
+def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(mirror, v(0))
+    mirror.close()
+    with Mirror(tmp_path / "mirror", store, RUN) as again:
+        assert again.version == v(0)
+    boot = tmp_path / "boot_id"
+    boot.write_text("another start")
+    monkeypatch.setattr("sync.weights.slots._BOOT", boot)
+    with Mirror(tmp_path / "mirror", store, RUN) as rebooted:
+        assert rebooted.version is None
+        follow(rebooted, v(0))
+        assert digests(rebooted.path or Path()) == trainer.digests()
+
+
+def test_a_new_lineage_starts_with_an_anchor_that_names_its_parent(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    for step in (1, 2, 3):
+        trainer.step()
+        trainer.delta(v(step))
+    follow(mirror, v(3))
+    trainer.anchor(v(2, lineage=1), parent=v(2))
+    trainer.step()
+    trainer.delta(v(3, lineage=1))
+    assert read_manifest(store, RUN, v(3, lineage=1)).parent == v(2)
+    follow(mirror, v(3, lineage=1))
+    assert digests(mirror.path or Path()) == trainer.digests()
+    assert read_latest(store, RUN) == v(3, lineage=1)
+
+
+def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.step()
+    trainer.delta(v(1))
+    rival = Trainer(store, tmp_path / "rival")
+    with pytest.raises(AlreadyPublished):
+        rival.anchor(v(0))
+    rival.publishers[0]._base = v(0)
+    rival.publishers[0]._shards = rival.shards(0)
+    with pytest.raises(AlreadyPublished):
+        rival.delta(v(1))
+    assert rival.publishers[0].anchor_due
+
+
+def test_a_delta_needs_an_anchor_first(store: MemoryStore, tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="publish an anchor first"):
+        Trainer(store, tmp_path / "saved").delta(v(1))
+
+
+def test_an_anchor_folder_that_holds_other_bits_is_refused(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path / "saved")
+    folder = trainer.save()
+    trainer.step(1.0)
+    with pytest.raises(SnapshotError, match="saved at another step"):
+        trainer.publishers[0].anchor(v(0), None, folder, trainer.shards(0))
+    assert store.list("") == []
+
+
+def test_a_rank_that_leaves_no_receipt_is_named(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path / "saved", 2, timeout=0.05)
+    trainer.anchor(v(0))
+    trainer.step()
+    with pytest.raises(StoreError, match="rank 1 of 2 left no receipt of L000-v00000001"):
+        trainer.publishers[0].delta(v(1), trainer.shards(0))
+    assert trainer.publishers[0].anchor_due
+    assert versions(store, RUN) == [v(0)]
+
+
+def test_ranks_that_disagree_about_the_base_are_found(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path / "saved", 2, timeout=5)
+    trainer.anchor(v(0))
+    trainer.step()
+    trainer.publishers[1].delta(v(1), trainer.shards(1))
+    trainer.publishers[1].delta(v(2), trainer.shards(1))
+    with pytest.raises(SnapshotError, match="every rank must publish every version"):
+        trainer.publishers[0].delta(v(2), trainer.shards(0))
+
+
+def test_shards_of_another_shape_or_type_are_refused(trainer: Trainer) -> None:
+    shards = trainer.shards(0)
+    with pytest.raises(SnapshotError, match="'norm'"):
+        trainer.publishers[0].delta(v(1), {**shards, "norm": shards["norm"][:-1]})
+
+
+def test_a_file_that_covers_only_part_of_the_model_is_refused(
+    store: MemoryStore, trainer: Trainer, mirror: Mirror
+) -> None:
+    follow(mirror, v(0))
+    trainer.publishers[0]._slices = [part for part in trainer.publishers[0]._slices if part.name != "norm"]
+    trainer.step()
+    trainer.delta(v(1))
+    with pytest.raises(SnapshotError, match="covers 0 of 24 elements of 'norm'"):
+        mirror.stage(v(1))
+
+
+def test_an_anchor_is_due_when_the_deltas_cost_the_set_share(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path / "saved", anchor_share=0.5)
+    report = trainer.anchor(v(0))
+    spent, step = 0, 0
+    while not report.anchor_due:
+        assert spent < 0.5 * report.full_bytes
+        step += 1
+        trainer.step(0.3)
+        report = trainer.delta(v(step))
+        spent += report.bytes
+    assert spent >= 0.5 * report.full_bytes
+    assert not trainer.anchor(v(step + 1)).anchor_due
+
+
+def test_a_chain_ends_at_the_newest_anchor_or_at_what_the_reader_has(
+    store: MemoryStore, trainer: Trainer
+) -> None:
+    for step in range(1, 6):
+        trainer.step()
+        trainer.anchor(v(step)) if step == 3 else trainer.delta(v(step))
+    assert [link.version.step for link in read_chain(store, RUN, v(5))] == [3, 4, 5]
+    assert [link.version.step for link in read_chain(store, RUN, v(5), frozenset([v(4)]))] == [5]
+    assert [link.version.step for link in read_chain(store, RUN, v(2))] == [0, 1, 2]
+
+
+def test_slices_that_leave_out_a_part_of_the_model_are_refused(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path / "saved")
+    publisher = Publisher(store, RUN, trainer.fingerprint, trainer.slices(0)[1:])
+    publisher.anchor(v(0), None, trainer.save(), trainer.shards(0))
+    with pytest.raises(SnapshotError, match="every element belongs to exactly one rank"):
+        publisher.delta(v(1), trainer.shards(0))
