@@ -1,0 +1,101 @@
+"""Versions, lineages, ages and the capacity rule. Pure.
+
+A lineage is one start of the trainer. A new one takes over the batches of an older one (its `origin`) up to
+its `branch`, the first step whose batch it composes anew; up to that step both hold the same weights, because
+they were trained on the same batches in the same order:
+
+    L0  0 ────────── 40 ───── 47      killed at 45, batches composed up to step 47
+    L1            40 ════════ 47 ── … resumes from the checkpoint of step 40, origin 0, branch 47
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sync.wire import Version
+
+_NEVER = 1 << 62
+
+
+class Lineage(NamedTuple):
+    """One start of the trainer."""
+
+    id: int
+    start: int
+    """Step it begins at: its checkpoint's, or 0."""
+    origin: int | None
+    """The lineage whose batches it takes over; None: the first."""
+    branch: int
+    """First step whose batch is its own."""
+
+
+class Lineages:
+    """The tree of lineages of a run, in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, Lineage] = {}
+        self._shared: dict[int, dict[int, int]] = {}
+        self._steps: dict[tuple[Version, int], int] = {}
+
+    def __contains__(self, lineage: int) -> bool:
+        return lineage in self._nodes
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __getitem__(self, lineage: int) -> Lineage:
+        return self._nodes[lineage]
+
+    def add(self, lineage: Lineage) -> None:
+        """Add the newest lineage; its id is the number of those before it."""
+        assert lineage.id == len(self._nodes), "lineages are numbered in the order of their opening"
+        shared = {lineage.id: _NEVER}
+        if lineage.origin is not None:
+            for ancestor, until in self._shared[lineage.origin].items():
+                shared[ancestor] = min(until, lineage.branch)
+        self._nodes[lineage.id] = lineage
+        self._shared[lineage.id] = shared
+
+    def step_in(self, version: Version, lineage: int) -> int:
+        """Step that `version` counts as in `lineage`: its own up to where the two part, that point after it.
+
+        Versions of a lineage that is not known count as the model folder, step 0.
+        """
+        key = version, lineage
+        if key not in self._steps:
+            ours, theirs = self._shared[lineage], self._shared.get(version.lineage, {})
+            common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
+            self._steps[key] = min(version.step, max(common, default=0))
+        return self._steps[key]
+
+    def holds(self, version: Version, lineage: int) -> bool:
+        """Whether `version` lies on the way of `lineage` (the same batches led to it)."""
+        return self.step_in(version, lineage) == version.step
+
+    def owner(self, lineage: int, step: int) -> int:
+        """The lineage that composed the batch of `step` on the way of `lineage`."""
+        node = self._nodes[lineage]
+        while node.origin is not None and step < node.branch:
+            node = self._nodes[node.origin]
+        return node.id
+
+    def origin_of(self, checkpoint: Version | None) -> int | None:
+        """The newest lineage that a trainer starting from `checkpoint` can take over; None: none yet."""
+        at = checkpoint or Version(0, 0)
+        fits = [lineage for lineage in self._nodes if checkpoint is None or self.holds(at, lineage)]
+        return max(fits, default=None)
+
+
+def age(token: Version, trainer: Version, lineages: Lineages) -> int:
+    """Versions between a token and the trainer at the start of the step that trains on it."""
+    return trainer.step - lineages.step_in(token, trainer.lineage)
+
+
+def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int, outstanding: int) -> int:
+    """Rollouts that may be started now.
+
+    `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
+    behind it would make rollouts that are too old). `handed_out`: rollouts in composed batches, on the way of
+    the current lineage. `outstanding`: in flight, being scored or buffered.
+    """
+    return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)

@@ -1,0 +1,76 @@
+"""Prompts, and the cursor over them that a restarted run takes up where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from sync.errors import DataError
+
+
+class Prompt(msgspec.Struct, frozen=True, array_like=True):
+    """One prompt, ready for the engines."""
+
+    id: str
+    """In a source: the row's name. From a PromptStream: unique within the run."""
+    token_ids: list[int]
+    source: str = "default"
+    """Data source, for routing to teachers."""
+    answer: str | None = None
+    """Reference answer; None: the row has none."""
+    text: str = ""
+    """What `token_ids` says, where the source knows it."""
+
+
+class PromptSource(Protocol):
+    """Rows by index. One that has `__len__` is gone through by shuffled epochs; any other has no end."""
+
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+class Cursor(NamedTuple):
+    """Where a PromptStream goes on: `position` completions of `epoch` were given out."""
+
+    epoch: int
+    position: int
+
+
+class PromptStream:
+    """Endless prompts in an order that depends on `seed` alone.
+
+    Each row is given `per_prompt` times in a row, every time under a new id "epoch:row:copy".
+    `cursor` may be set to go on from an earlier run's place.
+    """
+
+    def __init__(self, source: PromptSource, seed: int, per_prompt: int = 1) -> None:
+        self.cursor = Cursor(0, 0)
+        self._source = source
+        self._seed = seed
+        self._per_prompt = per_prompt
+        self._length = len(source) if isinstance(source, Sized) else None
+        self._order: tuple[int, np.ndarray] | None = None
+        if self._length == 0:
+            raise DataError("0 prompts were found: a run needs at least one; check the path and the field")
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; moves the cursor."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Prompt:
+        epoch, position = self.cursor
+        if self._length is not None and position >= self._length * self._per_prompt:
+            epoch, position = epoch + 1, 0
+        place, copy = divmod(position, self._per_prompt)
+        row = self._source[self._row(epoch, place)]
+        self.cursor = Cursor(epoch, position + 1)
+        return msgspec.structs.replace(row, id=f"{epoch}:{row.id}:{copy}")
+
+    def _row(self, epoch: int, place: int) -> int:
+        if self._length is None:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._length)
+        return int(self._order[1][place])

@@ -1,0 +1,27 @@
+"""One event that wakes everybody who waits for a change."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """`wake()` wakes all current waiters. Look at what you wait for, then wait: nothing is lost between."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Until the next wake, or `seconds` at most; whether it was a wake."""
+        event = self._event
+        if seconds is None:
+            return await event.wait()
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,95 @@
+"""Who worked and who waited, in seconds, per role.
+
+A role is busy while the level of any of its activities is above zero. `spans` are written to timeline.jsonl:
+{"role": …, "what": …, "start": …, "end": …}, seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """One stretch of work or waiting; seconds since the epoch."""
+
+    role: str
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Activity:
+    level: int = 0
+    since: float = 0.0
+
+
+@dataclass(slots=True)
+class _Role:
+    busy: float = 0.0
+    since: float | None = None
+    """Start of the stretch in which it is busy; None: it waits."""
+    activities: dict[str, _Activity] = field(default_factory=dict)
+
+
+class Timeline:
+    """Sums and spans. `sink` takes each span when it ends."""
+
+    def __init__(
+        self, sink: Callable[[Span], None] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._began = clock()
+        self._roles: dict[str, _Role] = defaultdict(_Role)
+
+    def level(self, role: str, what: str, level: int) -> None:
+        """How many things `role` is doing of kind `what` from now on."""
+        now, state = self._clock(), self._roles[role]
+        activity = state.activities.setdefault(what, _Activity())
+        if level and not activity.level:
+            activity.since = now
+            state.since = now if state.since is None else state.since
+        if activity.level and not level:
+            self._emit(Span(role, what, activity.since, now))
+            if not any(other.level for other in state.activities.values() if other is not activity):
+                state.busy += now - (state.since or now)
+                state.since = None
+        activity.level = level
+
+    def add(self, role: str, what: str, start: float, end: float, *, busy: bool) -> None:
+        """A stretch that is over already, as another process measured it."""
+        self._roles[role].busy += (end - start) if busy else 0.0
+        self._emit(Span(role, what, start, end))
+
+    def _emit(self, span: Span) -> None:
+        if self._sink is not None and span.end > span.start:
+            self._sink(span)
+
+    def seconds(self) -> float:
+        """Since the timeline began."""
+        return self._clock() - self._began
+
+    def restart(self) -> None:
+        """Count from now on: what was before (start-up) is left out."""
+        self._began = now = self._clock()
+        for role in self._roles.values():
+            role.busy = 0.0
+            role.since = None if role.since is None else now
+
+    def busy_seconds(self) -> dict[str, float]:
+        """By role."""
+        now = self._clock()
+        return {
+            name: role.busy + (0.0 if role.since is None else now - role.since)
+            for name, role in self._roles.items()
+        }
+
+    def idle_seconds(self) -> dict[str, float]:
+        """By role: the rest of the time."""
+        total = self.seconds()
+        return {name: max(0.0, total - busy) for name, busy in self.busy_seconds().items()}

@@ -1,0 +1,164 @@
+"""Whole runs in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distill.controller import Controller, Hooks
+from distill.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from sync.wire import Stop, Version
+
+
+async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
+    running = asyncio.create_task(controller.run())
+    training = asyncio.create_task(trainer.run())
+    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    for task in done:
+        task.result()
+    stop = await asyncio.wait_for(training, 5)
+    assert isinstance(stop, Stop)
+    return await asyncio.wait_for(running, 5)
+
+
+async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
+    run = controller()
+    trainer = MemoryTrainer(run.desk, ranks=2)
+    summary = await complete(run, trainer)
+
+    assert [version.step for version in trainer.batches] == [0, 1, 2, 3, 4, 5]
+    trained = [i for ids in trainer.ledger[0].values() for i in ids]
+    assert len(trained) == len(set(trained)) == 6 * 8
+    assert summary["steps"] == 6
+    assert summary["stop_reason"] == "all steps are done"
+    assert summary["rollouts"]["composed"] == 48
+    assert summary["staleness"]["max"] <= 2 == summary["staleness"]["limit"]
+    assert summary["weights_identical"] is True
+    assert 0 < summary["tokens"]["trained_share"] <= 1
+    rollouts = summary["rollouts"]
+    assert rollouts["issued"] == 48 + rollouts["open"] + sum(rollouts["dropped"].values())
+
+
+async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
+    run = controller(config(buffer={"max_staleness": 0}))
+    trainer = MemoryTrainer(run.desk)
+    summary = await complete(run, trainer)
+    assert summary["staleness"] == {"mean": 0.0, "max": 0, "limit": 0}
+    assert summary["tokens"]["trained_share"] == 1.0
+    assert summary["rollouts"]["issued"] == 48
+
+
+async def test_a_bound_overlaps_training_with_generation(controller, config) -> None:
+    replica = MemoryReplica(token_seconds=0.0005)
+    run = controller(config(buffer={"max_staleness": 4}), replicas={"r0": replica})
+    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.02))
+    assert summary["staleness"]["max"] >= 1
+    assert summary["busy_seconds"]["trainer"] >= 0.119
+    assert summary["busy_seconds"]["r0"] > 0
+
+
+async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
+    replicas = {"r0": MemoryReplica(seed=1, token_seconds=0.001), "r1": MemoryReplica(seed=2, token_seconds=0.001)}
+    teacher = MemoryTeacher()
+    run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
+    run.fleet._retry_seconds = 0.02
+
+    async def havoc() -> None:
+        for _ in range(3):
+            for replica in replicas.values():
+                await asyncio.sleep(0.02)
+                replica.die()
+                await asyncio.sleep(0.02)
+                replica.revive()
+            teacher.up = False
+            await asyncio.sleep(0.01)
+            teacher.up = True
+
+    trouble = asyncio.create_task(havoc())
+    trainer = MemoryTrainer(run.desk)
+    summary = await complete(run, trainer)
+    await trouble
+    assert summary["rollouts"]["asked_again"]["replica_lost"] > 0
+    assert max(summary["replica_joins"].values()) > 1
+    trained = [i for ids in trainer.ledger[0].values() for i in ids]
+    assert len(trained) == len(set(trained)) == 80
+    assert summary["staleness"]["max"] <= 2
+
+
+async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
+    run = controller(config(run={"steps": 1000}))
+    trainer = MemoryTrainer(run.desk, step_seconds=0.005)
+    asyncio.get_running_loop().call_later(0.1, run.request_stop, "a person said so")
+    summary = await complete(run, trainer)
+    assert summary["stop_reason"] == "a person said so"
+    assert 0 < summary["steps"] < 1000
+    assert trainer.checkpoint == Version(0, summary["steps"])
+
+
+async def test_a_restarted_trainer_gets_the_same_batches_again(controller, config) -> None:
+    run = controller(config(run={"steps": 12}))
+    trainer = MemoryTrainer(run.desk, ranks=2, checkpoint_every=4, step_seconds=0.005)
+    running = asyncio.create_task(run.run())
+    first = asyncio.create_task(trainer.run())
+    while len(trainer.batches) < 7:
+        await asyncio.sleep(0.002)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert trainer.checkpoint == Version(0, 4)
+
+    await asyncio.wait_for(trainer.run(), 10)
+    summary = await asyncio.wait_for(running, 5)
+    assert trainer.welcomes[1].version == Version(1, 4)
+    assert trainer.welcomes[1].parent == Version(0, 4)
+    again = [(Version(0, step), Version(1, step)) for step in range(4, 7)]
+    for old, new in again:
+        assert [s.micro_batches for s in trainer.batches[new]] == [s.micro_batches for s in trainer.batches[old]]
+    assert summary["steps"] == 12
+    assert summary["staleness"]["max"] <= 2
+
+
+async def test_a_restarted_controller_goes_on_from_the_journal(controller, config) -> None:
+    settings = config(run={"steps": 12})
+    run = controller(settings)
+    trainer = MemoryTrainer(run.desk, ranks=2, checkpoint_every=4, step_seconds=0.005)
+    running = asyncio.create_task(run.run())
+    first = asyncio.create_task(trainer.run())
+    while len(trainer.batches) < 7:
+        await asyncio.sleep(0.002)
+    for task in (first, running):
+        task.cancel()
+    await asyncio.gather(first, running, return_exceptions=True)
+    before = run.books.state
+
+    resumed = controller(settings)
+    assert resumed.books.state.cursor == before.cursor
+    assert set(resumed.books.state.asked) == set(before.asked)
+    assert resumed.books.state.buffer.ids() == before.buffer.ids()
+    assert resumed.books.state.counters == before.counters
+    trainer.desk = resumed.desk
+    summary = await complete(resumed, trainer)
+    for step in range(4, 7):
+        old, new = trainer.batches[Version(0, step)], trainer.batches[Version(1, step)]
+        assert [s.micro_batches for s in new] == [s.micro_batches for s in old]
+    assert summary["steps"] == 12
+    assert summary["rollouts"]["composed"] == 12 * 8
+
+
+async def test_evaluations_run_beside_the_training_and_name_the_best(controller, config) -> None:
+    evaluator = MemoryEvaluator()
+    seen: list[tuple[int, bool]] = []
+    hooks = Hooks(evaluated=lambda report, best: seen.append((report.version.step, best)))
+    run = controller(hooks=hooks, evaluator=evaluator)
+    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.01))
+    assert seen[0] == (0, True)
+    assert seen[-1] == (6, True)
+    assert summary["best"]["reverse_kl"] == 1 / 7
+
+
+async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> None:
+    evaluator = MemoryEvaluator(kl=lambda step: 1.0 + step)
+    settings = config(run={"steps": 1000}, evaluation={"every": 1, "patience": 3})
+    run = controller(settings, evaluator=evaluator)
+    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.005))
+    assert summary["steps"] < 1000
+    assert "no better reverse_kl" in summary["stop_reason"]
