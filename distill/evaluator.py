@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -26,14 +28,21 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from distill.best import keep_best
 from distill.config import EvaluationConfig, RunConfig
+from distill.evaluations import score
+from distill.run_folder import write_json
 from sync.errors import ConfigError, DistillError
+from sync.settings import ModelSource
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
 from sync.wire import EvalReport, EvalRequest, Version
 
 log = logging.getLogger("distill.evaluator")
 
-Evaluate = Callable[[Version], EvalReport]
+if TYPE_CHECKING:
+    from distill.evaluation import Evaluation
+
+Evaluate = Callable[[Version], "Evaluation"]
 
 
 class Weights(Protocol):
@@ -44,7 +53,7 @@ class Weights(Protocol):
         ...
 
 
-def app(evaluate: Evaluate, token: str | None) -> Starlette:
+def app(evaluate: Callable[[Version], EvalReport], token: str | None) -> Starlette:
     """The HTTP side: evaluations run one after the other, in a thread."""
     busy = asyncio.Lock()
 
@@ -64,13 +73,17 @@ def app(evaluate: Evaluate, token: str | None) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(TokenGuard, token=token)])
 
 
-def build(config: RunConfig, weights: Weights) -> Evaluate:
-    """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here."""
+def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluate:
+    """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here.
+
+    Version step 0 is the student that the configuration names; `tails` as in `evaluation.evaluate`.
+    """
     import torch
 
     from distill.evaluation import Limits, evaluate
     from distill.held_out import open_prompts
-    from distill.models import context_length, end_ids, load_model
+    from distill.models import end_ids, load_model
+    from distill.preflight import context_length
     from teacher_service.describe import load_tokenizer
     from teacher_service.router import Router
 
@@ -91,15 +104,12 @@ def build(config: RunConfig, weights: Weights) -> Evaluate:
     limits = Limits(config.rollout.max_tokens, ends, settings.batch)
     route = Router(config.teachers)
 
-    def evaluate_version(version: Version) -> EvalReport:
-        folder = Path(config.student.path) if version.step == 0 else weights.folder(version)
-        source = (
-            config.student
-            if version.step == 0
-            else config.student.model_copy(update={"path": str(folder), "revision": None})
-        )
+    def evaluate_version(version: Version) -> Evaluation:
+        source: ModelSource = config.student
+        if version.step > 0:
+            source = source.model_copy(update={"path": str(weights.folder(version)), "revision": None})
         student = load_model(source, tokenizer, settings.device)
-        found = evaluate(
+        return evaluate(
             student,
             teachers,
             split.held_out,
@@ -108,10 +118,35 @@ def build(config: RunConfig, weights: Weights) -> Evaluate:
             judge=split.judge,
             seed=config.run.seed,
             version=version,
+            tails=tails,
         )
-        return found.report
 
     return evaluate_version
+
+
+class BestKeeper:
+    """Marks versions and keeps the best of them, by the configuration's metric, as the folder best/."""
+
+    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights) -> None:
+        self._evaluate, self._weights = evaluate, weights
+        self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
+        self._target = config.run_dir / "best"
+        self._record = config.run_dir / "best.json"
+
+    def __call__(self, version: Version) -> EvalReport:
+        report = self._evaluate(version).report
+        if self._is_best(report):
+            if version.step > 0:
+                keep_best(self._weights.folder(version), self._target)
+            write_json(self._record, {**msgspec.to_builtins(report), "version": str(version)})
+        return report
+
+    def _is_best(self, report: EvalReport) -> bool:
+        if not self._record.is_file():
+            return True
+        known = json.loads(self._record.read_text())
+        old = msgspec.convert({**known, "version": Version.parse(known["version"])}, EvalReport)
+        return score(report, self._metric) > score(old, self._metric)
 
 
 def serve(config: RunConfig, host: str, port: int) -> None:
@@ -125,9 +160,10 @@ def serve(config: RunConfig, host: str, port: int) -> None:
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
-    evaluate = build(config, FollowedStore(config))
+    weights = FollowedStore(config)
+    keeper = BestKeeper(config, build(config, weights), weights)
     uvicorn.run(
-        app(evaluate, token),
+        app(keeper, token),
         host=host,
         port=port,
         log_level="warning",

@@ -22,7 +22,7 @@ S = TypeVar("S", bound=Settings)
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in `path` with overrides such as "run.steps=10" over it.
 
-    Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
+    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
     """
     try:
         raw = tomllib.loads(path.read_text())
@@ -37,8 +37,23 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(raw, str(path))
 
 
+def load_run_dir(run_dir: Path) -> RunConfig:
+    """The configuration that a run's folder was made with. Raises ConfigError when it holds none."""
+    path = run_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    raw["run"]["folder"] = str(run_dir.absolute().parent)
+    return validate(raw, str(path))
+
+
 def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     """`raw` as a RunConfig. Raises ConfigError with a line for every key that cannot be used."""
+    if raw.get("evaluation") is False:
+        raw = {**raw, "evaluation": None}
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from distill.evaluation import LanguageModel
@@ -44,11 +44,3 @@ def end_ids(source: ModelSource, tokenizer: Any, more: list[int]) -> tuple[int, 
         listed = None
     own = listed if isinstance(listed, list) else [listed]
     return tuple(dict.fromkeys(i for i in (*own, tokenizer.eos_token_id, *more) if i is not None))
-
-
-def context_length(source: ModelSource) -> int:
-    """Longest sequence that a model takes, in tokens."""
-    config = AutoConfig.from_pretrained(
-        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
-    return int(config.get_text_config().max_position_embeddings)

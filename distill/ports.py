@@ -15,7 +15,7 @@ class Ports:
         self._held: list[socket.socket] = []
 
     def take(self, host: str, port: int, owner: str) -> int:
-        """`port`, or any free one for 0. Raises ConfigError that names the setting `owner` when it is in use."""
+        """`port`, or any free one for 0. Raises ConfigError, naming the setting `owner`, when it is in use."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         held = socket.socket(family)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

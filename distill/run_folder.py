@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.config import RunConfig
+from distill.redact import without_secrets
 from sync.errors import ConfigError
 from sync.settings import Settings
 
@@ -51,7 +52,7 @@ class RunFolder:
         folder = cls(path, lock)
         for inner in (folder.logs, folder.roles):
             inner.mkdir(exist_ok=True)
-        write_json(path / "config.json", config.model_dump(mode="json"))
+        write_json(path / "config.json", without_secrets(config.model_dump(mode="json")))
         return folder
 
     def write_role(self, name: str, settings: Settings) -> Path:

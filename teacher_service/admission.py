@@ -15,8 +15,6 @@ from sync.errors import RemoteError
 from sync.wire import DTYPES, Array, ScoreRequest, ScoreSequence, Want
 from teacher_service.engines.base import Asked, Facts, Item
 
-MAX_TOPK: Final = 1024
-"""Bounds the answer: a whole vocabulary per position is what `hidden` and the head are for."""
 MAX_REPLY_BYTES: Final = 1 << 29
 
 
@@ -40,7 +38,7 @@ def check_request(request: ScoreRequest, facts: Facts) -> None:
             _check_can(name, facts)
     if any(sequence.gather_ids is not None for sequence in request.sequences):
         _check_can("gather", facts)
-    limit = min(MAX_TOPK, facts.vocab_size)
+    limit = min(facts.max_topk, facts.vocab_size)
     if not 0 <= want.topk <= limit:
         raise BadRequest(
             422, f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"

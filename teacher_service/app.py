@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from sync.errors import Overloaded, WireError
+from sync.errors import Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, refuse, reply
 from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, TeacherInfo, decode
 from teacher_service.admission import BadRequest, admit, asked_of, check_reply_size, check_request
@@ -89,6 +89,8 @@ class TeacherService:
                 response = refuse(error.status, str(error))
             except WireError as error:
                 response = refuse(400, str(error))
+            except Unreachable as error:
+                response = refuse(503, f"what computes for this teacher is gone: {error}")
             except Overloaded as error:
                 response = refuse(429, str(error), error.retry_after)
             self.metrics.requests.labels(response.status_code).inc()
@@ -148,6 +150,8 @@ class TeacherService:
         results: list[Scored | ScoreRefused] = []
         for sequence, item, outcome in zip(request.sequences, admitted, outcomes, strict=True):
             answer = item if isinstance(item, str) else outcome
+            if isinstance(answer, Unreachable):
+                raise answer
             if isinstance(answer, Marks):
                 results.append(scored(sequence.id, answer, self._small))
             else:

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from sync.errors import Overloaded
+from sync.errors import Overloaded, Unreachable
 from teacher_service.engines.base import Asked, Engine, Item, Marks
 from teacher_service.metrics import Metrics
 
@@ -29,8 +29,8 @@ RETRY_SECONDS: Final = (0.05, 10.0)
 """Least and most a caller is told to wait."""
 
 R = TypeVar("R")
-Outcome = Marks | str
-"""Marks of one item (arrays over its T positions), or why it has none."""
+Outcome = Marks | str | Unreachable
+"""Marks of one item (arrays over its T positions), or why it has none; Unreachable: what computes is gone."""
 
 
 @dataclass(eq=False)
@@ -175,6 +175,8 @@ class Batcher:
         """Outcomes of a batch, in order; runs in the engine's thread."""
         try:
             marks = self._engine.score([w.item for w in batch], asked)
+        except Unreachable as error:
+            return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
             return self._after_failure(batch, asked, error)
         return split(marks, [w.item.positions for w in batch])

@@ -26,7 +26,7 @@ from sync.wire import (
     decode,
     encode,
 )
-from teacher_service.replicas import Replicas
+from teacher_service.replicas import HEALTH_SECONDS, Replicas
 
 Result = Scored | ScoreRefused
 HIDDEN_FACTOR: Final = 8
@@ -79,6 +79,7 @@ class TeacherClient:
 
     `window`: longest time that sequences wait for those of other callers, seconds. `request_tokens`: bound of
     one request (a longer sequence travels alone). `timeout`: deadline of calls that give none, seconds.
+    `health`: how often a replica that holds a request is asked whether it lives, seconds.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class TeacherClient:
         timeout: float = 300.0,
         window: float = 0.002,
         request_tokens: int = 65536,
+        health: float = HEALTH_SECONDS,
     ) -> None:
         if not urls:
             raise ConfigError(f"teacher {name!r} has no urls: give at least one")
         self.name, self.counters = name, Counters()
-        self.replicas = Replicas(urls, token, timeout)
+        self.replicas = Replicas(urls, token, timeout, health)
         self._timeout, self._window, self._request_tokens = timeout, window, request_tokens
         self._pending: dict[_Kind, _Pending] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,11 +14,11 @@ from teacher_service.engines.base import Facts
 
 def load_tokenizer(source: ModelSource) -> Any:
     """The model's tokenizer, with the config's chat template. Raises ConfigError when it cannot be loaded."""
-    from transformers import AutoTokenizer
-
     path = Path(source.path)
     if (path.is_absolute() or source.path.startswith(".")) and not path.is_dir():
         raise ConfigError(f"model folder {source.path!r} does not exist: correct `path`, or give a Hub id")
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code

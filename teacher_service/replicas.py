@@ -48,9 +48,7 @@ class Replica:
 class Replicas:
     """All processes of one teacher."""
 
-    def __init__(
-        self, urls: Sequence[str], token: str | None, timeout: float, health: float = HEALTH_SECONDS
-    ):
+    def __init__(self, urls: Sequence[str], token: str | None, timeout: float, health: float) -> None:
         self.all = [Replica(Peer(url, token, timeout)) for url in urls]
         self.retries = 0
         self._health = health

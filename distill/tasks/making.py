@@ -1,6 +1,6 @@
 """Makes the tiny teacher and the tiny student of `both_ends` from scratch, on a CPU, once per recipe.
 
-    python -m distill.tasks.making FOLDER SEED
+    python -m distill.tasks.making FOLDER SEED      prints the teacher's folder and the student's
 
 A made pair is a folder named by a hash of this recipe; it appears by one rename, so that what is found there
 is whole. Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary.
@@ -200,4 +200,4 @@ def _loss(
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    make_models(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.writelines(f"{path}\n" for path in make_models(Path(sys.argv[1]), int(sys.argv[2])))

@@ -55,7 +55,8 @@ class Generation:
         await send({"type": "http.response.body", "body": b""})
 
     async def _one(self, prompt: GeneratePrompt) -> None:
-        self._frames.append(frame(await self._answer(prompt)))
+        answer = await self._answer(prompt)  # before the list is looked up: the writer swaps it meanwhile
+        self._frames.append(frame(answer))
         self._news.set()
 
     async def _answer(self, prompt: GeneratePrompt) -> Generated | GenerateFailed:

@@ -30,7 +30,8 @@ MANTISSA: Final = {"bf16": 7, "f2": 10, "f4": 23}
 """Bits below the exponent of the kinds that are coded by difference; all others are sent whole."""
 _GAP_SHARE: Final = 0.2  # changed share above which a bitmap is smaller than gaps
 _PLANE_SHARE: Final = 0.25  # share of wide differences above which planes are smaller
-_NOTHING: Final = np.empty(0, np.uint8)
+_BYTES: Final = np.dtype("u1")
+_WIDE_GAP: Final = np.dtype("<u8")
 _local = threading.local()
 
 
@@ -135,9 +136,9 @@ def _apply_gaps(reader: _Reader, bits: np.ndarray, width: int) -> None:
 
     changed = reader.number(bits.size)
     gaps = reader.stream(changed, changed)
-    wide_gaps = reader.stream(0, 8 * changed).view("<u8")
+    wide_gaps = reader.stream(0, changed, _WIDE_GAP)
     steps = reader.stream(changed, changed)
-    wide_steps = reader.stream(0, bits.itemsize * changed).view(bits.dtype)
+    wide_steps = reader.stream(0, changed, bits.dtype)
     _fits(kernels.apply_gaps(bits, width, gaps, wide_gaps, steps, wide_steps))
 
 
@@ -147,7 +148,7 @@ def _apply_bitmap(reader: _Reader, bits: np.ndarray, width: int) -> None:
     changed = reader.number(bits.size)
     bitmap = reader.stream(-(-bits.size // 8), -(-bits.size // 8))
     steps = reader.stream(changed, changed)
-    wide = reader.stream(0, bits.itemsize * changed).view(bits.dtype)
+    wide = reader.stream(0, changed, bits.dtype)
     _fits(kernels.apply_bitmap(bits, width, bitmap, steps, wide))
 
 
@@ -200,6 +201,16 @@ def _compressor() -> Any:
     return _local.compressor
 
 
+def _decompress(stored: memoryview, length: int) -> bytes:
+    """zstd frame of exactly `length` bytes; no more memory than that is taken."""
+    try:
+        if zstandard.frame_content_size(stored) != length:
+            raise SnapshotError(f"a delta's stream does not hold the {length} bytes that it states: altered")
+        return zstandard.ZstdDecompressor().decompress(stored)
+    except zstandard.ZstdError as error:
+        raise SnapshotError(f"a delta's stream cannot be decompressed: {error}; it was altered") from None
+
+
 class _Reader:
     """Bounded reading of a blob; everything that does not fit raises SnapshotError."""
 
@@ -225,20 +236,14 @@ class _Reader:
             )
         return value
 
-    def stream(self, least: int, most: int) -> np.ndarray:
-        """uint8 array of the next stream, which has between `least` and `most` bytes."""
-        length = self.number(most)
+    def stream(self, least: int, most: int, dtype: np.dtype = _BYTES) -> np.ndarray:
+        """The next stream, of `least` to `most` elements of `dtype`."""
+        length = self.number(most * dtype.itemsize)
         stored = self._bytes(self.number(length))
-        if length < least:
+        if length < least * dtype.itemsize or length % dtype.itemsize:
             raise SnapshotError(f"a delta's stream has {length} bytes instead of {least}: it was altered")
-        if len(stored) == length:
-            return np.frombuffer(stored, np.uint8)
-        try:
-            if zstandard.frame_content_size(stored) != length:
-                raise SnapshotError("a delta's stream does not state its length: it was altered")
-            return np.frombuffer(zstandard.ZstdDecompressor().decompress(stored), np.uint8)
-        except zstandard.ZstdError as error:
-            raise SnapshotError(f"a delta's stream cannot be decompressed: {error}") from None
+        raw = stored if len(stored) == length else _decompress(stored, length)
+        return np.require(np.frombuffer(raw, np.uint8).view(dtype), requirements="A")
 
     def rest(self) -> memoryview:
         return self._bytes(len(self._data) - self._at)

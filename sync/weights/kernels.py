@@ -2,7 +2,7 @@
 
 Arrays hold the integer bits of floating-point numbers: uint16 (bf16, f2) or uint32 (f4), `width` bits each.
 A difference is taken between sign-ordered integers and zigzagged, so that +1 and -1 unit in the last place
-(ULP) become 1 and 2; it wraps, and so is exact for every pattern. Streams of bytes hold `value` below 255;
+(ULP) become 2 and 1; it wraps, and so is exact for every pattern. Streams of bytes hold `value` below 255;
 255 says that the real value is the next one of the wide stream beside it. Loops that read a peer's streams
 check every bound and return -1 on nonsense, without having written outside of the array.
 """
@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @compiled
 def zigzag(old: int, new: int, width: int) -> int:
-    """new - old in ULPs: +1 → 1, -1 → 2, +2 → 3, … in [0, 2**width); 0 only for equal patterns."""
+    """new - old in ULPs: -1 → 1, +1 → 2, -2 → 3, … in [0, 2**width); 0 only for equal patterns."""
     top = 1 << (width - 1)
     mask = (1 << width) - 1
     a = ~old & mask if old & top else old | top

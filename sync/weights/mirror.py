@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,36 +105,35 @@ class Mirror:
     def _bring_forward(self, version: Version) -> int:
         """Take the first road to `version` that verifies; returns the bytes read from the store."""
         deltas = Deltas(self._store, self._slots.folder / "deltas")
-        problem: SnapshotError | None = None
-        for slot, chain in self._roads(version):
+        for slot in (self._slots.spare, self._slots.live):
+            chain = self._chain_from(self._slots.version(slot), version)
+            if slot is None or not chain:
+                continue
             try:
                 self._take(slot, chain, deltas)
+                return deltas.bytes_read
             except SnapshotError as error:
-                logger.warning("staging %s from %s failed: %s", version, slot or "an anchor", error)
-                problem = error
-                continue
-            self._slots.hold(version, chain[-1].fingerprint)
-            deltas.keep(self._needed_again(chain))
-            return deltas.bytes_read
-        raise problem or SnapshotError(f"there is no road to {version}")
+                logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
+        with lease(self._store, self._run, version):
+            self._take(None, read_chain(self._store, self._run, version), deltas)
+        return deltas.bytes_read
 
-    def _roads(self, version: Version) -> Iterator[tuple[str | None, list[Manifest]]]:
-        """(slot, deltas) of each slot that the chain leads on from; last (None, anchor and deltas)."""
-        for slot in (self._slots.spare, self._slots.live):
-            held = self._slots.version(slot)
-            if held is None:
-                continue
-            try:
-                chain = read_chain(self._store, self._run, version, frozenset([held]))
-            except SnapshotError as error:
-                logger.info("no deltas from %s to %s: %s", held, version, error)
-                continue
-            if chain[0].base == held:
-                yield slot, chain
-        yield None, read_chain(self._store, self._run, version)
+    def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:
+        """Deltas that lead from `held` to `version`; none when there is no such chain."""
+        if held is None:
+            return []
+        try:
+            chain = read_chain(self._store, self._run, version, frozenset([held]))
+        except SnapshotError as error:
+            logger.info("no deltas from %s to %s: %s", held, version, error)
+            return []
+        return chain if chain[0].base == held else []
 
     def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
-        """Bring the spare along one road; raises SnapshotError when its end is not what the trainer had."""
+        """Bring the spare along one road: deltas on what `slot` holds, or from the anchor (None).
+
+        Raises SnapshotError when a file or the end of the road is not what the trainer had.
+        """
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
         files = [deltas.fetch(link) for link in links]
@@ -143,8 +141,7 @@ class Mirror:
         self._slots.spoil()
         if slot is None:
             shutil.rmtree(spare, ignore_errors=True)
-            with lease(self._store, self._run, chain[-1].version):
-                deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
+            deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
         elif slot == self._slots.live:
             shutil.rmtree(spare, ignore_errors=True)
             shutil.copytree(self._slots.path(slot), spare)
@@ -153,6 +150,8 @@ class Mirror:
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
         apply_chain(spare, files)
+        self._slots.hold(chain[-1].version, chain[-1].fingerprint)
+        deltas.keep(self._needed_again(chain))
 
     def _needed_again(self, chain: list[Manifest]) -> set[Version]:
         """Deltas of `chain` that the live slot will need, once it is the spare."""

@@ -223,8 +223,8 @@ class Publisher:
         held = sum(part.shard_bytes for part in parts)
         if held != self._model_bytes:
             raise SnapshotError(
-                f"the slices of all {self._world_size} ranks hold {held} bytes, the model {self._model_bytes}: "
-                "every element belongs to exactly one rank"
+                f"the slices of all {self._world_size} ranks hold {held} bytes, the model "
+                f"{self._model_bytes}: every element belongs to exactly one rank"
             )
         self._finish(version, "delta", self._parent, base, files, self._full_bytes)
         return sum(file.size for file in files), self._full_bytes

@@ -17,6 +17,7 @@ import numpy as np
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt")
+MAX_TOPK: Final = 1024
 
 
 class Asked(NamedTuple):
@@ -78,6 +79,8 @@ class Facts:
     max_length: int
     can: tuple[str, ...]
     revision: str | None = None
+    max_topk: int = MAX_TOPK
+    """Most ids per position that may be asked for; a whole vocabulary is what hidden states are for."""
 
 
 class Engine(Protocol):

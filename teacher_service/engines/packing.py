@@ -14,10 +14,6 @@ from teacher_service.engines.base import Item
 
 PAD_ID = 0
 """Any valid id: padding is on the right and attention is causal, so it changes no scored position."""
-MAX_WASTE = 1.25
-"""A rectangle is closed when its next row is shorter than its width by more than this factor …"""
-WORTH_CLOSING = 8
-"""… and it already holds one WORTH_CLOSING-th of the budget: small rectangles cost more than padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +24,24 @@ class Rectangle:
     width: int
 
 
-def rectangles(lengths: Sequence[int], budget: int) -> list[Rectangle]:
+def rectangles(lengths: Sequence[int], budget: int, overhead: int) -> list[Rectangle]:
     """Group sequences, longest first, so that no rectangle has more than `budget` padded tokens.
 
+    A rectangle is closed when its padding would pass `overhead`, the tokens that one more forward pass costs.
     A sequence longer than the budget gets a rectangle of its own.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     result: list[Rectangle] = []
-    for i in order:
-        if result and _fits(result[-1], lengths[i], budget):
-            result[-1].rows.append(i)
-        else:
-            result.append(Rectangle([i], lengths[i]))
+    padding = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if result:
+            width, rows = result[-1].width, result[-1].rows
+            padding += width - lengths[i]
+            if padding <= overhead and width * (len(rows) + 1) <= budget:
+                rows.append(i)
+                continue
+        result.append(Rectangle([i], lengths[i]))
+        padding = 0
     return result
-
-
-def _fits(rectangle: Rectangle, length: int, budget: int) -> bool:
-    padded = rectangle.width * len(rectangle.rows)
-    if padded + rectangle.width > budget:
-        return False
-    return length * MAX_WASTE >= rectangle.width or padded * WORTH_CLOSING < budget
 
 
 def padded_ids(items: Sequence[Item], width: int) -> np.ndarray:

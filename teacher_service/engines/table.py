@@ -65,3 +65,9 @@ class TableEngine:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def random_table(vocab: int, seed: int = 0) -> np.ndarray:
+    """float32 [V, V] log-probabilities of an arbitrary bigram model: for trials and tests."""
+    logits = np.random.default_rng(seed).normal(size=(vocab, vocab)) * 2
+    return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)

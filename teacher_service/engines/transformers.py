@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 PACKING_ATTENTION = ("flash", "flex")
 """Attention implementations whose cost does not grow with what other sequences share the row."""
 
+PASS_TOKENS = {"cpu": 64, "cuda": 4096}
+"""Tokens whose computation takes as long as the fixed part of one more forward pass, roughly."""
+
 
 class TransformersEngine:
     """Marks sequences with a loaded model. Order of use: construct, then `score` and `head`, then `close`."""
@@ -61,7 +64,8 @@ class TransformersEngine:
     @torch.inference_mode()
     def score(self, items: Sequence[Item], asked: Asked) -> Marks:
         """See `Engine.score`."""
-        groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens)
+        overhead = PASS_TOKENS.get(self._model.device.type, 64)
+        groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
         order = [i for group in groups for i in group.rows]
         sorted_items = [items[i] for i in order]
         hidden_CH = torch.cat([self._hidden([items[i] for i in g.rows], g.width) for g in groups])

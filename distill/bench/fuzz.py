@@ -1,0 +1,234 @@
+"""Malformed requests and floods against a running teacher: what it answers, and whether it stays well."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+
+from sync.wire import (
+    Array,
+    EvalRequest,
+    Ok,
+    ScoreRefused,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
+    Version,
+    Want,
+    decode,
+    encode,
+    pack,
+)
+
+Maker = Callable[[random.Random, ScoreRequest], bytes]
+
+
+@dataclass
+class FuzzReport:
+    """What came back."""
+
+    requests: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    """HTTP status → answers; 0: the connection broke."""
+    unexplained: list[str] = field(default_factory=list)
+    """Answers that are neither a ScoreReply nor a 4xx with a text."""
+    good_after: bool = False
+    """Whether a good request got the same answer at the end as at the beginning."""
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """No broken connection, no 5xx, nothing unexplained, and the teacher still answers."""
+        broken = any(status == 0 or status >= 500 for status in self.statuses)
+        return self.good_after and not self.unexplained and not broken
+
+
+# --- malformed bodies -------------------------------------------------------------------------------------
+
+
+def _noise(rng: random.Random, good: ScoreRequest) -> bytes:
+    return rng.randbytes(rng.choice([0, 1, 7, 100, 5000]))
+
+
+def _cut(rng: random.Random, good: ScoreRequest) -> bytes:
+    body = encode(good)
+    return body[: rng.randrange(len(body))]
+
+
+def _flipped(rng: random.Random, good: ScoreRequest) -> bytes:
+    body = bytearray(encode(good))
+    for _ in range(rng.randrange(1, 6)):
+        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+    return bytes(body)
+
+
+def _other_message(rng: random.Random, good: ScoreRequest) -> bytes:
+    return encode(rng.choice([Ok(), EvalRequest(version=Version(0, 0)), ScoreReply(teacher="x", results=[])]))
+
+
+def _odd_field(rng: random.Random, good: ScoreRequest) -> bytes:
+    """A good request with one field of another type or an extreme value, at any depth."""
+    tree = msgspec.msgpack.decode(encode(good))
+    node = tree
+    while True:
+        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.2:
+            break
+        node = node[key]
+    odd = [None, -1, 0, 2**31, 2**63, -(2**63), 1e308, float("nan"), float("inf"), "", "é" * 99, b"", [], {}]
+    node[key] = rng.choice([*odd, [[[]]] * 9, True, rng.randbytes(9)])
+    return msgspec.msgpack.encode(tree)
+
+
+def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
+    """Arrays whose dtype, shape and bytes do not belong together, and ids outside of everything."""
+    shape = rng.choice(
+        [(), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1)]
+    )
+    dtype = rng.choice(["u1", "i4", "i8", "f2", "f4", "bf16"])
+    ids = np.array([rng.choice([-1, 0, 2**31 - 1, -(2**31), 10**6]) for _ in range(3)], np.int32)
+    array = rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
+    name = rng.choice(["token_ids", "gather_ids"])
+    broken = msgspec.structs.replace(good.sequences[0], **{name: array})
+    return encode(ScoreRequest(sequences=[broken, *good.sequences[1:]]))
+
+
+def _odd_question(rng: random.Random, good: ScoreRequest) -> bytes:
+    """Well-formed requests that cannot be served: bounds, lengths, starts, deadlines."""
+    huge = pack(np.zeros(rng.choice([1, 10_000, 200_000]), np.int32))
+    want = Want(topk=rng.choice([-1, 1025, 2**40]), hidden=rng.random() < 0.5)
+    sequence = msgspec.structs.replace(good.sequences[0], start=rng.choice([-(2**60), -1, 0, 10**6, 2**62]))
+    return encode(
+        rng.choice(
+            [
+                ScoreRequest(sequences=[]),
+                ScoreRequest(sequences=good.sequences, want=want),
+                ScoreRequest(sequences=[sequence]),
+                ScoreRequest(sequences=[ScoreSequence("long", huge, 1)]),
+                ScoreRequest(sequences=good.sequences, deadline=rng.choice([-1.0, 0.0, float("nan"), 1e-9])),
+                ScoreRequest(sequences=good.sequences, schema=rng.choice([-1, 0, 2, 2**60])),
+            ]
+        )
+    )
+
+
+def _deep(rng: random.Random, good: ScoreRequest) -> bytes:
+    return b"\x91" * rng.choice([10, 1000, 100_000]) + b"\xc0"
+
+
+MAKERS: tuple[Maker, ...] = (
+    *(_noise, _cut, _flipped, _other_message, _odd_field, _odd_array, _odd_question, _deep),
+    *(_flipped, _odd_field),  # twice as often: they come closest to a good request
+)
+
+
+# --- fuzzing ----------------------------------------------------------------------------------------------
+
+
+async def fuzz(
+    url: str, count: int, good: ScoreRequest, seed: int = 0, token: str | None = None, concurrency: int = 8
+) -> FuzzReport:
+    """Send `count` malformed requests, and `good` before and after; the same seed gives the same requests."""
+    rng, report, started = random.Random(seed), FuzzReport(), time.monotonic()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+        before = await http.post("/v1/score", content=encode(good))
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(body: bytes) -> None:
+            async with gate:
+                await _send(http, body, report)
+
+        for first in range(0, count, 500):
+            bodies = [rng.choice(MAKERS)(rng, good) for _ in range(min(500, count - first))]
+            await asyncio.gather(*(one(body) for body in bodies))
+        after = await http.post("/v1/score", content=encode(good))
+    report.good_after = before.status_code == after.status_code == 200 and before.content == after.content
+    report.seconds = time.monotonic() - started
+    return report
+
+
+async def _send(http: httpx.AsyncClient, body: bytes, report: FuzzReport) -> None:
+    report.requests += 1
+    try:
+        answer = await http.post("/v1/score", content=body)
+    except httpx.TransportError as error:
+        report.statuses[0] += 1
+        report.unexplained.append(f"{type(error).__name__}: {error}")
+        return
+    report.statuses[answer.status_code] += 1
+    if (problem := _unexplained(answer)) is not None:
+        report.unexplained.append(problem)
+
+
+def _unexplained(answer: httpx.Response) -> str | None:
+    """What is wrong with an answer, or None: it is a reply, or a refusal that says why."""
+    try:
+        if answer.status_code == 200:
+            results = decode(answer.content, ScoreReply).results
+            ok = all(result.error for result in results if isinstance(result, ScoreRefused))
+        else:
+            ok = 400 <= answer.status_code < 500 and bool(answer.json()["error"])
+    except (ValueError, KeyError, TypeError) as error:
+        return f"status {answer.status_code}: {error}"
+    return None if ok else f"status {answer.status_code}: {answer.text[:200]}"
+
+
+# --- floods -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FloodReport:
+    """What a flood did."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    memory_before: int = 0
+    """Resident bytes of the teacher."""
+    memory_peak: int = 0
+    seconds: float = 0.0
+    slowest_refusal: float = 0.0
+    """Seconds until the last 429 of a request came."""
+
+
+async def flood(
+    url: str, pid: int, queue_tokens: int, length: int, factor: int = 20, token: str | None = None
+) -> FloodReport:
+    """Offer `factor` times the queue's bound at once, in requests of an eighth of the bound each."""
+    report = FloodReport(memory_before=psutil.Process(pid).memory_info().rss)
+    per_request = max(1, queue_tokens // 8 // length)
+    ids = pack(np.zeros(length, np.int32))
+    body = encode(ScoreRequest(sequences=[ScoreSequence(str(i), ids, 1) for i in range(per_request)]))
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    limits = httpx.Limits(max_connections=None)
+    started = time.monotonic()
+    watch = asyncio.create_task(_watch_memory(pid, report))
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=300, limits=limits, trust_env=False
+    ) as http:
+
+        async def one() -> None:
+            answer = await http.post("/v1/score", content=body)
+            report.statuses[answer.status_code] += 1
+            if answer.status_code == 429:
+                report.slowest_refusal = max(report.slowest_refusal, time.monotonic() - started)
+
+        await asyncio.gather(*(one() for _ in range(8 * factor)))
+    watch.cancel()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+async def _watch_memory(pid: int, report: FloodReport) -> None:
+    process = psutil.Process(pid)
+    while True:
+        report.memory_peak = max(report.memory_peak, process.memory_info().rss)
+        await asyncio.sleep(0.02)

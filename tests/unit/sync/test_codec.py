@@ -1,0 +1,322 @@
+"""Deltas are exact for every bit pattern, short, and refuse bytes that were tampered with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sync.errors import SnapshotError
+from sync.weights import codec, delta_file, entropy, kernels
+from sync.weights.codec import Effort, Mode
+from sync.wire import Version
+
+KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
+EFFORTS: tuple[Effort, ...] = ("fast", "small")
+
+
+def round_trip(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort) -> bytes:
+    """The blob, after checking that it turns old into new and is not longer than new and 22 bytes."""
+    blob = codec.encode(old, new, kind, effort)
+    bits = old.copy()
+    codec.apply(bits, blob, kind)
+    np.testing.assert_array_equal(bits, new)
+    assert len(blob) <= new.nbytes + 22
+    return blob
+
+
+def noise(random: np.random.Generator, size: int, kind: str) -> np.ndarray:
+    return random.integers(0, 2 ** (8 * np.dtype(KINDS[kind]).itemsize), size, KINDS[kind], endpoint=False)
+
+
+def weights(random: np.random.Generator, size: int, kind: str) -> np.ndarray:
+    """Bits of normally distributed weights."""
+    values = (random.standard_normal(size) * 0.02).astype("f4")
+    if kind == "bf16":
+        return (values.view("u4") >> 16).astype("u2")
+    return values.astype(kind).view(KINDS[kind])
+
+
+def nudged(random: np.random.Generator, old: np.ndarray, share: float) -> np.ndarray:
+    """`share` of the elements one ULP away."""
+    step = random.choice(np.array([1, -1]), old.size).astype(old.dtype)
+    return np.where(random.random(old.size) < share, old + step, old).astype(old.dtype)
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("kind", ["bf16", "f2"])
+def test_every_pattern_becomes_every_other_class_of_pattern(kind: str, effort: Effort) -> None:
+    every = np.arange(65536, dtype="u2")
+    for new in (every[::-1].copy(), np.roll(every, 1), every ^ 0x8000, np.roll(every, 12345), every * 0):
+        round_trip(every, new, kind, effort)
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_all_pairs_of_special_values_survive(effort: Effort) -> None:
+    """±0, the smallest and largest subnormals, ±1, ±max, ±inf and NaNs of both signs with payloads."""
+    positive = [0, 1, 0x7F, 0x80, 0x3F80, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
+    special = np.array([p | sign for p in positive for sign in (0, 0x8000)], "u2")
+    old, new = (grid.ravel().copy() for grid in np.meshgrid(special, special))
+    round_trip(old, new, "bf16", effort)
+    wide = [special.astype("u4") << 16 | low for low in (0, 1, 0xFFFF)]
+    old, new = (grid.ravel().copy() for grid in np.meshgrid(np.concatenate(wide), np.concatenate(wide)))
+    round_trip(old, new, "f4", effort)
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.1, 0.3, 0.8, 1.0])
+def test_random_bits_at_any_density_survive(kind: str, density: float, effort: Effort) -> None:
+    random = np.random.default_rng(3)
+    old = noise(random, 20_011, kind)
+    new = np.where(random.random(old.size) < density, noise(random, old.size, kind), old)
+    blob = round_trip(old, new, kind, effort)
+    if density == 0:
+        assert blob == bytes([Mode.SAME])
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 65, 255, 256, 257, 4099])
+def test_any_length_and_alignment_survives(size: int, effort: Effort) -> None:
+    random = np.random.default_rng(size)
+    for kind in ("bf16", "f4"):
+        base = weights(random, size + 3, kind)
+        for shift in range(3):
+            old = base[shift : shift + size]
+            for new in (nudged(random, old, 1.0), nudged(random, old, 0.1), old.copy()):
+                blob = codec.encode(old, new, kind, effort)
+                room = np.zeros(size + 3, old.dtype)
+                room[shift : shift + size] = old
+                codec.apply(room[shift : shift + size], blob, kind)
+                np.testing.assert_array_equal(room[shift : shift + size], new)
+                assert not room[:shift].any()
+                assert not room[shift + size :].any()
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_distances_and_steps_on_both_sides_of_the_escape_survive(effort: Effort) -> None:
+    positions = np.cumsum([0, 1, 2, 254, 255, 256, 257, 65535, 65536, 65537])
+    old = np.full(200_000, 0x3C00, "u2")
+    for step in (1, 126, 127, 128, 129, 130, 0x4000):
+        for sign in (1, -1):
+            new = old.copy()
+            new[positions] += np.array(sign * step).astype("u2")
+            round_trip(old, new, "bf16", effort)
+
+
+def test_zigzag_is_a_bijection_that_orders_by_distance() -> None:
+    assert [kernels.zigzag(0x3F80, 0x3F80 + d, 16) for d in (0, -1, 1, -2, 2)] == [0, 1, 2, 3, 4]
+    assert kernels.zigzag(0x0000, 0x8000, 16) == 1  # +0 → -0 is one step down
+    assert kernels.zigzag(0x8000, 0x0000, 16) == 2
+    assert kernels.zigzag(0x80000000, 0x00000001, 32) == 4
+    codes = {kernels.zigzag(0xBF80, new, 16) for new in range(65536)}
+    assert codes == set(range(65536))
+    assert all(kernels.moved(0xBF80, kernels.zigzag(0xBF80, new, 16), 16) == new for new in range(65536))
+
+
+@pytest.mark.parametrize(
+    ("share", "effort", "mode"),
+    [
+        (0.01, "fast", Mode.GAPS),
+        (0.5, "fast", Mode.BITMAP),
+        (0.01, "small", Mode.CLASSES),
+        (0.5, "small", Mode.CLASSES),
+    ],
+)
+def test_the_cheapest_mode_is_chosen(share: float, effort: Effort, mode: Mode) -> None:
+    random = np.random.default_rng(5)
+    old = weights(random, 50_000, "bf16")
+    assert codec.mode_of(round_trip(old, nudged(random, old, share), "bf16", effort)) == mode
+
+
+def test_full_precision_weights_that_all_move_go_as_planes_and_noise_goes_whole() -> None:
+    random = np.random.default_rng(6)
+    old = weights(random, 50_000, "f4")
+    moved = old + random.integers(300, 3000, old.size).astype("u4")
+    blob = round_trip(old, moved, "f4", "fast")
+    assert codec.mode_of(blob) == Mode.PLANES
+    assert len(blob) < 0.5 * old.nbytes
+    assert codec.mode_of(round_trip(old, noise(random, old.size, "f4"), "f4", "fast")) == Mode.WHOLE
+    assert codec.mode_of(round_trip(old, noise(random, old.size, "f4"), "f4", "small")) == Mode.WHOLE
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
+def test_the_small_mode_comes_within_a_twentieth_of_the_entropy_given_the_exponent(share: float) -> None:
+    """Changes of ±1 ULP whose probability halves with each exponent: H = Σ_c N_c·h(p_c) + changes · 1 bit."""
+    random = np.random.default_rng(7)
+    old = weights(random, 400_000, "bf16")
+    exponent = (old >> 7 & 255).astype(int)
+    chance = np.minimum(0.9, share * 2.0 ** (120 - exponent))
+    hit = random.random(old.size) < chance
+    new = np.where(hit, old + random.choice(np.array([1, 65535]), old.size), old).astype("u2")
+    count, changed = np.bincount(exponent, minlength=256), np.bincount(exponent, hit, 256)
+    p = np.divide(changed, count, out=np.zeros(256), where=count > 0)
+    inside = (p > 0) & (p < 1)
+    entropy_bits = -(count * (p * np.log2(p, where=inside) + (1 - p) * np.log2(1 - p, where=inside)))[
+        inside
+    ].sum()
+    bound = (entropy_bits + hit.sum()) / 8
+    blob = round_trip(old, new, "bf16", "small")
+    assert bound < len(blob) < 1.05 * bound + 100
+
+
+def test_a_stream_of_many_blocks_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(8)
+    old = weights(random, 2 * entropy.BLOCK + 777, "bf16")
+    round_trip(old, nudged(random, old, 0.003), "bf16", "small")
+
+
+def test_offsets_beyond_two_to_the_31_are_computed_without_overflow(tmp_path: Path) -> None:
+    """A sparse file stands for a tensor of 2**31 + 100 elements; only two of its pages are touched."""
+    size = 2**31 + 100
+    bits = np.memmap(tmp_path / "sparse", np.uint16, "w+", shape=(size,))
+    streams = [
+        np.array([255, 255], "u1"),
+        np.array([2**31 - 10, 98], "<u8"),
+        np.array([0, 1], "u1"),
+    ]
+    narrow_second = np.array([255, 98], "u1")
+    for gaps, wide in ((narrow_second, streams[1][:1]), (streams[0], streams[1])):
+        bits[2**31 - 10], bits[2**31 + 89] = 0, 0
+        assert kernels.apply_gaps(bits, 16, gaps, wide, streams[2], np.empty(0, "u2")) == 0
+        assert (bits[2**31 - 10], bits[2**31 + 89]) == (0x8000, 1)
+    beyond = np.array([2**31 + 100], "<u8")
+    for gap in (beyond, np.array([2**63], "<u8"), np.array([2**64 - 1], "<u8")):
+        assert kernels.apply_gaps(bits, 16, streams[0][:1], gap, streams[2][:1], np.empty(0, "u2")) == -1
+
+
+def test_arrays_that_do_not_match_are_refused() -> None:
+    with pytest.raises(SnapshotError, match="must be flat arrays"):
+        codec.encode(np.zeros(3, "u2"), np.zeros(4, "u2"), "bf16")
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+def samples() -> list[tuple[str, np.ndarray, bytes]]:
+    """A blob of every mode, with the array and kind it belongs to."""
+    random = np.random.default_rng(9)
+    out = []
+    for kind in ("bf16", "f4"):
+        old = weights(random, 3000, kind)
+        for share in (0.02, 0.6, 1.0):
+            for effort in EFFORTS:
+                out.append((kind, old, codec.encode(old, nudged(random, old, share), kind, effort)))
+        out.append((kind, old, codec.encode(old, noise(random, old.size, kind), kind)))
+        out.append((kind, old, codec.encode(old, old + np.array(3000, old.dtype), kind)))
+    assert {codec.mode_of(blob) for _, _, blob in out} == set(Mode) - {Mode.SAME}
+    return out
+
+
+SAMPLES = samples()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    which=st.integers(0, len(SAMPLES) - 1),
+    damage=st.lists(
+        st.tuples(st.sampled_from(["flip", "cut", "insert", "swap"]), st.floats(0, 1), st.integers(0, 255)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_a_damaged_blob_is_refused_or_stays_within_its_array(
+    which: int, damage: list[tuple[str, float, int]]
+) -> None:
+    """Without any digest: an error, or other bits inside of the array, never a crash or a byte outside."""
+    kind, old, blob = SAMPLES[which]
+    bad = bytearray(blob)
+    for how, where, value in damage:
+        at = int(where * max(0, len(bad) - 1))
+        if how == "flip" and bad:
+            bad[at] ^= value
+        elif how == "cut":
+            del bad[at : at + value]
+        elif how == "insert":
+            bad[at:at] = bytes([value]) * 3
+        elif bad:
+            bad[at:] = bad[at:][::-1]
+    guarded = np.concatenate([old[:64], old, old[:64]])
+    with suppress(SnapshotError):
+        codec.apply(guarded[64:-64], bytes(bad), kind)
+    np.testing.assert_array_equal(guarded[:64], old[:64])
+    np.testing.assert_array_equal(guarded[-64:], old[:64])
+
+
+@settings(max_examples=300, deadline=None)
+@given(mode=st.sampled_from(list(Mode)), rest=st.binary(max_size=200), kind=st.sampled_from(["bf16", "f4"]))
+def test_bytes_out_of_thin_air_never_reach_beyond_the_array(mode: Mode, rest: bytes, kind: str) -> None:
+    guarded = np.zeros(400, KINDS[kind])
+    with suppress(SnapshotError):
+        codec.apply(guarded[100:300], bytes([mode]) + rest, kind)
+    assert not guarded[:100].any()
+    assert not guarded[300:].any()
+
+
+def test_a_delta_file_parses_only_as_it_was_built() -> None:
+    """Every single flipped byte either fails to parse, or changes a digest that is checked afterwards."""
+    random = np.random.default_rng(10)
+    old = {"w": weights(random, 500, "bf16")}
+    new = {"w": nudged(random, old["w"], 0.05)}
+    part = delta_file.Slice("w", (500,), "bf16", 0, 500)
+    head = delta_file.Header("run", "f" * 64, Version(0, 1), Version(0, 0), 0, 1, [])
+    data = delta_file.build(head, [part], old, new, "fast")
+    header, blobs = delta_file.parse(data)
+    bits = {"w": old["w"].copy()}
+    delta_file.apply(header, blobs, bits)
+    delta_file.verify(header, bits)
+    np.testing.assert_array_equal(bits["w"], new["w"])
+    assert header.ranges[0].digest == blake3(new["w"].tobytes()).digest()
+    caught = 0
+    for at in range(len(data)):
+        bad = bytearray(data)
+        bad[at] ^= 0x10
+        bits = {"w": old["w"].copy()}
+        try:
+            header, blobs = delta_file.parse(bytes(bad))
+            delta_file.apply(header, blobs, bits)
+            delta_file.verify(header, bits)
+        except (SnapshotError, KeyError):
+            caught += 1
+        else:
+            np.testing.assert_array_equal(bits["w"], new["w"])
+    assert caught > 0.9 * len(data)
+
+
+def test_a_compressed_stream_that_claims_to_be_huge_is_refused_before_memory_is_taken() -> None:
+    import zstandard
+
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
+    blob = bytes([Mode.WHOLE]) + bytes([200, 1]) + codec._number(len(bomb)) + bomb
+    with pytest.raises(SnapshotError):
+        codec.apply(np.zeros(100, "u2"), blob, "bf16")
+
+
+# --- compiled code ----------------------------------------------------------------------------------------
+
+
+def test_numba_is_imported_only_when_a_delta_is_coded() -> None:
+    program = (
+        "import sys, sync.weights.publish, sync.weights.mirror, sync.weights.admin\n"
+        "assert 'numba' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_loops_compile_where_neither_the_package_nor_a_cache_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(kernels, "njit", refuse)
+    assert kernels.compiled(len)([1, 2]) == 2

@@ -1,0 +1,56 @@
+"""A teacher service on a real socket, over any engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import uvicorn
+
+from sync.wire import TeacherInfo
+from teacher_service.app import TeacherService
+from teacher_service.engines.base import Engine
+
+Serve = Callable[..., AbstractAsyncContextManager[str]]
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, queue_tokens: int = 1000, token: str | None = None, port: int = 0, model: str = "table"
+) -> AsyncIterator[str]:
+    """URL of the service while it runs."""
+    facts = engine.facts
+    info = TeacherInfo(
+        name="t",
+        model=model,
+        revision=None,
+        dtype=facts.dtype,
+        engine=facts.engine,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_length=facts.max_length,
+        tokenizer_fingerprint="0",
+        chat_template_fingerprint=None,
+        can=list(facts.can),
+    )
+    service = TeacherService(engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token)
+    server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield "http://127.0.0.1:{1}".format(*listener.getsockname())
+        finally:
+            server.should_exit = True
+            await task
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """serve(engine, queue_tokens=, token=, port=, model=): a context that yields the URL."""
+    return serving

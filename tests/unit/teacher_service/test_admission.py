@@ -1,0 +1,105 @@
+"""Every rule on a request: what passes, and what the refusal says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
+from teacher_service import admission
+from teacher_service.admission import BadRequest, admit, check_reply_size, check_request
+from teacher_service.engines.base import Facts, Item
+
+FACTS = Facts("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
+SAMPLED_ONLY = Facts("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
+GOOD = ScoreSequence("a", pack(np.array([1, 2, 3, 4], np.int32)), 2)
+
+
+def changed(**fields: Any) -> ScoreSequence:
+    return msgspec.structs.replace(GOOD, **fields)
+
+
+def ids(*values: int) -> Array:
+    return pack(np.array(values, np.int32))
+
+
+def test_a_good_sequence_keeps_its_ids_and_first_position() -> None:
+    item = admit(GOOD, Want(), FACTS)
+    assert isinstance(item, Item)
+    assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], 2, 2)
+
+
+def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
+    item = admit(GOOD, Want(prompt=True), FACTS)
+    assert isinstance(item, Item)
+    assert (item.first, item.positions) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "says"),
+    [
+        (changed(token_ids=ids(1), start=1), "has 1 tokens, this teacher takes 2 to 8"),
+        (changed(token_ids=ids(*range(9))), "has 9 tokens, this teacher takes 2 to 8"),
+        (changed(token_ids=ids(), start=1), "empty"),
+        (changed(start=0), "start is 0, the first completion token must be in 1 … 3"),
+        (changed(start=4), "start is 4"),
+        (changed(start=-1), "start is -1"),
+        (changed(token_ids=ids(1, 2, 10)), "token id 10 is outside the vocabulary 0 … 9"),
+        (changed(token_ids=ids(1, -1, 3)), "token id -1 is outside"),
+        (changed(token_ids=pack(np.array([1, 2, 3], np.int64))), "dtype i8, expected i4"),
+        (changed(token_ids=pack(np.array([[1, 2, 3]], np.int32))), "expected 1 dimensions"),
+        (changed(token_ids=Array("i4", (3,), b"123")), "needs 12 bytes, got 3"),
+        (changed(token_ids=Array("i4", (2**33, 2**33), b"1234")), "expected 1 dimensions"),
+        (changed(token_ids=Array("i4", (2**62,), b"")), "needs 18446744073709551616 bytes"),
+        (changed(token_ids=Array("i4", (-3,), b"")), "shape [-3]"),
+        (changed(gather_ids=ids(1, 2)), "expected 2 dimensions"),
+        (changed(gather_ids=pack(np.zeros((3, 2), np.int32))), "shape [3, 2], expected [2, K >= 1]"),
+        (changed(gather_ids=pack(np.zeros((2, 0), np.int32))), "empty"),
+        (changed(gather_ids=pack(np.full((2, 2), 10, np.int32))), "gather id 10 is outside"),
+        (changed(gather_ids=pack(np.full((2, 2), -2, np.int32))), "gather id -2 is outside"),
+    ],
+)
+def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequence, says: str) -> None:
+    answer = admit(sequence, Want(), FACTS)
+    assert isinstance(answer, str)
+    assert says in answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "facts", "says"),
+    [
+        (ScoreRequest(sequences=[]), FACTS, "no sequences"),
+        (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), FACTS, "topk is 11, this teacher gives 0 to 10"),
+        (ScoreRequest(sequences=[GOOD], want=Want(topk=-1)), FACTS, "topk is -1"),
+        (ScoreRequest(sequences=[GOOD], deadline=0.0), FACTS, "deadline is 0"),
+        (ScoreRequest(sequences=[GOOD], deadline=math.nan), FACTS, "deadline is nan"),
+        (ScoreRequest(sequences=[GOOD], deadline=math.inf), FACTS, "deadline is inf"),
+        (ScoreRequest(sequences=[GOOD], want=Want(topk=1)), SAMPLED_ONLY, "cannot give 'topk'"),
+        (ScoreRequest(sequences=[GOOD], want=Want(entropy=True)), SAMPLED_ONLY, "cannot give 'entropy'"),
+        (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
+        (ScoreRequest(sequences=[GOOD], want=Want(prompt=True)), SAMPLED_ONLY, "cannot give 'prompt'"),
+        (ScoreRequest(sequences=[changed(gather_ids=ids(1))]), SAMPLED_ONLY, "cannot give 'gather'"),
+    ],
+)
+def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
+    request_: ScoreRequest, facts: Facts, says: str
+) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        check_request(request_, facts)
+    assert refusal.value.status == 422
+    assert says in str(refusal.value)
+
+
+def test_an_answer_longer_than_the_limit_is_refused_before_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    item = Item(np.zeros(8, np.int32), 1)
+    monkeypatch.setattr(admission, "MAX_REPLY_BYTES", 7 * (8 + 8 * 3 + 4 * 4))
+    check_reply_size([item], Want(topk=3, hidden=True), FACTS)
+    with pytest.raises(BadRequest) as refusal:
+        check_reply_size([item], Want(topk=4, hidden=True), FACTS)
+    assert refusal.value.status == 413

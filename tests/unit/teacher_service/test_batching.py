@@ -1,0 +1,177 @@
+"""The queue before an engine: budgets, bounds, deadlines, and who fails with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from sync.errors import DataError, Overloaded, Unreachable
+from sync.wire import Head
+from teacher_service.batching import Batcher, Ticket, split
+from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.table import TableEngine, random_table
+from teacher_service.metrics import Metrics
+
+POISON = 7
+
+
+class RecordingEngine(TableEngine):
+    """A table teacher that notes its batches, waits for a gate, and fails on sequences of POISON."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(random_table(11))
+        self.batches: list[tuple[Asked, list[int]]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+        self.error = error or DataError("poisoned")
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        self.batches.append((asked, [len(item.token_ids_L) for item in items]))
+        self.begun.set()
+        self.gate.wait(10)
+        if any(item.token_ids_L[0] == POISON for item in items):
+            raise self.error
+        return super().score(items, asked)
+
+    def head(self) -> Head | None:
+        return None
+
+
+def item(length: int, fill: int = 1) -> Item:
+    return Item(np.full(length, fill, np.int32), 1)
+
+
+@asynccontextmanager
+async def running(
+    engine: RecordingEngine, batch_tokens: int = 100, queue_tokens: int = 1000
+) -> AsyncIterator[Batcher]:
+    batcher = Batcher(engine, batch_tokens, queue_tokens, Metrics())
+    batcher.start()
+    try:
+        yield batcher
+    finally:
+        engine.gate.set()
+        await batcher.stop()
+
+
+def submit(
+    batcher: Batcher, items: list[Item], asked: Asked = Asked(), deadline: float | None = None
+) -> Ticket:
+    return batcher.submit([(i, it, asked) for i, it in enumerate(items)], len(items), deadline)
+
+
+async def busy(batcher: Batcher, engine: RecordingEngine) -> Ticket:
+    """Hold the engine in a batch of one sequence of 2 tokens."""
+    engine.gate.clear()
+    ticket = submit(batcher, [item(2)])
+    await asyncio.to_thread(engine.begun.wait, 10)
+    return ticket
+
+
+async def test_sequences_of_several_callers_share_batches_up_to_the_budget() -> None:
+    engine = RecordingEngine()
+    async with running(engine, batch_tokens=30) as batcher:
+        first = await busy(batcher, engine)
+        tickets = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
+        engine.gate.set()
+        await asyncio.gather(*(ticket.done.wait() for ticket in (first, *tickets)))
+    assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10]]
+
+
+async def test_different_questions_are_not_mixed_and_the_oldest_goes_first() -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        tickets = [submit(batcher, [item(3)], Asked(topk=k)) for k in (2, 1, 2, 1)]
+        engine.gate.set()
+        await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+    assert engine.batches[1:] == [(Asked(topk=2), [3, 3]), (Asked(topk=1), [3, 3])]
+
+
+async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
+    engine = RecordingEngine()
+    async with running(engine, batch_tokens=10) as batcher:
+        ticket = submit(batcher, [item(50), item(3)])
+        await ticket.done.wait()
+    assert [lengths for _, lengths in engine.batches] == [[50], [3]]
+
+
+async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_release() -> None:
+    engine = RecordingEngine()
+    async with running(engine, queue_tokens=20) as batcher:
+        first = await busy(batcher, engine)
+        held = submit(batcher, [item(18)])
+        with pytest.raises(Overloaded, match="20 tokens wait and 1 more") as refusal:
+            submit(batcher, [item(1)])
+        assert refusal.value.retry_after > 0
+        engine.gate.set()
+        await held.done.wait()
+        batcher.release(first)
+        batcher.release(held)
+        again = submit(batcher, [item(20)])
+        await again.done.wait()
+
+
+async def test_work_whose_deadline_passed_or_whose_caller_left_is_not_computed() -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        late = submit(batcher, [item(4)], deadline=0.01)
+        gone = submit(batcher, [item(5)])
+        live = submit(batcher, [item(6)])
+        batcher.release(gone)
+        await asyncio.sleep(0.05)
+        engine.gate.set()
+        await live.done.wait()
+    assert [lengths for _, lengths in engine.batches] == [[2], [6]]
+    assert not late.done.is_set()
+
+
+async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        ticket = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
+        await ticket.done.wait()
+    assert ticket.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
+    assert [isinstance(outcome, Marks) for outcome in ticket.outcomes] == [True, False, True, True]
+    alone = TableEngine(random_table(11)).score([item(4)], Asked())
+    assert isinstance(ticket.outcomes[3], Marks)
+    np.testing.assert_array_equal(ticket.outcomes[3].logprob_C, alone.logprob_C)
+
+
+async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
+    engine = RecordingEngine(Unreachable("gone"))
+    async with running(engine) as batcher:
+        ticket = submit(batcher, [item(3), item(3, POISON)])
+        await ticket.done.wait()
+    assert all(isinstance(outcome, Unreachable) for outcome in ticket.outcomes)
+    assert len(engine.batches) == 1
+
+
+async def test_the_event_loop_is_free_while_the_engine_computes() -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        ticks = 0
+        for _ in range(5):
+            await asyncio.sleep(0)
+            ticks += 1
+        assert ticks == 5
+        assert batcher.healthy
+
+
+def test_marks_that_are_not_finite_are_refused_alone() -> None:
+    marks = Marks(np.array([-1.0, -2.0, np.nan, -3.0], np.float32))
+    first, second, third = split(marks, [2, 1, 1])
+    assert isinstance(first, Marks)
+    assert first.logprob_C.tolist() == [-1.0, -2.0]
+    assert isinstance(second, str)
+    assert "not finite" in second
+    assert isinstance(third, Marks)
+    assert third.logprob_C.tolist() == [-3.0]

@@ -1,0 +1,203 @@
+"""The client against real services: coalescing, routing, and what happens when replicas fail."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+import pytest
+
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable
+from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from teacher_service.client import TeacherClient
+from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.table import TableEngine, random_table
+
+V = 11
+TABLE = random_table(V)
+Serve = Callable[..., AbstractAsyncContextManager[str]]
+
+
+class CountingEngine(TableEngine):
+    """A table teacher that counts sequences, and waits for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.sequences = 0
+        self.begun = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        self.begun.set()
+        self.gate.wait(10)
+        self.sequences += len(items)
+        return super().score(items, asked)
+
+
+def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, V, (n, length)).astype(np.int32)
+    return [ScoreSequence(f"{seed}-{i}", pack(ids[i]), 2) for i in range(n)]
+
+
+def right(asked: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
+    """Whether every result is the table's mark on the sequence at its place."""
+    for sequence, result in zip(asked, results, strict=True):
+        ids = unpack(sequence.token_ids)
+        assert isinstance(result, Scored)
+        np.testing.assert_array_equal(unpack(result.logprob), TABLE[ids[1:-1], ids[2:]])
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_callers_that_ask_at_once_share_a_request_and_get_their_own_marks(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        asked = [sequences(3, seed=seed) for seed in range(10)]
+        answers = await asyncio.gather(*(client.score(one) for one in asked))
+        assert all(right(one, answer) for one, answer in zip(asked, answers, strict=True))
+        assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (1, 30, 180)
+
+
+async def test_different_questions_travel_apart(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        plain, top = await asyncio.gather(
+            client.score(sequences(2)), client.score(sequences(2), Want(topk=3))
+        )
+        assert client.counters.requests == 2
+    assert isinstance(plain[0], Scored)
+    assert plain[0].topk_ids is None
+    assert isinstance(top[0], Scored)
+    assert top[0].topk_ids is not None
+
+
+async def test_a_long_question_is_cut_into_bounded_requests(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url], request_tokens=20) as client:
+        asked = sequences(10)
+        assert right(asked, await client.score(asked))
+        assert client.counters.requests == 4
+
+
+async def test_nothing_asked_is_nothing_sent(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        assert await client.score([]) == []
+        assert client.counters.requests == 0
+
+
+async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Serve) -> None:
+    one, two = CountingEngine(), CountingEngine()
+    async with (
+        serve(one) as first,
+        serve(two) as second,
+        TeacherClient("t", [first, second], request_tokens=6) as client,
+    ):
+        asked = sequences(40)
+        assert right(asked, await client.score(asked))
+    assert one.sequences == two.sequences == 20
+
+
+async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serve: Serve) -> None:
+    one, two, port = CountingEngine(), CountingEngine(), free_port()
+    urls = [f"http://127.0.0.1:{port}"]
+    async with serve(one) as living, TeacherClient("t", [*urls, living], request_tokens=6) as client:
+        asked = sequences(8)
+        assert right(asked, await client.score(asked))
+        assert one.sequences == 8
+        assert client.replicas.retries >= 1
+        async with serve(two, port=port):
+            for seed in range(200):
+                assert right(sequences(4, seed=seed), await client.score(sequences(4, seed=seed)))
+                if two.sequences:
+                    break
+                await asyncio.sleep(0.02)
+    assert two.sequences
+
+
+async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: Serve) -> None:
+    """A peer that accepts connections and says nothing, as a stopped process does."""
+    engine = CountingEngine()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        mute = "http://127.0.0.1:{1}".format(*silent.getsockname())
+        async with serve(engine) as living, TeacherClient("t", [mute, living], health=0.1) as client:
+            asked = sequences(2)
+            assert right(asked, await client.score(asked, deadline=20))
+    assert engine.sequences == 2
+
+
+async def test_a_teacher_that_is_gone_is_a_typed_error_at_the_deadline() -> None:
+    async with TeacherClient("t", [f"http://127.0.0.1:{free_port()}"]) as client:
+        started = time.monotonic()
+        with pytest.raises(Unreachable):
+            await client.score(sequences(1), deadline=0.5)
+        assert time.monotonic() - started < 5
+
+
+async def test_a_teacher_that_stays_full_is_overloaded_at_the_deadline(serve: Serve) -> None:
+    engine = CountingEngine()
+    async with serve(engine, queue_tokens=10) as url, TeacherClient("t", [url], request_tokens=6) as client:
+        engine.gate.clear()
+        first = asyncio.create_task(client.score(sequences(1)))
+        await asyncio.to_thread(engine.begun.wait, 10)
+        with pytest.raises((Overloaded, Unreachable)):
+            await client.score(sequences(1), deadline=0.3)
+        engine.gate.set()
+        assert right(sequences(1), await first)
+
+
+async def test_what_the_teacher_cannot_do_is_not_tried_again(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        with pytest.raises(RemoteError, match="topk is 12"):
+            await client.score(sequences(1), Want(topk=12))
+        assert client.replicas.retries == 0
+
+
+async def test_one_refused_sequence_leaves_its_neighbours(serve: Serve) -> None:
+    bad = ScoreSequence("bad", pack(np.array([1, V], np.int32)), 1)
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        good, refused = await asyncio.gather(client.score(sequences(2)), client.score([bad]))
+        assert right(sequences(2), good)
+        assert isinstance(refused[0], ScoreRefused)
+        assert client.counters.refused == 1
+
+
+async def test_cancelling_gives_up_only_the_callers_own_work(serve: Serve) -> None:
+    engine = CountingEngine()
+    async with serve(engine) as url, TeacherClient("t", [url]) as client:
+        engine.gate.clear()
+        stays = asyncio.create_task(client.score(sequences(2)))
+        leaves = asyncio.create_task(client.score(sequences(2, seed=1)))
+        await asyncio.to_thread(engine.begun.wait, 10)
+        leaves.cancel()
+        engine.gate.set()
+        assert right(sequences(2), await stays)
+
+
+async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) -> None:
+    async with serve(CountingEngine()) as one, serve(CountingEngine(), model="other") as two:
+        async with TeacherClient("t", [one]) as client:
+            assert (await client.info()).vocab_size == V
+        async with TeacherClient("t", [one, two]) as client:
+            with pytest.raises(ConfigError, match="differ"):
+                await client.info()
+
+
+async def test_the_head_comes_through_any_replica(serve: Serve) -> None:
+    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+        np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
+
+
+def test_a_teacher_without_urls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no urls"):
+        TeacherClient("t", [])

@@ -1,0 +1,52 @@
+"""Which teacher marks a sample, and functions named in a configuration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sync.errors import ConfigError, DataError
+from sync.wire import ScoreSequence, pack, unpack
+from teacher_service.config import TeacherConfig
+from teacher_service.router import Router
+from teacher_service.transform import load_function, with_prompt
+
+
+def teacher(*route: str) -> TeacherConfig:
+    return TeacherConfig(path="m", route=list(route))
+
+
+def test_sources_go_to_the_teacher_that_names_them_and_the_rest_to_the_one_that_names_none() -> None:
+    router = Router({"maths": teacher("gsm", "aime"), "code": teacher("mbpp"), "any": teacher()})
+    assert [router.route(source) for source in ("aime", "mbpp", "poems")] == ["maths", "code", "any"]
+
+
+def test_a_source_without_a_teacher_is_found_before_the_run() -> None:
+    router = Router({"maths": teacher("gsm"), "code": teacher("mbpp")})
+    router.check(["gsm", "mbpp"])
+    with pytest.raises(ConfigError, match="no teacher for data source 'poems'"):
+        router.check(["gsm", "poems"])
+
+
+def test_ambiguous_routes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="goes to 'a' and to 'b'"):
+        Router({"a": teacher("gsm"), "b": teacher("gsm")})
+    with pytest.raises(ConfigError, match="'a' and 'b' both have no `route`"):
+        Router({"a": teacher(), "b": teacher()})
+
+
+def test_another_prompt_keeps_the_completion_and_its_gather_ids() -> None:
+    gather = pack(np.array([[1], [2]], np.int32))
+    sequence = ScoreSequence("a", pack(np.array([1, 2, 3, 8, 9], np.int32)), 3, gather)
+    changed = with_prompt(sequence, [7, 7, 7, 7, 7])
+    assert unpack(changed.token_ids).tolist() == [7, 7, 7, 7, 7, 8, 9]
+    assert (changed.id, changed.start, changed.gather_ids) == ("a", 5, gather)
+    with pytest.raises(DataError, match="empty"):
+        with_prompt(sequence, [])
+
+
+def test_named_functions_are_loaded_or_refused_with_the_field() -> None:
+    assert load_function("math:sqrt", "prompt_transform")(9) == 3
+    for name in ("math:nothing", "no_such_module:f", "math", "math:pi", ":"):
+        with pytest.raises(ConfigError, match="prompt_transform"):
+            load_function(name, "prompt_transform")

@@ -1,0 +1,232 @@
+"""The transformers engine against a plain forward pass of one sequence at a time, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sync.errors import ConfigError
+from sync.wire import unpack
+from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.transformers import TransformersEngine
+
+VOCAB = 37
+"""Ids of the tokenizer; the model has PADDED rows."""
+PADDED = 48
+
+
+EVERYTHING = Asked(topk=5, gather=3, entropy=True, hidden=True)
+LENGTHS = [9, 3, 17, 2, 9, 30, 5, 12]
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Qwen3ForCausalLM:
+    """A random Qwen3 in float32 with PADDED rows in its head."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=PADDED,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def random_items(seed: int, lengths: list[int], k: int = 0) -> list[Item]:
+    """Items of the given lengths, scored from a random position on; k gather ids each, some of them -1."""
+    rng = np.random.default_rng(seed)
+    items = []
+    for length in lengths:
+        first = int(rng.integers(1, length))
+        gather = rng.integers(-1, VOCAB, (length - first, k)).astype(np.int32) if k else None
+        items.append(Item(rng.integers(0, VOCAB, length).astype(np.int32), first, gather))
+    return items
+
+
+@torch.inference_mode()
+def plain_logprobs(model: Any, item: Item) -> np.ndarray:
+    """float64 [T, V]: log-softmax over the tokenizer's rows of the whole model's logits."""
+    ids = torch.from_numpy(item.token_ids_L.astype(np.int64))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, item.first - 1 : -1, :VOCAB]
+    return logits.double().log_softmax(-1).numpy()
+
+
+def close(got: np.ndarray | None, expected: np.ndarray, tolerance: float = 1e-5) -> None:
+    assert got is not None
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got, expected, atol=tolerance, rtol=0)
+
+
+def check_against_plain(model: Any, engine: TransformersEngine, tolerance: float = 1e-5) -> None:
+    items = random_items(1, LENGTHS, k=3)
+    marks = engine.score(items, EVERYTHING)
+    logp_CV = np.concatenate([plain_logprobs(model, item) for item in items])
+    targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
+    wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
+    rows = np.arange(len(targets_C))
+    best_CK = np.argsort(-logp_CV, axis=1)[:, :5]
+    close(marks.logprob_C, logp_CV[rows, targets_C], tolerance)
+    assert np.array_equal(marks.topk_ids_CK, best_CK)
+    close(marks.topk_logprob_CK, logp_CV[rows[:, None], best_CK], tolerance)
+    close(marks.tail_C, 1 - np.exp(logp_CV[rows[:, None], best_CK]).sum(1), tolerance)
+    close(marks.gathered_CK, np.where(wanted_CK < 0, 0, logp_CV[rows[:, None], wanted_CK]), tolerance)
+    close(marks.entropy_C, -(np.exp(logp_CV) * logp_CV).sum(1), tolerance)
+    close(logprobs_from_head(engine, marks), logp_CV, tolerance)
+
+
+def logprobs_from_head(engine: TransformersEngine, marks: Marks) -> np.ndarray:
+    """float64 [C, V]: what a reader computes from hidden states and the Head message, by its formula."""
+    head = engine.head()
+    assert head is not None
+    assert marks.hidden_CH is not None
+    logits = marks.hidden_CH.astype(np.float64) @ unpack(head.weight).astype(np.float64).T
+    if head.bias is not None:
+        logits += unpack(head.bias)
+    logits *= head.scale
+    if head.soft_cap is not None:
+        logits = head.soft_cap * np.tanh(logits / head.soft_cap)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def test_every_mark_equals_a_plain_forward_pass(qwen: Any) -> None:
+    check_against_plain(qwen, TransformersEngine(qwen, VOCAB))
+
+
+def test_small_batches_and_head_chunks_change_nothing(qwen: Any) -> None:
+    check_against_plain(qwen, TransformersEngine(qwen, VOCAB, batch_tokens=20, head_chunk=3))
+
+
+def test_packed_sequences_do_not_see_each_other(qwen: Any) -> None:
+    engine = TransformersEngine(qwen, VOCAB)
+    engine.packing = True
+    check_against_plain(qwen, engine)
+
+
+def test_topk_and_its_tail_sum_to_one(qwen: Any) -> None:
+    for k in (1, 7, VOCAB):
+        marks = TransformersEngine(qwen, VOCAB).score(random_items(2, LENGTHS), Asked(topk=k))
+        assert marks.topk_logprob_CK is not None
+        assert marks.tail_C is not None
+        close(np.exp(marks.topk_logprob_CK).sum(1) + marks.tail_C, np.ones(len(marks.tail_C)))
+
+
+def test_rows_beyond_the_tokenizer_get_no_probability(qwen: Any) -> None:
+    engine = TransformersEngine(qwen, VOCAB)
+    marks = engine.score(random_items(3, LENGTHS), Asked(topk=VOCAB))
+    assert marks.topk_ids_CK is not None
+    assert marks.topk_ids_CK.max() == VOCAB - 1
+    head = engine.head()
+    assert head is not None
+    assert head.weight.shape == (VOCAB, 32)
+    assert engine.facts.vocab_size == VOCAB < PADDED
+
+
+def test_a_sequence_is_marked_the_same_alone_and_in_any_batch(qwen: Any) -> None:
+    engine = TransformersEngine(qwen, VOCAB)
+    items = random_items(4, LENGTHS)
+    together = engine.score(items, Asked()).logprob_C
+    alone = np.concatenate([engine.score([item], Asked()).logprob_C for item in items])
+    close(together, alone)
+
+
+def test_a_shift_by_one_position_cannot_hide(qwen: Any) -> None:
+    """KL of a student that equals the teacher: zero as marked, orders of magnitude more when shifted."""
+    (item,) = random_items(6, [40])
+    expected = plain_logprobs(qwen, item)[np.arange(item.positions), item.token_ids_L[item.first :]]
+    marked = TransformersEngine(qwen, VOCAB).score([item], Asked()).logprob_C
+    right = np.abs(expected - marked).mean()
+    assert right < 1e-5
+    for shifted in (np.abs(expected[1:] - marked[:-1]), np.abs(expected[:-1] - marked[1:])):
+        assert shifted.mean() > 1e4 * right
+
+
+SMALL = {
+    "vocab_size": PADDED,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=3.0)),
+        (PhiForCausalLM, PhiConfig(**SMALL)),
+        (GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)),
+        (CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.0625)),
+    ],
+    ids=["soft cap", "bias", "divided", "multiplied"],
+)
+def test_heads_with_cap_bias_or_scale_are_reproduced(model_class: Any, config: Any) -> None:
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    if (bias := getattr(model.lm_head, "bias", None)) is not None:
+        torch.nn.init.normal_(bias)
+    check_against_plain(model, TransformersEngine(model, VOCAB), 2e-5)
+
+
+def test_a_head_that_is_not_linear_is_refused(qwen: Any) -> None:
+    class Squashed(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden.sin())
+
+    linear = qwen.lm_head
+    qwen.lm_head = Squashed(32, PADDED, bias=False)
+    try:
+        with pytest.raises(ConfigError, match="not reproduced"):
+            TransformersEngine(qwen, VOCAB)
+    finally:
+        qwen.lm_head = linear
+
+
+def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
+    model = type(qwen)(qwen.config).to(torch.bfloat16)
+    engine = TransformersEngine(model, VOCAB)
+    items = random_items(5, LENGTHS)
+    marks = engine.score(items, Asked(hidden=True))
+    assert marks.hidden_CH is not None
+    assert marks.hidden_CH.dtype == np.uint16
+    head = engine.head()
+    assert head is not None
+    widened = dataclasses.replace(marks, hidden_CH=widen(marks.hidden_CH))
+    logits = widened.hidden_CH @ widen(unpack(head.weight)).T
+    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    targets = np.concatenate([item.token_ids_L[item.first :] for item in items])
+    close(marks.logprob_C, logp[np.arange(len(targets)), targets], 1e-4)
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
+    with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
+        TransformersEngine(qwen, VOCAB, max_length=65)
