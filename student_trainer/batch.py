@@ -1,12 +1,12 @@
 """From rows of the wire to the tensors of one forward pass; a pure function.
 
-Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden size
-of the teacher. Rows are padded on the right: with causal attention no supervised position sees the padding.
+Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
+size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,17 +51,19 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        targets = replace(self.targets, **_moved(self.targets, device))
-        return replace(self, **_moved(self, device), targets=targets)
-
-
-def _moved(owner: MicroBatch | Targets, device: torch.device) -> dict[str, Tensor]:
-    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+        values = vars(self.targets)
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        targets = replace(self.targets, **moved)
+        hidden_CG = self.teacher_hidden_CG
+        return replace(
+            self,
+            tokens_RL=self.tokens_RL.to(device),
+            positions_C=self.positions_C.to(device),
+            row_C=self.row_C.to(device),
+            targets=targets,
+            teacher_C=self.teacher_C.to(device),
+            teacher_hidden_CG=None if hidden_CG is None else hidden_CG.to(device),
+        )
 
 
 def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
@@ -120,8 +122,8 @@ def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, t
         )
     if tokens != int(prompt_R.sum()) + completion or (prompt_R < 1).any() or (completion_R < 0).any():
         raise DataError(
-            f"batch carries {tokens} tokens for prompts of {int(prompt_R.sum())} and completions of {completion}: "
-            "they must add up, and every prompt needs at least one token"
+            f"batch carries {tokens} tokens for prompts of {int(prompt_R.sum())} and completions of "
+            f"{completion}: they must add up, and every prompt needs at least one token"
         )
 
 
@@ -131,8 +133,8 @@ def _check_ids(rows: Rows, flat: np.ndarray, targets: Targets, vocab: int) -> No
         highest = max(highest, int(targets.support_NK.max()))
     if highest >= vocab or int(flat.min(initial=0)) < 0:
         raise DataError(
-            f"batch with rows {rows.ids[:2]}… carries token id {highest}, the student's tokenizer has {vocab} ids: "
-            "student, teacher and prompts must share one tokenizer"
+            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has {vocab} "
+            "ids: student, teacher and prompts must share one tokenizer"
         )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: DeepSpeed's files, complete and verified or not there at all.
 
-    checkpoints/L000-v00000012/deepspeed/*.pt      DeepSpeed's own, one set per rank
-                              /checkpoint.json     version, ranks, model fingerprint, size and BLAKE3 of every file
-    checkpoints/latest                             name of the newest one
+    checkpoints/L000-v00000012/deepspeed/*.pt     DeepSpeed's own, one set per rank
+                              /checkpoint.json    version, ranks, model, size and BLAKE3 of every file
+    checkpoints/latest                            name of the newest one
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves.
 DeepSpeed reads its files with torch.load; their digests are checked first.
@@ -30,7 +30,7 @@ _INDEX: Final = "checkpoint.json"
 
 
 def save(engine: Any, folder: Path, version: Version, fingerprint: str, ranks: Ranks, keep: int) -> Path:
-    """Save all that a resumed run needs to go on bit for bit; then drop all but the newest `keep`. Collective."""
+    """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective."""
     partial, final = folder / f".partial-{version}", folder / str(version)
     if ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,8 +81,8 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
     index = json.loads((path / _INDEX).read_text())
     if index["world_size"] != ranks.world_size or index["fingerprint"] != fingerprint:
         raise DataError(
-            f"checkpoint {path} is of {index['world_size']} ranks and model {index['fingerprint'][:12]}, this run has "
-            f"{ranks.world_size} ranks and model {fingerprint[:12]}: start it with the same ranks and student"
+            f"checkpoint {path} is of {index['world_size']} ranks and model {index['fingerprint'][:12]}, "
+            f"this run has {ranks.world_size} ranks and model {fingerprint[:12]}: start it with the same ranks and student"
         )
     _, state = engine.load_checkpoint(str(path), tag=_TAG)
     torch.set_rng_state(state["rng"]["cpu"])

@@ -72,4 +72,4 @@ class TrainerConfig(Settings):
     """Of the rollouts: the trainer's log-probabilities use the same."""
     seed: int = 0
     checkpoint: str | None = None
-    """Checkpoint to start from, such as "L000-v00000012"; None: what `latest` names, or the student's folder."""
+    """Checkpoint to start from, such as "L000-v00000012"; None: what `latest` names, if anything."""

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` makes; `keep` is only there to stay alive (transformers looks at it through a weak reference)."""
+    """What `load` makes; `keep` only has to stay alive: transformers holds it by a weak reference."""
 
     engine: Any
     student: Student
@@ -28,7 +28,7 @@ class Loaded:
 
 
 def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
-    """DeepSpeed's JSON under the overrides. Raises ConfigError for what this trainer cannot keep its promises with."""
+    """DeepSpeed's JSON under the overrides. Raises ConfigError for what the trainer cannot work with."""
     config = _read(settings.deepspeed)
     for path, value in settings.overrides.items():
         section = config
@@ -76,7 +76,7 @@ def _check(config: dict[str, Any], path: Path) -> None:
 
 
 def load(config: TrainerConfig) -> Loaded:
-    """The student under ZeRO-3, its optimizer, and its tokenizer. Collective; torch.distributed must be up."""
+    """The student under ZeRO-3, its optimizer, its tokenizer. Collective; torch.distributed must be up."""
     import deepspeed
     from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig

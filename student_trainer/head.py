@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from student_trainer.objectives.diagnostics import diagnose
@@ -76,7 +75,7 @@ def project(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
 
 
 def _known_rows(head: HeadWeights, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias below `vocab`; fp32 once and for all where products of bf16 cannot be summed in fp32."""
+    """Weight and bias below `vocab`; made fp32 once where products of bf16 cannot be summed in fp32."""
     weight_VH = head.weight_VH.detach()[: head.shape.vocab]
     bias_V = None if head.bias_V is None else head.bias_V.detach()[: head.shape.vocab]
     return (weight_VH if device.type == "cuda" else weight_VH.float()), bias_V
@@ -138,7 +137,7 @@ def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_CH: Tensor,
         weight_VH: Tensor,
@@ -171,7 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad.mul_(grad_loss).to(ctx.dtype) for grad in ctx.grads]
         ctx.grads = None
         return (*scaled, None, None, None, None)
@@ -198,8 +197,8 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the objective over C tokens, and the statistics vector (STATS, then the largest ρ).
 
-    The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be 0:
-    then both are zero, and so are the gradients.
+    The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be
+    0: then both are zero, and so are the gradients.
     """
     loss, stats = _ChunkedLoss.apply(
         hidden_CH, head.weight_VH, head.bias_V, head.shape, work, objective, chunk

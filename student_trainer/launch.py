@@ -1,8 +1,8 @@
-"""How the ranks are started: the deepspeed launcher's command line and environment, and how they are asked to stop.
+"""How the ranks are started (the deepspeed launcher's command line and environment) and asked to stop.
 
-Run the command in a session of its own. `ask_to_stop` reaches the ranks alone: they finish their step, save a
-checkpoint and exit 0, and so does the launcher. A signal to the whole session also works, but then the launcher waits
-30 seconds at most before it kills, and exits 1.
+Run the command in a session of its own. `ask_to_stop` reaches the ranks alone: they finish their step, save
+a checkpoint and exit 0, and so does the launcher. A signal to the whole session also works, but then the
+launcher exits 1, and kills ranks that need more than 30 seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.errors import ConfigError
 
 _MODULE = "student_trainer"
+TITLE = "distill trainer"
+"""What a rank's process title begins with."""
 
 
 def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str]]:
@@ -35,14 +37,15 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
 
 
 def _placement(settings: TrainerSettings) -> list[str]:
-    """Which devices. Given a number alone, the launcher ignores CUDA_VISIBLE_DEVICES and takes the first ones."""
+    """Which devices. Given only a number, the launcher ignores CUDA_VISIBLE_DEVICES and takes the first."""
     visible = settings.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible or settings.hostfile is not None:
         return ["--num_accelerators", str(settings.ranks)]
     devices = visible.split(",")
     if len(devices) < settings.ranks:
         raise ConfigError(
-            f"trainer.ranks is {settings.ranks} and CUDA_VISIBLE_DEVICES is {visible!r}: every rank needs a device"
+            f"trainer.ranks is {settings.ranks} and CUDA_VISIBLE_DEVICES is {visible!r}: "
+            "every rank needs a device of its own"
         )
     return ["--include", f"localhost:{','.join(devices[: settings.ranks])}"]
 
@@ -76,10 +79,12 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
+    """Whether a process is a rank, before or after it took its title."""
     try:
-        return "LOCAL_RANK" in process.environ() and process.ppid() != 1
+        line = process.cmdline()
     except psutil.Error:
         return False
+    return any(part.startswith(("--local_rank=", TITLE)) for part in line)
 
 
 def ask_to_stop(launcher: int) -> int:

@@ -1,10 +1,10 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
-    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}        first line
-                                 {"step": 1, "ids": ["…", …]}                     one line per step, step after it
+    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}      first line
+                                 {"step": 1, "ids": ["…", …]}                   one line per step, step after it
 
-A line is flushed before its step is reported, so the files prove that nothing was trained on twice: a rollout may
-appear in two lineages only when the step that trained on it was left behind by the branch.
+A line is flushed before its step is reported, so the files prove that nothing was trained on twice: a rollout
+may appear in two lineages only when the step that trained on it was left behind by the branch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lineage:
 
 
 def read(folder: Path) -> dict[int, Lineage]:
-    """Every lineage in a run's ledger. A last line that a crash cut off was never reported: it is not read."""
+    """Every lineage in a run's ledger. A last line that a crash cut off was never reported: it is skipped."""
     lineages: dict[int, Lineage] = {}
     for path in sorted(folder.glob("L*-rank*.jsonl")):
         complete = path.read_text().split("\n")[:-1]
@@ -65,7 +65,7 @@ def read(folder: Path) -> dict[int, Lineage]:
 
 
 def trained_twice(lineages: dict[int, Lineage], last: Version) -> list[str]:
-    """Ids that the weights of `last` were trained on more than once, along its ancestry; empty when all is well."""
+    """Ids that the weights of `last` were trained on more than once, along its ancestry."""
     seen: Counter[str] = Counter()
     current: Version | None = last
     while current is not None and current.lineage in lineages:

@@ -2,8 +2,8 @@
 
     batch (agreed by all ranks) → step → ledger → publish → checkpoint → report → the same again, until Stop
 
-Every rank goes through the same collectives in the same order; whatever only one rank knows (a signal, a Stop, an
-anchor that is due) goes through `Ranks.highest` first.
+Every rank goes through the same collectives in the same order; whatever only one rank knows (a signal, a
+Stop, an anchor that is due) goes through `Ranks.highest` first.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def train(trainer: Trainer) -> Outcome:
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None, bool]:
-    """The next batch once every rank has its share, and whether a full version is due; None: all stop. Collective."""
+    """The next batch once every rank has its share (None: all stop), and whether an anchor is due. Collective."""
     answer: TrainBatch | Wait | Stop = Wait()
     while True:
         if isinstance(answer, Wait):

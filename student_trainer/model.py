@@ -34,10 +34,10 @@ class Head(nn.Module):
     Being a module, DeepSpeed's hooks gather its weight when it runs, as for any other.
     """
 
-    def __init__(self, layer: nn.Module, shape: HeadShape, chunk: int) -> None:
+    def __init__(self, layer: Any, shape: HeadShape, chunk: int) -> None:
         super().__init__()
-        self.weight = layer.weight
-        self.bias = getattr(layer, "bias", None)
+        self.weight: nn.Parameter = layer.weight
+        self.bias: nn.Parameter | None = getattr(layer, "bias", None)
         self.shape = shape
         self.chunk = chunk
 
@@ -95,7 +95,8 @@ class Student(nn.Module):
 
 def plain(model: nn.Module) -> Any:
     """The transformers model inside, without peft's wrapping."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
 
 
 def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
@@ -115,8 +116,8 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     """Largest difference in nats between our log-probabilities and the model's own on 12 tokens.
 
     `run` is what to call in the student's place: the student itself, or the engine that wraps it.
-    Raises ConfigError when it is more than the model's precision explains: then the family's head does something
-    that `head_shape` does not know, and every objective would be wrong.
+    Raises ConfigError when it is more than the model's precision explains: then the family's head does
+    something that `head_shape` does not know, and every objective would be wrong.
     """
     tokens_RL = torch.arange(12, device=device).remainder(student.head.shape.vocab).reshape(1, 12)
     run.eval()
@@ -127,8 +128,8 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     limit = 1e-4 if precise else 2.0**-6 * max(1.0, float(theirs_CV.abs().max()))
     if not difference <= limit:
         raise ConfigError(
-            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by {difference:.3g} "
-            f"nats (limit {limit:.3g}): this model family's head is not supported"
+            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by "
+            f"{difference:.3g} nats (limit {limit:.3g}): this model family's head is not supported"
         )
     log.info("head agrees with the model's own logits to %.2g nats", difference)
     return difference

@@ -1,4 +1,4 @@
-"""What the ranks tell each other besides gradients: small vectors and messages, in the same order everywhere."""
+"""What the ranks tell each other besides gradients, in the same order everywhere."""
 
 from __future__ import annotations
 

@@ -16,20 +16,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from student_trainer.controller import Controller
 from student_trainer.weights import Weights
+from sync.errors import StoreError
+from sync.weights.publish import Publisher, PublishReport
 from sync.wire import Published, Version
 
 log = logging.getLogger(__name__)
+_PATIENCE: Final = 3
+"""Publications in a row that may fail before the run does."""
 
 
 class Road(Protocol):
     """One way to publish. `start` first, `drain` last; every method is called on all ranks alike."""
 
     anchor_due: bool
-    """Rank 0: the next version should be a full one."""
+    """The next version should be a full one; any rank may say so."""
     newest: Version | None
     """The version published last, or on its way."""
 
@@ -37,7 +41,7 @@ class Road(Protocol):
         """Publish what training starts from, and wait until it can be read. Collective."""
 
     def publish(self, version: Version, anchor: bool) -> None:
-        """Wait for the previous version, then send this one on its way. Collective when `anchor`, or a broadcast."""
+        """Wait for the previous version, then send this one on its way. Collective."""
 
     def drain(self) -> None:
         """Wait until the last version can be read. Raises what went wrong with it."""
@@ -67,7 +71,7 @@ class SnapshotRoad:
 
     def __init__(
         self,
-        publisher: Any,
+        publisher: Publisher,
         weights: Weights,
         export: Callable[[Path], None],
         scratch: Path,
@@ -76,6 +80,7 @@ class SnapshotRoad:
     ) -> None:
         """`export` writes a Hugging Face folder, a collective; `scratch` holds it until it is published."""
         self.anchor_due = False
+        self._failures = 0
         self.newest: Version | None = None
         self._publisher, self._weights, self._export = publisher, weights, export
         self._scratch, self._controller, self._rank = scratch, controller, rank
@@ -97,19 +102,33 @@ class SnapshotRoad:
         self._export(folder)
         self._background.submit(self._anchor, version, folder, shards)
 
-    def _delta(self, version: Version, shards: list[Any]) -> None:
-        self._told(self._publisher.delta(version, shards))
+    def _delta(self, version: Version, shards: dict[str, Any]) -> None:
+        self._attempt(version, lambda: self._publisher.delta(version, shards))
 
-    def _anchor(self, version: Version, folder: Path, shards: list[Any]) -> None:
+    def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
         own = folder if self._rank == 0 else None
-        self._told(self._publisher.anchor(version, self._parent, own, shards))
+        self._attempt(version, lambda: self._publisher.anchor(version, self._parent, own, shards))
         if own is not None:
             shutil.rmtree(own)
 
-    def _told(self, report: Any) -> None:
-        if self._rank != 0:
+    def _attempt(self, version: Version, publish: Callable[[], PublishReport]) -> None:
+        """Publish and say so. A store that fails costs the version; failing `_PATIENCE` times, the run."""
+        try:
+            report = publish()
+        except StoreError as error:
+            self.anchor_due = True
+            self._failures += 1
+            if self._failures >= _PATIENCE:
+                raise
+            log.error(
+                "%s was not published (failure %d of %d): %s", version, self._failures, _PATIENCE, error
+            )
             return
-        self.anchor_due = report.anchor_due
+        self._failures, self.anchor_due = 0, report.anchor_due
+        if self._rank == 0:
+            self._tell(report)
+
+    def _tell(self, report: PublishReport) -> None:
         self._controller.tell(
             Published(
                 version=report.version,
@@ -125,7 +144,7 @@ class SnapshotRoad:
 
 
 class BroadcastRoad:
-    """Straight to the replicas: everything is gathered first (a gather inside a send deadlocks), then rank 0 sends."""
+    """Straight to the replicas. Everything is gathered before rank 0 sends: a gather inside a send deadlocks."""
 
     anchor_due = False
 

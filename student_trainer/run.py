@@ -1,6 +1,6 @@
 """A rank from start to end.
 
-process group → model → checkpoint → hello → teachers' heads → first version → loop → last version, digests, folder
+process group → model → checkpoint → hello → first version → heads → loop → last version, digests, folder
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from student_trainer.config import TrainerConfig
 from student_trainer.controller import Controller, HttpController
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, train
 from student_trainer.model import check_head
@@ -32,7 +33,9 @@ from student_trainer.source import HttpSource
 from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
 from sync.errors import DataError
+from sync.stores import open_store
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def run(config: TrainerConfig) -> None:
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
     weights = Weights(loaded.student, ranks)
-    fingerprint = model_fingerprint(weights)
+    fingerprint = weights.fingerprint
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
@@ -91,19 +94,12 @@ def join(config: TrainerConfig) -> Ranks:
         torch.set_num_threads(config.trainer.threads)
     deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    setproctitle(f"distill trainer {config.run} rank {rank}")
+    setproctitle(f"{TITLE} {config.run} rank {rank}")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.seed + rank)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(rank, world_size, device)
-
-
-def model_fingerprint(weights: Weights) -> str:
-    """Names the model's checkpoint: which tensors of which shapes."""
-    from sync.weights.manifest import model_fingerprint
-
-    return model_fingerprint(weights.shapes)
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
@@ -128,8 +124,8 @@ def introduce(
     expected = 0 if start is None else start.step
     if welcome.version.step != expected:
         raise DataError(
-            f"the controller expects training to start at step {welcome.version.step}, the trainer stands at {expected}: "
-            "they must use the same run folder"
+            f"the controller expects training to start at step {welcome.version.step}, the trainer stands at "
+            f"{expected}: they must use the same run folder"
         )
     return welcome
 
@@ -147,7 +143,7 @@ def step_function(
 
 
 def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
-    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError on other vocabularies."""
+    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError when it is short."""
     rows = head.weight.shape[0]
     if rows < vocab:
         raise DataError(
@@ -178,15 +174,11 @@ def open_road(
 
             sender = BroadcastSender("127.0.0.1", 0, settings.timeout_seconds, "cpu")
         return BroadcastRoad(sender, weights, controller)
-    from sync.stores import open_store
-    from sync.weights.publish import Publisher, Slice
-
-    slices = [Slice(s.name, s.shape, s.dtype, s.start, s.count) for s in weights.shards]
     publisher = Publisher(
         open_store(settings.store, config.run_dir / "store"),
         config.run,
         fingerprint,
-        slices,
+        weights.slices,
         rank=ranks.rank,
         world_size=ranks.world_size,
         codec=settings.codec,

@@ -15,7 +15,7 @@ _GLANCE_SECONDS = 0.2
 
 
 class BatchSource(Protocol):
-    """Batches of one rank, in order. `poll` is called until it gives a batch or Stop; `expect` is optional."""
+    """Batches of one rank, in order. Poll until a batch or Stop comes; `expect` may be left out."""
 
     def expect(self, version: Version) -> None:
         """The batch for `version` will be polled next: fetch it meanwhile."""
@@ -41,7 +41,8 @@ class HttpSource:
 
     def poll(self, version: Version, interrupted: threading.Event) -> TrainBatch | Wait | Stop:
         self.expect(version)
-        assert self._asked is not None and self._asked[0] == version
+        assert self._asked is not None
+        assert self._asked[0] == version
         answer = self._asked[1]
         while not interrupted.is_set():
             try:
@@ -56,7 +57,7 @@ class HttpSource:
 
     def _ask(self, version: Version) -> TrainBatch | Wait | Stop:
         request = BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
-        return self._peer.call("/v1/batch", request, TrainBatch | Wait | Stop)  # type: ignore[arg-type, return-value]
+        return self._peer.call("/v1/batch", request, TrainBatch | Wait | Stop)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

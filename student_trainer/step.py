@@ -64,7 +64,7 @@ def merge(left: Tensor, right: Tensor) -> Tensor:
 
 
 def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Ranks) -> dict[str, float]:
-    """Metrics of the step from the sums of all ranks; those without a token to speak of are left out. Collective."""
+    """Metrics of the step from the sums of all ranks; a mean over no tokens is left out. Collective."""
     own = [
         *(float(sum(getattr(count, name) for count in counts)) for name in ("rows", "tokens", "truncated")),
         *(float(sum(getattr(count, name) for count in counts)) for name in ("age", "padded")),

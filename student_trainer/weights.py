@@ -1,7 +1,7 @@
 """The student's weights in checkpoint coordinates: this rank's flat shards, whole tensors, a folder, digests.
 
-Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the end of
-the last one: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once.
+Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
+end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,18 @@ from torch import Tensor, nn
 from student_trainer.model import Student, plain
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
+from sync.weights.checkpoint import BITS, digest, model_fingerprint
+from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of one checkpoint tensor: flat elements [start, start + count)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    count: int
-
-
 class Weights:
     """The parameters of one student, named as in its checkpoint; made after deepspeed.initialize.
 
-    Raises ConfigError when memory and checkpoint do not name the same tensors, or a precision cannot be published.
+    Raises ConfigError when memory and checkpoint do not name the same tensors, or for other precisions.
     """
 
     def __init__(self, student: Student, ranks: Ranks) -> None:
@@ -51,21 +41,26 @@ class Weights:
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self.shards = [self._shard(name, parameter) for name, parameter in self.parameters.items()]
+        self.slices = [self._slice(name, parameter) for name, parameter in self.parameters.items()]
 
-    def _shard(self, name: str, parameter: nn.Parameter) -> Shard:
+    @property
+    def fingerprint(self) -> str:
+        """Names the model's checkpoint: tensors, shapes, precision."""
+        return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
+
+    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
         shape = self.shapes[name]
         length, total = _local(parameter).numel(), int(np.prod(shape, dtype=np.int64))
         start = min(self._ranks.rank * length, total)
-        return Shard(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
+        return Slice(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
 
-    def snapshot(self) -> list[np.ndarray]:
-        """Copies of this rank's shards, in the order of `shards`: uint16 bits of bf16, or float32. No collective."""
-        pairs = zip(self.parameters.values(), self.shards, strict=True)
-        return [bits(_local(parameter)[: shard.count]) for parameter, shard in pairs]
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Copies of this rank's slices as flat arrays of bits, by tensor. No collective."""
+        pairs = zip(self.parameters.values(), self.slices, strict=True)
+        return {part.name: bits(_local(parameter)[: part.count]) for parameter, part in pairs}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole tensor in order; on rank 0 a copy in host memory, elsewhere empty. Collective: use it up."""
+        """Every whole tensor in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
         for name, parameter in self.parameters.items():
             with _whole(parameter):
                 own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
@@ -74,13 +69,11 @@ class Weights:
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
-        from blake3 import blake3
-
         named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
-        return {name: blake3(bits(tensor.flatten()).tobytes()).hexdigest() for name, tensor in named}
+        return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face folder that any tool loads; rank 0 writes, all return when it is there. Collective."""
+        """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self.gathered())
         if self._ranks.rank == 0:
             plain(self._student.model).save_pretrained(folder, state_dict=state)
@@ -102,15 +95,16 @@ def check_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     if written != shapes:
         differing = sorted(written.items() ^ shapes.items())[:4]
         raise ConfigError(
-            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint ({differing} …): "
-            "such models (fused experts, mostly) cannot be published yet"
+            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint "
+            f"({differing} …): such models (fused experts, mostly) cannot be published yet"
         )
 
 
 def bits(flat: Tensor) -> np.ndarray:
-    """Copy of a flat tensor in host memory; uint16 bits for bf16."""
+    """Copy of a flat tensor in host memory, as unsigned integers of its width."""
     host = flat.detach().to("cpu", copy=True)
-    return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
+    wide = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
+    return wide.numpy().view(BITS[DTYPES[host.dtype]])
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
@@ -123,6 +117,6 @@ def _whole(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
     """The parameter gathered on every rank, for reading."""
     if not hasattr(parameter, "ds_tensor"):
         return contextlib.nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter])

@@ -14,7 +14,7 @@ from student_trainer.objectives.importance import ratio
 from student_trainer.objectives.terms import Targets, at
 
 _OVERLAP_TOKENS = 64
-"""Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear, a sample of it is not."""
+"""Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear."""
 
 
 @torch.no_grad()

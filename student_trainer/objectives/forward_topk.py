@@ -2,8 +2,8 @@
 
     loss_t = Σ_{v∈S} q(v) log(q(v)/p(v)) + Q log(Q/P),     Q = 1 − Σ_S q,  P = Σ_{v∉S} p(v)
 
-It is KL(q‖p) after merging everything outside S into one event: zero exactly when p and q agree on S. It does not
-depend on the sampled token, so stale samples need no weight.
+It is KL(q‖p) after merging everything outside S into one event: zero exactly when p and q agree on S. It
+does not depend on the sampled token, so stale samples need no weight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _NO_TAIL = 1e-6
 
 
 def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
-    """Bucketed forward KL; `reverse_kl` is the bucketed Σ_S p·d + P log(P/Q), a lower bound of the reverse KL."""
-    assert targets.support_NK is not None and targets.support_logp_NK is not None
+    """Bucketed forward KL; `reverse_kl` is bucketed too, Σ_S p·d + P log(P/Q): a lower bound."""
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
     logq_NK, logp_NK = targets.support_logp_NK, logp_NV.gather(1, targets.support_NK)
     q_NK = logq_NK.exp()
     tail_N = (1.0 - q_NK.sum(1)).clamp(min=0.0)

@@ -3,8 +3,8 @@
     loss_t = Σ_{v∈S} [ p(v) d(v) − p(v) + q(v) ]
            + sg[ min(ρ_t, c) · ( 1[y_t∉S]·d(y_t) + Σ_{j≥1} γ^j d_{t+j} ) ] · log p(y_t),     d = log p − log q
 
-The first term has gradient Σ_S p·d·∇log p and needs no importance weight: given the prefix it is exact. Without
-−p + q it would not be stationary at p = q. The second adds the part outside S in expectation, so the sum is
+The first term has gradient Σ_S p·d·∇log p and needs no importance weight: given the prefix it is exact.
+Without −p + q it would not be stationary at p = q. The second adds the part outside S in expectation, so the sum is
 ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact.
 S is the teacher's top-k (`topk`) or the student's top-k at sampling time (`student_topk`).
 """
@@ -22,7 +22,8 @@ def hybrid(
     logp_NV: Tensor, targets: Targets, rho_cap: float | None, drop_rho_outside: tuple[float, float] | None
 ) -> Terms:
     """Surrogate loss over S and of sampled tokens outside it; `reverse_kl` is Σ_S p·d + 1[y∉S]·w·d(y)."""
-    assert targets.support_NK is not None and targets.support_logp_NK is not None
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
     member_NK = targets.support_NK >= 0
     logp_NK = logp_NV.gather(1, targets.support_NK.clamp(min=0))
     p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()

@@ -16,7 +16,7 @@ def ratio(logp_N: Tensor, behavior_logp_N: Tensor) -> Tensor:
 
 
 def weight(rho_N: Tensor, cap: float | None, drop_outside: tuple[float, float] | None) -> Tensor:
-    """min(ρ, cap), and 0 where ρ is outside `drop_outside` = (low, high); dropped tokens stay in the denominator."""
+    """min(ρ, cap), and 0 where ρ is outside `drop_outside` = (low, high)."""
     weight_N = rho_N if cap is None else rho_N.clamp(max=cap)
     if drop_outside is None:
         return weight_N

@@ -1,4 +1,4 @@
-"""What an objective needs from the teacher and from the rollout engine, per completion token. No torch here."""
+"""What an objective needs from the teacher and from the rollout engine. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sync.wire import Want
 def needs(objective: ObjectiveConfig) -> Want:
     """What the teacher is asked for at each completion position.
 
-    `student_topk` gathers at ids that the request carries (ScoreSequence.gather_ids), so it wants nothing more.
+    `student_topk` gathers at ids that the request carries (ScoreSequence.gather_ids): it wants no more here.
     Entropy comes from the teacher unless its whole distribution is rebuilt here from hidden states.
     """
     if isinstance(objective, Full | JSD | SkewReverse):

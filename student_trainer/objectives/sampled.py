@@ -2,7 +2,7 @@
 
     loss_t = sg[ min(ρ_t, c) · (d_t + Σ_{j≥1} γ^j d_{t+j}) ] · log p(y_t),     d = log p − log q,  ρ = p/μ
 
-Given the prefix, E_{y~μ}[ρ·d(y)·∇log p(y)] = Σ_v p·d·∇log p = ∇KL(p‖q): unbiased for any stale μ when uncapped.
+Given the prefix, E_{y~μ}[ρ·d(y)·∇log p(y)] = Σ_v p·d·∇log p = ∇KL(p‖q): unbiased for any μ when uncapped.
 d is that of the live student, never of μ: an advantage built from μ does not vanish at p = q.
 """
 

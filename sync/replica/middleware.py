@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sync.errors import DistillError, SnapshotError, WireError
+from sync.errors import DistillError, SnapshotError, StoreError, WireError
 from sync.replica.completions import sampling_problem
 from sync.replica.config import ReplicaConfig
 from sync.replica.generation import Generation
@@ -62,7 +62,7 @@ class _Routes:
                 response = await self._state(request)
             else:
                 response = refuse(404, f"{key[0]} {scope['path']} is no route of a replica")
-        except SnapshotError as error:
+        except (SnapshotError, StoreError) as error:  # the old version goes on
             logger.warning("update refused: %s", error)
             response = refuse(409, str(error))
         except WireError as error:

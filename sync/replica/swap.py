@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sync.errors import SnapshotError
-from sync.replica.checkpoint import NamedTensors, digesting
+from sync.weights.tensors import NamedTensors, digesting
 
 logger = logging.getLogger(__name__)
 

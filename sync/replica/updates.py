@@ -22,10 +22,13 @@ _POLL_SECONDS = 0.01
 
 
 class _Ready(NamedTuple):
-    """What is staged: a folder of the mirror, or a broadcast in the worker's memory (None)."""
+    """What can be swapped in now."""
 
-    staged: Staged | None
+    path: Path | None
+    """A folder of the mirror; None: a broadcast in the worker's memory."""
     bytes_read: int
+    staged: Staged | None = None
+    """To promote once it is served; None: nothing to promote."""
 
 
 class Updater:
@@ -87,8 +90,10 @@ class Updater:
     async def _stage(self, request: UpdateRequest) -> _Ready:
         if request.broadcast is not None:
             return _Ready(None, await self._receive(request.broadcast))
+        if self._mirror.version == request.version:  # this process started again and its mirror was ahead
+            return _Ready(self._mirror.path, 0)
         staged = await asyncio.to_thread(self._mirror.stage, request.version)
-        return _Ready(staged, staged.bytes_read)
+        return _Ready(staged.path, staged.bytes_read, staged)
 
     async def _receive(self, ticket: BroadcastTicket) -> int:
         """Bytes of the broadcast, now in the worker's memory. Raises SnapshotError when it failed."""
@@ -107,10 +112,9 @@ class Updater:
     async def _swap(self, request: UpdateRequest, ready: _Ready) -> float:
         """Seconds of loading. The engine resumes on the new version, or on the old one and SnapshotError is
         raised; any other error leaves it paused, for its process is ending."""
-        path: Path | None = None if ready.staged is None else ready.staged.path
         await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
         started = time.perf_counter()
-        await vllm_compat.apply(self._engine, {} if path is None else {"path": str(path)})
+        await vllm_compat.apply(self._engine, {} if ready.path is None else {"path": str(ready.path)})
         failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_outcome") if f]
         if failures:
             await vllm_compat.call_workers(self._engine, "distill_revert")

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from sync.replica.checkpoint import NamedTensors
+from sync.weights.tensors import NamedTensors
 from sync.replica.completions import Completion, Limits
 from sync.wire import Sampling
 

@@ -32,7 +32,7 @@ import torch
 from torch import distributed as dist
 
 from sync.errors import SnapshotError, Unreachable
-from sync.replica.checkpoint import TensorMeta, digest, meta_of
+from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)

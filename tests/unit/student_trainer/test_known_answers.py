@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def targets(lib: Any, teacher: Tensor, behavior: Tensor, support: list[int], **m
     )
 
 
-def expected(loss: Callable, goal: Any, draws: Tensor, theta: Tensor = THETA) -> tuple[Tensor, Tensor, Tensor]:
+def expected(
+    loss: Callable, goal: Any, draws: Tensor, theta: Tensor = THETA
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient in the logits, reverse_kl statistic) under y ~ `draws` (log-probabilities)."""
     leaf = theta.clone().requires_grad_()
     loss_V, stats = loss(leaf.log_softmax(0).expand(V, V), goal)
@@ -105,7 +107,9 @@ def same(left: Tensor, right: Tensor, tolerance: float = EXACT) -> None:
     assert float((left - right).abs().max()) <= tolerance, (left, right)
 
 
-SUPPORTS = [list(ids) for k in range(V + 1) for ids in itertools.islice(itertools.combinations(range(V), k), 4)]
+SUPPORTS = [
+    list(ids) for k in range(V + 1) for ids in itertools.islice(itertools.combinations(range(V), k), 4)
+]
 
 
 # --- checks -----------------------------------------------------------------------------------------------
@@ -304,8 +308,8 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Any]:
-    yield library()
+def real() -> Any:
+    return library()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -359,7 +363,11 @@ MUTANTS = [
     ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N < low"),
     ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N > high"),
     ("objectives.sampled", "logp_N.detach() - targets", "logp_N - targets"),
-    ("objectives.sampled", "logp_N.detach() - targets.teacher_logp_N", "targets.teacher_logp_N - logp_N.detach()"),
+    (
+        "objectives.sampled",
+        "logp_N.detach() - targets.teacher_logp_N",
+        "targets.teacher_logp_N - logp_N.detach()",
+    ),
     ("objectives.sampled", "d_N = logp_N.detach()", "d_N = targets.behavior_logp_N"),
     ("objectives.sampled", "d_N + targets.future_N", "d_N - targets.future_N"),
     ("objectives.sampled", "d_N + targets.future_N", "d_N"),
@@ -371,8 +379,16 @@ MUTANTS = [
     ("objectives.hybrid", "(logp_NK - targets.support_logp_NK)", "(targets.support_logp_NK - logp_NK)"),
     ("objectives.hybrid", "torch.where(member_NK, pd_NK - p_NK + q_NK, 0.0)", "(pd_NK - p_NK + q_NK)"),
     ("objectives.hybrid", "torch.where(member_NK, pd_NK.detach(), 0.0)", "pd_NK.detach()"),
-    ("objectives.hybrid", "torch.where(member_NK, pd_NK.detach(), 0.0)", "torch.where(member_NK, pd_NK, 0.0)"),
-    ("objectives.hybrid", "!= targets.token_N.unsqueeze(1)).all(1)", "!= targets.token_N.unsqueeze(1)).any(1)"),
+    (
+        "objectives.hybrid",
+        "torch.where(member_NK, pd_NK.detach(), 0.0)",
+        "torch.where(member_NK, pd_NK, 0.0)",
+    ),
+    (
+        "objectives.hybrid",
+        "!= targets.token_N.unsqueeze(1)).all(1)",
+        "!= targets.token_N.unsqueeze(1)).any(1)",
+    ),
     ("objectives.hybrid", "(targets.support_NK != targets", "(targets.support_NK == targets"),
     ("objectives.hybrid", "torch.where(outside_N, logp_N.detach()", "torch.where(outside_N, logp_N"),
     ("objectives.hybrid", "d_N + targets.future_N", "torch.where(outside_N, d_N + targets.future_N, 0.0)"),
@@ -381,7 +397,11 @@ MUTANTS = [
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK >= -1"),
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK > 0"),
     ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logq_NK - logp_NK)).sum(1)"),
-    ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logp_NK - logq_NK)).sum(1) + bucket_N"),
+    (
+        "objectives.forward_topk",
+        "(logq_NK - logp_NK)).sum(1) + bucket_N",
+        "(logp_NK - logq_NK)).sum(1) + bucket_N",
+    ),
     ("objectives.forward_topk", "(log_tail_N - log_rest_N), 0.0", "(log_rest_N - log_tail_N), 0.0"),
     ("objectives.forward_topk", "1.0 - q_NK.sum(1)", "q_NK.sum(1)"),
     ("objectives.forward_topk", "sum(1) + rest_N", "sum(1) - rest_N"),

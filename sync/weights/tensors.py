@@ -1,8 +1,7 @@
-"""Checkpoints as streams of named tensors, and the digest of what was streamed."""
+"""Checkpoints as streams of named torch tensors, and the digest of what was streamed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -56,29 +55,17 @@ def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Memory-mapped tensors of a Hugging Face safetensors folder, file by file, in file order.
+    """Memory-mapped tensors of every *.safetensors file in a folder, in the order they lie in.
 
-    Raises SnapshotError when the folder is no such checkpoint or a file is cut.
+    Raises SnapshotError when there is no such file, or one is cut.
     """
-    for path, names in _files(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SnapshotError(f"{folder} has no *.safetensors file: it is no checkpoint folder")
+    for path in files:
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
-                for name in names or file.offset_keys():
+                for name in file.offset_keys():
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise SnapshotError(f"{path} cannot be read as safetensors: {error}") from None
-
-
-def _files(folder: Path) -> list[tuple[Path, list[str] | None]]:
-    """Files of a checkpoint with the names to read from each; None: all of them."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [(folder / "model.safetensors", None)]
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise SnapshotError(f"{index} is not a checkpoint index: {error!r}") from None
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(file, []).append(name)
-    return [(folder / file, names) for file, names in sorted(by_file.items())]

@@ -1,0 +1,423 @@
+"""Real vLLM servers on tiny random models: log-probabilities, updates in flight, refusals, both proofs."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from distill.config import StudentConfig
+from distill.student import command
+from safetensors.torch import load_file, save_file
+from sync.errors import RemoteError
+from sync.replica.config import ReplicaConfig
+from sync.stores import open_store
+from sync.stores.config import DirectoryStoreConfig
+from sync.transport import TOKEN_VARIABLE, Peer
+from sync.weights import checkpoint
+from sync.weights.broadcast import BroadcastSender
+from sync.weights.publish import Publisher, Slice
+from sync.weights.tensors import meta_of
+from sync.wire import (
+    Audience,
+    BroadcastTicket,
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    ReplicaState,
+    Sampling,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+    VersionSpan,
+    unpack,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
+TOLERANCE = 0.12
+"""Nats between vLLM's bf16 and transformers' fp32 forward of the same bf16 weights; seen: 0.05."""
+PROMPTS = [[2 + i, 3, 4 + 3 * i] for i in range(12)]
+
+
+# --- models, versions and servers -------------------------------------------------------------------------
+
+
+def save_model(kind: str, seed: int, folder: Path) -> None:
+    """About 0.1 M parameters in bf16, and a tokenizer without an end token, so that lengths are known."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    torch.manual_seed(seed)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.1,
+        tie_word_embeddings=kind != "Llama",
+        **shape,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def scale_projection(source: Path, target: Path, factor: float) -> None:
+    """A checkpoint that differs from `source` in one projection only."""
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= factor
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+class Versions:
+    """Steps 1, 2, … of lineage 1 in a directory store; step i holds the weights of folder i - 1."""
+
+    def __init__(self, store: Path, folders: list[Path]) -> None:
+        self.folders, self.store_path = folders, store
+        places = checkpoint.tensors(folders[0])
+        slices = [
+            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for name, at in places.items()
+        ]
+        publisher = Publisher(
+            open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(folders[0]), slices
+        )
+        for step, folder in enumerate(folders, 1):
+            bits = checkpoint.bits(checkpoint.tensors(folder))
+            if step == 1:
+                publisher.anchor(Version(1, step), None, folder, bits)
+            else:
+                publisher.delta(Version(1, step), bits)
+
+
+class Server:
+    """One vLLM server process, and what tests need to talk to it."""
+
+    def __init__(self, model: Path, work: Path, index: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
+        config = StudentConfig(path=str(model), engine_args=engine_args)
+        replica = ReplicaConfig(
+            run="tests", store_path=work / "store", mirror=work / f"mirror-{index}", timeout_seconds=20
+        )
+        line, environment = command(config, replica, index, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = work / f"server-{index}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                line, env=os.environ | environment | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.2)
+        pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
+
+    def stop(self) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            _, alive = psutil.wait_procs(family, 10)
+            for orphan in alive:
+                orphan.kill()
+        assert not alive, "the server left children behind"
+
+    def peer(self) -> Peer:
+        return Peer(self.url, TOKEN)
+
+
+@pytest.fixture(scope="module", params=["Qwen3", "Llama", "Qwen2"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def setup(kind, tmp_path_factory):
+    """(server, versions, fresh server on the weights of version 3 or None)"""
+    work = tmp_path_factory.mktemp(kind)
+    folders = [work / name for name in ("zero", "one", "two", "scaled")]
+    for seed, folder in enumerate(folders[:3]):
+        save_model(kind, seed, folder)
+    scale_projection(folders[2], folders[3], 1.5)
+    servers = [Server(folders[0], work, 0)]
+    if kind == "Qwen3":
+        servers.append(Server(folders[2], work, 1))
+    try:
+        versions = Versions(work / "store", folders)
+        for server in servers:
+            server.wait()
+        yield servers[0], versions, servers[1] if len(servers) > 1 else None
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def server(setup):
+    return setup[0]
+
+
+@pytest.fixture
+def folders(setup):
+    return setup[1].folders
+
+
+# --- what is measured -------------------------------------------------------------------------------------
+
+
+async def generate(peer: Peer, prompts: list[list[int]], **sampling) -> list[Generated | GenerateFailed]:
+    request = GenerateRequest(
+        sampling=Sampling(**sampling), prompts=[GeneratePrompt(str(i), p) for i, p in enumerate(prompts)]
+    )
+    answers = [
+        answer async for answer in peer.stream("/distill/v1/generate", request, Generated | GenerateFailed)
+    ]
+    assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
+    return sorted(answers, key=lambda answer: int(answer.id))
+
+
+async def update(peer: Peer, step: int, **options) -> UpdateReply:
+    return await peer.call(
+        "/distill/v1/update", UpdateRequest(version=Version(1, step), **options), UpdateReply
+    )
+
+
+def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of transformers in fp32 at every completion position."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def error(folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0) -> float:
+    """Largest distance in nats between the engine's log-probabilities and transformers', from `start` on."""
+    tokens = unpack(answer.token_ids).astype(np.int64)
+    expected = logp_TV(folder, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
+    return float(np.abs(unpack(answer.logprob) - expected.numpy())[start:].max())
+
+
+async def prompt_logprobs(server: Server, sequences: list[list[int]]) -> list[list[dict]]:
+    """vLLM's own prompt log-probabilities, one sequence at a time."""
+    out = []
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:
+        name = (await client.get(f"{server.url}/v1/models")).json()["data"][0]["id"]
+        for tokens in sequences:
+            body = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
+            response = await client.post(f"{server.url}/v1/completions", json=body)
+            out.append(response.raise_for_status().json()["choices"][0]["prompt_logprobs"])
+    return out
+
+
+# --- tests ------------------------------------------------------------------------------------------------
+
+
+async def test_log_probabilities_are_those_of_transformers_before_and_after_updates(server, folders):
+    async with server.peer() as peer:
+        before = await generate(peer, PROMPTS, max_tokens=24)
+        for prompt, answer in zip(PROMPTS, before, strict=True):
+            assert error(folders[0], prompt, answer) < TOLERANCE
+            assert answer.spans == [VersionSpan(Version(0, 0), 0, 24)]
+            assert answer.finish_reason == "length"
+        for step in (1, 2, 3):
+            reply = await update(peer, step)
+            assert (reply.version, reply.bytes_read > 0) == (Version(1, step), True)
+            after = await generate(peer, PROMPTS[:4], max_tokens=24, temperature=0.7)
+            for prompt, answer in zip(PROMPTS, after, strict=False):
+                assert error(folders[step - 1], prompt, answer, temperature=0.7) < TOLERANCE
+                assert error(folders[step % 3], prompt, answer, temperature=0.7) > 5 * TOLERANCE
+                assert answer.spans == [VersionSpan(Version(1, step), 0, 24)]
+        assert await update(peer, 3) == UpdateReply(
+            version=Version(1, 3), bytes_read=0, stage_seconds=0, pause_seconds=0, apply_seconds=0
+        )
+
+
+async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_difference(server, folders):
+    async with server.peer() as peer:
+        await update(peer, 3)
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+    assert state.digests == checkpoint.digests(folders[2])
+    assert state.digests != checkpoint.digests(folders[3])
+    assert (state.version, state.requests) == (Version(1, 3), 0)
+
+
+async def test_a_swapped_replica_scores_like_a_fresh_engine_and_one_scaled_projection_does_not(setup):
+    server, _, fresh = setup
+    if fresh is None:
+        pytest.skip("one architecture is enough for this proof")
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(2, VOCABULARY, 30).tolist() for _ in range(64)]
+    async with server.peer() as peer:
+        await update(peer, 3)
+        expected = await prompt_logprobs(fresh, sequences)
+        assert await prompt_logprobs(server, sequences) == expected
+        await update(peer, 4)
+        assert await prompt_logprobs(server, sequences[:1]) != expected[:1]
+
+
+async def test_requests_in_flight_go_on_across_updates(server, folders):
+    async with server.peer() as peer:
+        first = (await peer.call("/distill/v1/state", None, ReplicaState)).version.step % 2 + 1
+        flight = asyncio.create_task(generate(peer, PROMPTS[:4], max_tokens=500))
+        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await update(peer, first, kv_on_swap="keep")
+        await asyncio.sleep(0.1)
+        await update(peer, 3 - first, kv_on_swap="recompute")
+        answers = await flight
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        steps = [span.version.step for span in answer.spans]
+        assert steps[-2:] == [first, 3 - first]
+        assert (answer.spans[0].start, answer.spans[-1].end) == (0, 500)
+        start = answer.spans[-1].start
+        assert 0 < start < 500
+        assert error(folders[2 - first], prompt, answer, start) < TOLERANCE
+
+
+async def test_bad_prompts_fail_alone(server):
+    prompts = [[5, 6], [], [VOCABULARY], [-1], [3] * CONTEXT, [7, 8]]
+    async with server.peer() as peer:
+        answers = await generate(peer, prompts, max_tokens=4)
+        assert [type(answer) for answer in answers] == [Generated, *[GenerateFailed] * 4, Generated]
+        with pytest.raises(RemoteError, match=r"400.*max_tokens"):
+            await generate(peer, [[5]], max_tokens=0)
+
+
+async def test_the_students_own_topk_holds_the_most_likely_ids_whatever_was_sampled(server, folders):
+    async with server.peer() as peer:
+        state = await peer.call("/distill/v1/state", None, ReplicaState)
+        answers = await generate(peer, PROMPTS[:6], max_tokens=24, student_topk=4)
+        narrow = await generate(peer, [[5, 6]], max_tokens=24, student_topk=VOCABULARY + 2, top_p=0.2)
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        expected_TV = logp_TV(folders[state.version.step - 1], prompt, unpack(answer.token_ids).tolist())
+        ids_TK = torch.from_numpy(unpack(answer.topk_ids).astype(np.int64))
+        kth_T1 = expected_TV.topk(4).values[:, -1:]
+        assert bool((expected_TV.gather(1, ids_TK) > kth_T1 - TOLERANCE).all())
+        assert all(len(set(row)) == 4 for row in ids_TK.tolist())
+    sampled = [token not in row for a in answers for token, row in zip(unpack(a.token_ids), unpack(a.topk_ids))]
+    assert any(sampled), "the sampled token is sometimes outside the set"
+    ids_TK = unpack(narrow[0].topk_ids)
+    assert ids_TK.shape == (24, VOCABULARY + 2)
+    assert (ids_TK[:, 0] >= 0).all()
+    assert (ids_TK[:, -3:] == -1).all()
+
+
+async def test_seeds_repeat_and_stop_ids_end_a_completion(server):
+    request = GenerateRequest(
+        sampling=Sampling(max_tokens=30), prompts=[GeneratePrompt(i, [5, 6], seed=7) for i in "ab"]
+    )
+    async with server.peer() as peer:
+        a, b = [g async for g in peer.stream("/distill/v1/generate", request, Generated | GenerateFailed)]
+        tokens = unpack(a.token_ids).tolist()
+        assert tokens == unpack(b.token_ids).tolist()
+        (stopped,) = await generate(peer, [[5, 6]], max_tokens=500, stop_token_ids=list(range(0, 64, 4)))
+    assert stopped.finish_reason == "stop"
+    assert unpack(stopped.token_ids)[-1] % 4 == 0
+
+
+async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
+    versions = setup[1]
+    store = versions.store_path
+    (delta,) = (store / "tests").glob("*00000004/delta-00000.bin")
+    good = delta.read_bytes()
+    async with server.peer() as peer:
+        old = await update(peer, 2)
+        delta.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        try:
+            with pytest.raises(RemoteError, match="409"):
+                await update(peer, 4)
+        finally:
+            delta.write_bytes(good)
+        with pytest.raises(RemoteError, match=r"409.*never published"):
+            await update(peer, 99)
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert state.version == old.version
+        assert state.digests == checkpoint.digests(versions.folders[1])
+        assert (await generate(peer, [[5]], max_tokens=4))[0].spans == [VersionSpan(old.version, 0, 4)]
+
+
+async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
+    weights = load_file(folders[1] / "model.safetensors")
+    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    ticket = BroadcastTicket(sender.address, "one", 1, 2)
+    async with server.peer() as peer:
+        asked = asyncio.create_task(update(peer, 50, broadcast=ticket))
+        sent = await asyncio.to_thread(
+            sender.send, Audience(group="one", world_size=2), metas, weights.items()
+        )
+        reply = await asked
+        assert (reply.version, reply.bytes_read >= sent) == (Version(1, 50), True)
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert state.digests == checkpoint.digests(folders[1])
+        assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
+
+        partial = [(name, tensor) for name, tensor in weights.items() if "layers.1" not in name]
+        asked = asyncio.create_task(
+            update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2))
+        )
+        partial_metas = [meta_of(name, tensor) for name, tensor in partial]
+        await asyncio.to_thread(sender.send, Audience(group="two", world_size=2), partial_metas, partial)
+        with pytest.raises(RemoteError, match=r"409.*the old weights are back"):
+            await asked
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(folders[1]))
+        (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
+        assert answer.spans == [VersionSpan(Version(1, 50), 0, 24)]
+        assert error(folders[1], [5, 6], answer) < TOLERANCE
+    sender.close()
+
+
+async def test_only_the_token_opens_a_route_and_health_is_open(server):
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+        for path in ("/distill/v1/state", "/v1/models", "/metrics"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
+            assert (
+                await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
+            ).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/pause")).status_code == 401
+
+
+async def test_a_client_that_leaves_aborts_its_completions(server):
+    async with server.peer() as peer:
+        flight = asyncio.create_task(generate(peer, PROMPTS * 4, max_tokens=500))
+        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests == 0:
+            await asyncio.sleep(0.01)
+        flight.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await flight
+        deadline = time.monotonic() + 10
+        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests:
+            assert time.monotonic() < deadline, "completions go on for nobody"
+            await asyncio.sleep(0.02)

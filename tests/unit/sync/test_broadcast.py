@@ -1,0 +1,117 @@
+"""Weights over gloo between threads and processes; every group is new, and nothing ever hangs."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from sync.errors import SnapshotError, Unreachable
+from sync.weights.tensors import TensorMeta, digest, meta_of
+from sync.weights.broadcast import BroadcastSender, Reception, plan
+from sync.wire import Audience, BroadcastTicket
+
+WEIGHTS = {
+    "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+    "b": torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "scalar": torch.tensor(-0.0, dtype=torch.float16),
+}
+METAS = [meta_of(name, tensor) for name, tensor in WEIGHTS.items()]
+
+
+def test_small_tensors_share_a_bucket_and_large_ones_travel_alone():
+    metas = [TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)]
+    buckets = plan(metas, limit=64)
+    assert [[meta.name for meta in bucket.metas] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
+    assert [bucket.offsets for bucket in buckets] == [[0, 16], [0], [0, 16]]
+    assert [bucket.nbytes for bucket in buckets] == [48, 112, 32]
+
+
+def test_a_dtype_that_torch_lacks_is_refused():
+    with pytest.raises(SnapshotError, match="float7"):
+        plan([TensorMeta("a", "float7", (3,))])
+
+
+@pytest.fixture
+def sender():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=10.0)
+    yield sender
+    sender.close()
+
+
+def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
+    return Reception(BroadcastTicket(sender.address, group, rank, size), timeout)
+
+
+def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
+    for group in ("first", "second"):
+        receptions = [receive(sender, group, rank, 3) for rank in (1, 2)]
+        sent = sender.send(Audience(group=group, world_size=3), METAS, WEIGHTS.items())
+        assert sent == sum(t.numel() * t.element_size() for t in WEIGHTS.values())
+        for reception in receptions:
+            received = reception.result()
+            assert list(received.tensors) == list(WEIGHTS)
+            assert received.digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+            assert all(received.tensors[name].dtype == WEIGHTS[name].dtype for name in WEIGHTS)
+            assert all(received.tensors[name].shape == WEIGHTS[name].shape for name in WEIGHTS)
+            assert torch.signbit(received.tensors["scalar"])
+
+
+def test_without_an_audience_nothing_is_sent(sender):
+    assert sender.send(Audience(group="nobody", world_size=1), METAS, WEIGHTS.items()) == 0
+
+
+def test_tensors_that_were_not_announced_are_refused_and_the_receiver_is_told(sender):
+    reception = receive(sender, "wrong", 1, 2, timeout=3.0)
+    with pytest.raises(SnapshotError, match="announced"):
+        sender.send(Audience(group="wrong", world_size=2), METAS, [("a", torch.zeros(1))])
+    with pytest.raises(SnapshotError, match="not received"):
+        reception.result()
+
+
+def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=2.0)
+    reception = receive(sender, "half", 1, 3, timeout=2.0)
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match="half"):
+        sender.send(Audience(group="half", world_size=3), METAS, WEIGHTS.items())
+    with pytest.raises(SnapshotError, match="not received"):
+        reception.result()
+    assert time.monotonic() - started < 30
+
+    reception = receive(sender, "again", 1, 2)
+    sender.send(Audience(group="again", world_size=2), METAS, WEIGHTS.items())
+    assert set(reception.result().tensors) == set(WEIGHTS)
+    sender.close()
+
+
+DYING = """
+import os, sys
+from sync.weights import broadcast
+from sync.wire import BroadcastTicket
+whole = broadcast._Group.broadcast
+def once(group, flat):
+    whole(group, flat)
+    os._exit(3)
+broadcast._Group.broadcast = once
+broadcast.Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 20.0).result()
+"""
+
+
+def test_a_replica_that_dies_on_the_way_fails_the_broadcast_and_the_next_one_works():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    weights = {f"w{i}": torch.full((20 << 20,), i, dtype=torch.float32) for i in range(3)}
+    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    dying = subprocess.Popen([sys.executable, "-c", DYING, sender.address])
+    survivor = receive(sender, "dying", 2, 3, timeout=20.0)
+    with pytest.raises(Unreachable, match="dying"):
+        sender.send(Audience(group="dying", world_size=3), metas, weights.items())
+    assert dying.wait(10) == 3
+    with pytest.raises(SnapshotError):
+        survivor.result()
+
+    reception = receive(sender, "after", 1, 2)
+    sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())
+    assert set(reception.result().tensors) == set(WEIGHTS)
+    sender.close()
