@@ -1,4 +1,4 @@
-"""What learning curves say: tokens to a target, the best rung of a ladder, mean and spread, lines. Pure arithmetic."""
+"""What learning curves say: tokens to a target, the best rung of a ladder, mean and spread, lines. Pure."""
 
 from __future__ import annotations
 

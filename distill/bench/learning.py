@@ -1,7 +1,8 @@
 """One student that learns a toy task in one process: write, mark, train, again; no pipeline around it.
 
-The trainer's own objectives and chunked head make loss and gradients (`student_trainer.model.Student`); AdamW and a
-loop are all that is added, so a figure says something about the objective and nothing about queues and engines.
+The trainer's own objectives and chunked head make loss and gradients (`student_trainer.model.Student`);
+AdamW and a loop are all that is added, so a figure says something about the objective and nothing about
+engines.
 """
 
 from __future__ import annotations

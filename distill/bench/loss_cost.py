@@ -1,11 +1,12 @@
 """What the loss of one micro-batch takes in memory and time: the trainer's chunked head against full logits.
 
-Each measurement is a process of its own, `python -m distill.bench.loss_cost CASE`, where CASE is JSON: what the
-loss adds to the process's peak (resident memory on a CPU, allocated memory on a GPU) over hidden states, weights and
-marks that are there anyway, forward and backward with the gradients of hidden states and head.
+Each measurement is a process of its own, `python -m distill.bench.loss_cost CASE`, where CASE is JSON. It
+finds what the loss adds to the process's peak (resident memory on a CPU, allocated memory on a GPU) over
+hidden states, weights and marks that are there anyway; forward and backward, gradients of hidden states and
+head.
 
-The plain way computes the same objective from [tokens, vocabulary] logits by autograd, without the statistics that
-the chunked head takes along.
+The plain way computes the same objective from [tokens, vocabulary] logits by autograd, without the
+statistics that the chunked head takes along.
 
 Letters in shapes: C completion tokens, K ids per token, V vocabulary, H hidden size.
 """
@@ -13,15 +14,21 @@ Letters in shapes: C completion tokens, K ids per token, V vocabulary, H hidden 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from distill.bench.objectives import configured
+from student_trainer.objectives.needs import needs
 
 if TYPE_CHECKING:
-    from student_trainer.head import HeadWeights, Supervision
     from torch import Tensor
+
+    from student_trainer.head import HeadWeights, Supervision
+    from student_trainer.objectives.terms import Objective, Targets
 
 KIB = 1024
 
@@ -88,8 +95,6 @@ def _chunked(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision
 
 
 def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
-    from dataclasses import replace
-
     import torch
 
     from student_trainer.head import log_probs, project
@@ -104,52 +109,59 @@ def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
     return _objective(case)(logp_CV, targets)[0].sum()
 
 
-def _objective(case: Case) -> Any:
-    from distill.bench.objectives import configured
+def _objective(case: Case) -> Objective:
     from student_trainer.objectives.registry import build
 
     return build(configured(case.objective, case.k))
 
 
 def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Supervision]:
-    """Random hidden states, head and marks; the marks are those that the objective needs."""
+    """Random hidden states, head and marks, on the case's device; the marks that the objective needs."""
     import torch
 
-    from distill.bench.objectives import configured
     from student_trainer.head import HeadShape, HeadWeights, Supervision
-    from student_trainer.objectives.needs import needs, student_topk
+
+    dtype = torch.bfloat16 if case.device == "cuda" else torch.float32
+    shape, count = HeadShape(case.vocabulary), case.tokens
+
+    def hidden() -> Tensor:
+        return torch.randn(count, case.hidden, dtype=dtype)
+
+    def weight() -> Tensor:
+        return torch.randn(case.vocabulary, case.hidden, dtype=dtype) / case.hidden**0.5
+
+    with torch.device(case.device):
+        student = HeadWeights(weight().requires_grad_(), None, shape)
+        teacher = needs(configured(case.objective, case.k)).hidden
+        work = Supervision(
+            _targets(case),
+            torch.zeros(count, dtype=torch.int64),
+            hidden() if teacher else None,
+            (HeadWeights(weight(), None, shape),) if teacher else (),
+        )
+        return hidden().requires_grad_(), student, work
+
+
+def _targets(case: Case) -> Targets:
+    """Random marks; the top-k ids of a token are all different and hold 97 % of the teacher's mass."""
+    import torch
+
     from student_trainer.objectives.terms import Targets
 
-    config, shape = configured(case.objective, case.k), HeadShape(case.vocabulary)
-    dtype = torch.bfloat16 if case.device == "cuda" else torch.float32
-    where: dict[str, Any] = {"device": case.device, "dtype": dtype}
-    count, width = case.tokens, case.vocabulary
-    hidden_CH = torch.randn(count, case.hidden, **where).requires_grad_()
-    weight_VH = (torch.randn(width, case.hidden, **where) / case.hidden**0.5).requires_grad_()
-    floats = {"device": case.device}
-    logq_C = -8.0 * torch.rand(count, **floats)
-    support = bool(needs(config).topk or student_topk(config))
-    ids_CK = torch.randint(width // case.k, (count, case.k), **floats)
-    ids_CK += torch.arange(case.k, **floats) * (width // case.k)  # one of each stretch, so no id comes twice
-    targets = Targets(
-        token_N=torch.randint(width, (count,), **floats),
+    count, k, stretch = case.tokens, case.k, case.vocabulary // case.k
+    ids_CK = logq_CK = None
+    if needs(configured(case.objective, k)).topk:
+        ids_CK = torch.randint(stretch, (count, k)) + stretch * torch.arange(k)
+        logq_CK = torch.randn(count, k).log_softmax(1) + math.log(0.97)
+    logq_C = -8.0 * torch.rand(count)
+    return Targets(
+        token_N=torch.randint(case.vocabulary, (count,)),
         behavior_logp_N=logq_C.clone(),
         teacher_logp_N=logq_C,
-        fresh_N=torch.ones(count, dtype=torch.bool, **floats),
-        support_NK=ids_CK if support else None,
-        support_logp_NK=torch.randn(count, case.k, **floats).log_softmax(1) - 0.03 if support else None,
-        teacher_entropy_N=torch.rand(count, **floats),
-    )
-    teachers: tuple[HeadWeights, ...] = ()
-    hidden_CG = None
-    if needs(config).hidden:
-        hidden_CG = torch.randn(count, case.hidden, **where)
-        teachers = (HeadWeights(torch.randn(width, case.hidden, **where) / case.hidden**0.5, None, shape),)
-    teacher_C = torch.zeros(count, dtype=torch.int64, **floats)
-    return (
-        hidden_CH,
-        HeadWeights(weight_VH, None, shape),
-        Supervision(targets, teacher_C, hidden_CG, teachers),
+        fresh_N=torch.ones(count, dtype=torch.bool),
+        support_NK=ids_CK,
+        support_logp_NK=logq_CK,
+        teacher_entropy_N=torch.rand(count),
     )
 
 

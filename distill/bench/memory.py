@@ -1,8 +1,8 @@
 """`distill bench objective --memory`: the trainer's chunked loss against full logits, in memory and time.
 
-Every measurement is a child process (see `loss_cost`). Full logits are measured at as many tokens as fit in a share
-of the machine's free memory, and at a half and a quarter of that; beyond, the line through those points goes on, and
-the report says so.
+Every measurement is a child process (see `loss_cost`). Full logits are measured at as many tokens as fit in
+a share of the machine's free memory, and at a half and a quarter of that; beyond, the line through those
+points goes on, and the report says so.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"{report['tokens']:,} tokens, vocabulary {report['vocabulary']:,}, hidden {report['hidden']}, "
         f"{report['device']}, {report['threads']} thread(s)",
         "",
-        f"| objective | chunk | chunked, MB | full logits, MB{mark} | memory | chunked, s | full, s{mark} | time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| objective | chunk | chunked, MB | full logits, MB{mark} | memory | chunked, s | full, s{mark} "
+        "| time |",
+        f"|{' --- |' * 8}",
     ]
     body = [
         f"| `{row['objective']}` | {row['chunk']} | {row['chunked_bytes'] / 1e6:,.0f} "
@@ -164,6 +165,6 @@ def _footnote(report: dict[str, Any]) -> list[str]:
     reach = report["full_measured_up_to_tokens"]
     return [
         "",
-        f"\\* measured at {reach // 4:,}, {reach // 2:,} and {reach:,} tokens, what fits here, and continued along "
-        f"the line through them (which misses the points by {max(errors):.1%} of memory at most)",
+        f"\\* measured at {reach // 4:,}, {reach // 2:,} and {reach:,} tokens, what fits here, and continued "
+        f"along the line through them (it misses those points by {max(errors):.1%} of memory at most)",
     ]

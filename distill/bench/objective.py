@@ -1,8 +1,9 @@
 """`distill bench objective`: which objective learns a toy task in the fewest tokens, and in the least time.
 
-One teacher and one student that hardly knows the task (`distill.tasks.spellings`), made once. Every objective gets
-the learning rate that serves it best: seed 0 climbs a ladder of rates until both neighbours leave a higher reverse KL,
-and the other seeds use the rung it found. Seeds choose prompts and samples. Results are of this toy.
+One teacher and one student that hardly knows the task (`distill.tasks.spellings`), made once. Every
+objective gets the learning rate that serves it best: seed 0 climbs a ladder of rates until both neighbours
+leave a higher reverse KL, and the other seeds use the rung it found. Seeds choose prompts and samples.
+Results are of this toy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from distill.bench.curves import Spread, best_rung, spread, tokens_to
 from distill.bench.objectives import OBJECTIVES, configured
@@ -41,10 +42,11 @@ def run(
     held_out: int = 512,
     models: Path = Path(".cache"),
 ) -> dict[str, Any]:
-    """Run every trial that `folder` does not hold yet; the report, also there as objective.json and objective.png.
+    """Run every trial that `folder` does not hold yet; the report, written there as JSON and as a picture.
 
-    `lags`: ages, in optimizer steps, of the weights that write; rates are chosen at the first. `tokens`: completion
-    tokens that each student is trained on. `models`: where made models are kept. Raises ConfigError.
+    `lags`: ages, in optimizer steps, of the weights that write; rates are chosen at the first. `tokens`:
+    completion tokens that each student is trained on. `models`: where made models are kept.
+    Raises ConfigError.
     """
     from distill.bench.objective_figure import draw
     from distill.bench.toy import open_world
@@ -166,15 +168,15 @@ def lines(report: dict[str, Any]) -> list[str]:
     """The report as a Markdown table, with what is needed to read it."""
     setup, start, teacher = report["setup"], report["student_at_start"], report["teacher"]
     head = [
-        f"vocabulary {report['vocabulary']:,}; {report['outside_top_k']:.1%} of a perfect writer's probability is "
-        f"outside its top {setup['k']}; student at the start: reverse KL {start['reverse_kl']:.2f}, pass rate "
+        f"vocabulary {report['vocabulary']:,}; outside the top {setup['k']}: {report['outside_top_k']:.1%} "
+        f"of a perfect writer's probability; at the start: reverse KL {start['reverse_kl']:.2f}, pass rate "
         f"{start['pass_rate']:.2f}; teacher: pass rate {teacher['pass_rate']:.2f}",
-        f"{setup['tokens']:,} tokens a student, {setup['rows']} rollouts a step, {setup['held_out']} held-out prompts, "
-        f"{report['seeds']} seeds, mean ± standard deviation, {report['threads']} thread(s)",
+        f"{setup['tokens']:,} tokens a student, {setup['rows']} rollouts a step, {setup['held_out']} held-"
+        f"out prompts, {report['seeds']} seeds (mean ± standard deviation), {report['threads']} thread(s)",
         "",
-        f"| objective | lag | rate | reverse KL | pass rate | tokens to {report['target_kl']:g} | s to it | ms a step "
-        "| teacher's B a token |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| objective | lag | rate | reverse KL | pass rate | tokens to {report['target_kl']:g} | s to it "
+        "| ms a step | teacher's B a token |",
+        f"|{' --- |' * 9}",
     ]
     return head + [_line(row) for row in report["rows"]]
 

@@ -1,4 +1,4 @@
-"""The picture of `distill bench objective`: reverse KL and pass rate against student tokens, one line each."""
+"""The picture of `distill bench objective`: reverse KL and pass rate against student tokens."""
 
 from __future__ import annotations
 

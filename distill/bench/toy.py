@@ -1,7 +1,7 @@
-"""The parts of a distillation step in one process, each the pipeline's own: write, mark, and rows for the trainer.
+"""The parts of a distillation step in one process, each the pipeline's own: write, mark, rows of a batch.
 
-Completions come from `distill.evaluation.sample`, marks from the teacher service's transformers engine, and both
-become the wire arrays that a trainer rank is sent.
+Completions come from `distill.evaluation.sample`, marks from the teacher service's transformers engine, and
+both become the wire arrays that a trainer rank is sent.
 
 Letters in shapes: B completions, T longest of them, C completion tokens, K ids per token, V vocabulary.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec

@@ -2,8 +2,8 @@
 
     trials.jsonl      {"setup": {...}, "trial": {...}, "points": [...], ...}      one line per finished trial
 
-A line is written when its trial ends, so a stopped benchmark goes on where it was; a last line that a crash cut off
-is not read.
+A line is written when its trial ends, so a stopped benchmark goes on where it was; a last line that a crash
+cut off is not read.
 """
 
 from __future__ import annotations

@@ -69,11 +69,12 @@ class Spellings:
 
     def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
         left = {character for character in prompt.text if character in LETTERS}
+        whole = len(left) + 1
         for token in completion:
             if letter_of(token) not in choices(left):
                 return False
             left.discard(letter_of(token))
-        return not left and len(completion) > 0 and completion[-1] == EOS_ID
+        return len(completion) == whole
 
 
 def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:

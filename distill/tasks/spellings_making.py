@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from distill.tasks import Models, both_ends, spellings
-from distill.tasks.both_ends import LETTERS
+from distill.tasks.both_ends import EOS, LETTERS, PAD
 from distill.tasks.spellings import (
     ASK_ID,
-    EOS,
     EOS_ID,
     FIRST_LETTER_ID,
     LONGEST,
-    PAD,
     PAD_ID,
     SHARES,
     SHORTEST,
