@@ -27,6 +27,7 @@ class RunConfigSection(Settings):
     steps: int = Field(ge=1)
     """Optimizer steps."""
     seed: int = 0
+    """Of prompts' order, sampling and training."""
     grace_seconds: float = Field(60.0, gt=0)
     """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
     start_seconds: float = Field(900.0, gt=0)
@@ -41,7 +42,9 @@ class StudentConfig(ModelSource, Placement):
     """[student]: the model, and the replicas that generate."""
 
     replicas: int = Field(1, ge=1)
+    """Servers started on this machine; with `urls`, theirs is the number."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the replicas' weights."""
     engine_args: dict[str, Any] = {}
     """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}."""
 
@@ -53,6 +56,7 @@ class TaskPrompts(Settings):
     task: str
     """Name of a module in distill.tasks, or "package.module"."""
     options: dict[str, Any] = {}
+    """What the task's constructor is given."""
 
 
 class JsonlPrompts(Settings):
@@ -60,6 +64,7 @@ class JsonlPrompts(Settings):
 
     type: Literal["jsonl"]
     path: Path
+    """The file."""
     field: str = "prompt"
     """A string, or a list of chat messages."""
     source_field: str | None = None
@@ -75,13 +80,21 @@ class DatasetPrompts(Settings):
 
     type: Literal["dataset"]
     path: str
+    """A Hub id, or a folder of Parquet, JSON, CSV or Arrow files."""
     name: str | None = None
+    """Configuration of the dataset; None: its only one."""
     split: str = "train"
+    """Such as "train" or "train[:10%]"."""
     revision: str | None = None
+    """Commit, tag or branch on the Hub."""
     field: str = "prompt"
+    """Column of the prompts: texts, or lists of chat messages."""
     source_field: str | None = None
+    """Column that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
+    """Column of reference answers; None: no task reward."""
     template: Literal["chat", "plain"] = "chat"
+    """chat: the student's chat template, applied once. plain: the text as it is."""
 
 
 PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
@@ -97,7 +110,9 @@ class RolloutConfig(Settings):
     max_tokens: int = Field(ge=1)
     """Longest completion."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling; the trainer's log-probabilities use the same."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1 only: a token that nucleus sampling cuts off has no log-probability to correct by."""
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)
@@ -129,22 +144,46 @@ class EvaluationConfig(Settings):
     prompts: int = Field(512, ge=1)
     """Held-out prompts, never trained on."""
     batch: int = Field(128, ge=1)
+    """Held-out prompts in one forward pass."""
     metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
     """Which one says what the best version is."""
     patience: int | None = Field(None, ge=1)
     """Evaluations without a better one after which the run stops; None: never early."""
     placement: Placement = Placement()
+    """Where the evaluator runs."""
     threads: int | None = Field(None, ge=1)
+    """torch's threads; None: its default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+
+
+class PreflightConfig(Settings):
+    """[preflight]: what the engines must agree in before the first step, and after it."""
+
+    sequences: int = Field(8, ge=2, le=256)
+    """Sequences that each teacher is probed with."""
+    score_tolerance: float | None = Field(None, gt=0)
+    """Nats per token, mean absolute difference: a teacher's scores against each other and against a plain
+    fp32 forward pass. None: 0.001 for a teacher in float32, 0.1 for one in less."""
+    mismatch_tolerance: float = Field(0.02, gt=0)
+    """Nats per token: KL(μ‖p) between rollout engine and trainer on tokens sampled from the very weights that
+    are trained. Rounding gives 1e-5 to 1e-3 in bf16; another temperature, template or head gives 0.05 up."""
+    longest: bool = True
+    """Probe each teacher with a sequence of the greatest length too; false: for teachers that cannot see a
+    sequence's first token from its end."""
 
 
 class TrackingConfig(Settings):
     """[tracking]: where metrics go besides metrics.jsonl."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
+    """offline: kept in the run's folder, for `wandb sync`."""
     project: str = "onpolicy-distill"
+    """Of the wandb run."""
     entity: str | None = None
+    """User or team on wandb; None: its default."""
     tags: list[str] = []
+    """Of the wandb run."""
 
 
 class ControllerConfig(Settings):
@@ -164,17 +203,31 @@ class RunConfig(Settings):
     """A whole run."""
 
     run: RunConfigSection
+    """Name, length and end of the run."""
     student: StudentConfig
+    """The model that learns, and who generates with it."""
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    """Who marks, by name."""
     prompts: PromptsConfig
+    """What the student is asked."""
     rollout: RolloutConfig
+    """How the student writes."""
     buffer: BufferConfig = BufferConfig()
+    """What may be trained on."""
     objective: ObjectiveConfig = Full()
+    """What is optimised."""
     trainer: TrainerSettings
+    """Who trains."""
     weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the replicas."""
     evaluation: EvaluationConfig | None = EvaluationConfig()
+    """Held-out marks; `evaluation = false`: none."""
+    preflight: PreflightConfig = PreflightConfig()
+    """What the engines must agree in."""
     tracking: TrackingConfig = TrackingConfig()
+    """Where metrics go."""
     controller: ControllerConfig = ControllerConfig()
+    """The server between all of them."""
 
     @property
     def run_dir(self) -> Path:

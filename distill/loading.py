@@ -22,7 +22,8 @@ S = TypeVar("S", bound=Settings)
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in `path` with overrides such as "run.steps=10" over it.
 
-    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come back absolute. Raises ConfigError.
+    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come
+    back absolute. Raises ConfigError.
     """
     try:
         raw = tomllib.loads(path.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from distill.config import RunConfig
+from distill.launch.run_folder import RunFolder
 from distill.loading import load
-from distill.run_folder import RunFolder
 from distill.tasks import Models
 from sync.errors import DistillError
 
@@ -24,25 +25,31 @@ CONFIG = Path("configs/quickstart.toml")
 
 def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
-    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
-        models = make_models(CACHE, seed)
+        path, ours = source(seed)
     seconds = time.monotonic() - began
-    ours = [
+    return load(path, [*ours, *overrides]), seconds
+
+
+def source(seed: int) -> tuple[Path, list[str]]:
+    """The quickstart's file, and what goes over it: the models made for `seed`, which are made if need be."""
+    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
+    models = make_models(CACHE, seed)
+    return path, [
         f"run.seed={seed}",
         f"run.name=quickstart-{seed}",
         f"student.path={models.student}",
-        f"teachers.teacher.path={models.teacher}",
+        f"teachers.sorter.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
-    return load(path, [*ours, *overrides]), seconds
 
 
 def make_models(folder: Path, seed: int) -> Models:
     """Models of the task, made in a process of their own so that this one stays light."""
     command = [sys.executable, "-P", "-m", "distill.tasks.making", str(folder), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise DistillError(f"the models could not be made:\n{done.stderr[-2000:]}")
     teacher, student = done.stdout.split("\n")[-3:-1]

@@ -3,6 +3,7 @@
     deepspeed --num_accelerators 2 --module student_trainer --config runs/NAME/roles/trainer.json
 
 Exit 0: stopped as asked by the controller, SIGTERM or SIGINT, everything saved. Exit 1: an error, said once.
+Until it trains there is nothing to save, and a signal ends it at once. `student_trainer.launch` starts ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from student_trainer.config import TrainerConfig
+from student_trainer.launch import heed_signals
 from sync.errors import ConfigError, DistillError
 
 log = logging.getLogger("student_trainer")
@@ -27,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a TrainerConfig")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
     arguments = parser.parse_args(argv)
+    heed_signals()
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=logging.INFO,

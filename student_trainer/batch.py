@@ -133,8 +133,8 @@ def _check_ids(rows: Rows, flat: np.ndarray, targets: Targets, vocab: int) -> No
         highest = max(highest, int(targets.support_NK.max()))
     if highest >= vocab or int(flat.min(initial=0)) < 0:
         raise DataError(
-            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has {vocab} "
-            "ids: student, teacher and prompts must share one tokenizer"
+            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
+            f"{vocab} ids: student, teacher and prompts must share one tokenizer"
         )
 
 

@@ -82,7 +82,8 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
     if index["world_size"] != ranks.world_size or index["fingerprint"] != fingerprint:
         raise DataError(
             f"checkpoint {path} is of {index['world_size']} ranks and model {index['fingerprint'][:12]}, "
-            f"this run has {ranks.world_size} ranks and model {fingerprint[:12]}: start it with the same ranks and student"
+            f"this run has {ranks.world_size} ranks and model {fingerprint[:12]}: "
+            "start it with the same ranks and student"
         )
     _, state = engine.load_checkpoint(str(path), tag=_TAG)
     torch.set_rng_state(state["rng"]["cpu"])

@@ -5,11 +5,17 @@ TrainerHello → TrainerWelcome, once;  then events from a thread of their own, 
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final, Protocol
 
 from sync.transport import BlockingPeer
 from sync.wire import Audience, Head, Message, Ok, Published, TrainerHello, TrainerWelcome
+
+log = logging.getLogger(__name__)
+_AUDIENCE_SECONDS: Final = 3600.0
+"""A broadcast waits so long for replicas that are still starting."""
 
 
 class Controller(Protocol):
@@ -27,8 +33,8 @@ class Controller(Protocol):
     def head(self, teacher: str) -> Head:
         """Output head of a teacher."""
 
-    def close(self) -> None:
-        """Return when every event was received."""
+    def close(self, patience: float | None = None) -> None:
+        """Return when every event was received; with `patience`, after so many seconds at the latest."""
 
 
 class HttpController:
@@ -37,30 +43,33 @@ class HttpController:
     def __init__(self, peer: BlockingPeer) -> None:
         self._peer = peer
         self._thread = ThreadPoolExecutor(1, "events")
+        self._lock = threading.Lock()
         self._sent: list[Future[Ok]] = []
 
     def hello(self, hello: TrainerHello) -> TrainerWelcome:
         return self._peer.call("/v1/hello", hello, TrainerWelcome)
 
     def tell(self, event: Message) -> None:
-        pending = []
-        for future in self._sent:
-            if future.done():
-                future.result()
-            else:
-                pending.append(future)
-        self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
+        with self._lock:
+            for future in self._sent:
+                if future.done():
+                    future.result()
+            pending = [future for future in self._sent if not future.done()]
+            self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
 
     def audience(self, published: Published) -> Audience:
-        return self._peer.call("/v1/event", published, Audience)
+        return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)
 
     def head(self, teacher: str) -> Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-        for future in self._sent:
+    def close(self, patience: float | None = None) -> None:
+        self._thread.shutdown(wait=False)
+        done, late = wait(self._sent, patience)
+        for future in done:
             future.result()
+        if late:
+            log.warning("the controller did not take the last %d events: it is gone", len(late))
 
 
 class SilentController:
@@ -85,5 +94,5 @@ class SilentController:
     def head(self, teacher: str) -> Head:
         return self._heads[teacher]
 
-    def close(self) -> None:
+    def close(self, patience: float | None = None) -> None:
         """Nothing to wait for."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from student_trainer.config import TrainerConfig, TrainerSettings
+from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.model import Student, head_shape, plain
 from sync.errors import ConfigError
 
@@ -80,7 +80,9 @@ def load(config: TrainerConfig) -> Loaded:
     import deepspeed
     from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     settings, source = config.trainer, config.student
     ds_config = deepspeed_config(settings)
     keep = HfDeepSpeedConfig(ds_config)
@@ -91,8 +93,14 @@ def load(config: TrainerConfig) -> Loaded:
     )
     if source.chat_template is not None:
         tokenizer.chat_template = Path(source.chat_template).read_text()
-    vocab = min(max(tokenizer.get_vocab().values()) + 1, model.config.get_text_config().vocab_size)
-    shape = head_shape(plain(model).config.get_text_config(), vocab, config.temperature)
+    text = plain(model).config.get_text_config()
+    vocab = max(tokenizer.get_vocab().values()) + 1
+    if vocab > text.vocab_size:
+        raise ConfigError(
+            f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
+            "resize the model's embeddings, or give it its own tokenizer"
+        )
+    shape = head_shape(text, vocab, config.temperature)
     student = Student(model, shape, settings.head_chunk)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
@@ -113,7 +121,24 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
     )
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if settings.lora is not None:
-        raise ConfigError("trainer.lora: adapters are not trained yet, leave it out")
     model.train()
-    return model
+    return model if settings.lora is None else with_adapters(model, settings.lora, config.seed)
+
+
+def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:
+    """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.enable_input_require_grads()
+    return wrapped

@@ -93,8 +93,8 @@ def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int
 
 
 def _teacher_logp(part: Supervision) -> Tensor | None:
-    """log q [N, V] of one chunk; None when no hidden states were sent."""
-    if part.teacher_hidden_CG is None:
+    """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
+    if part.teacher_hidden_CG is None or not part.heads:
         return None
     if len(part.heads) == 1:
         return _one_teacher(part.teacher_hidden_CG, part.heads[0])
@@ -107,9 +107,8 @@ def _teacher_logp(part: Supervision) -> Tensor | None:
 
 
 def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
-    return log_probs(
-        project(hidden_NG[:, : head.weight_VH.shape[1]], head.weight_VH, head.bias_V), head.shape
-    )
+    weight_VG, bias_V = _known_rows(head, hidden_NG.device)
+    return log_probs(project(hidden_NG[:, : weight_VG.shape[1]], weight_VG, bias_V), head.shape)
 
 
 def _chunks(work: Supervision, count: int, chunk: int) -> Iterator[tuple[slice, Supervision]]:

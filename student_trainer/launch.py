@@ -1,8 +1,12 @@
-"""How the ranks are started (the deepspeed launcher's command line and environment) and asked to stop.
+"""How the ranks are started and asked to stop, through the deepspeed launcher.
 
-Run the command in a session of its own. `ask_to_stop` reaches the ranks alone: they finish their step, save
-a checkpoint and exit 0, and so does the launcher. A signal to the whole session also works, but then the
-launcher exits 1, and kills ranks that need more than 30 seconds.
+    python -m student_trainer.launch --num_accelerators 2 … --module student_trainer --config FILE
+
+runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for itself and for its children.
+Left alone, the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
+signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
+exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
+With a hostfile the launcher runs plain.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -19,6 +24,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.errors import ConfigError
 
 _MODULE = "student_trainer"
+_STOPPING = {signal.SIGTERM, signal.SIGINT}
 TITLE = "distill trainer"
 """What a rank's process title begins with."""
 
@@ -26,11 +32,8 @@ TITLE = "distill trainer"
 def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str]]:
     """(arguments, whole environment) that start every rank with the configuration at `path`."""
     settings = config.trainer
-    argv = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    if settings.hostfile is None:
-        argv += ["--hostfile", os.devnull]
-    else:
-        argv += ["--hostfile", str(settings.hostfile)]
+    launcher = "deepspeed.launcher.runner" if settings.hostfile else "student_trainer.launch"
+    argv = [sys.executable, "-m", launcher, "--hostfile", str(settings.hostfile or os.devnull)]
     argv += [*_placement(settings), "--master_port", str(_free_port()), "--log_level", "warning"]
     argv += [*settings.launcher_args, "--module", _MODULE, "--config", str(path)]
     return argv, _environment(config)
@@ -93,3 +96,28 @@ def ask_to_stop(launcher: int) -> int:
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
     return len(ranks)
+
+
+def heed_signals() -> None:
+    """Let a rank receive what its launcher blocked."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+
+
+def _forward() -> None:
+    """Hand every stop signal of this process on to the ranks."""
+    while True:
+        signal.sigwait(_STOPPING)
+        ask_to_stop(os.getpid())
+
+
+def main() -> None:
+    """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    threading.Thread(target=_forward, name="signals", daemon=True).start()
+    from deepspeed.launcher import runner
+
+    runner.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

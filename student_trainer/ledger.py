@@ -1,7 +1,7 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
-    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}      first line
-                                 {"step": 1, "ids": ["…", …]}                   one line per step, step after it
+    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}    first line
+                                 {"step": 1, "ids": ["…", …]}                 one line per step, step after it
 
 A line is flushed before its step is reported, so the files prove that nothing was trained on twice: a rollout
 may appear in two lineages only when the step that trained on it was left behind by the branch.
@@ -15,29 +15,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sync.errors import DataError
 from sync.wire import Version
 
 
 class Ledger:
-    """The file of one rank of one lineage. Raises FileExistsError when this lineage was written before."""
+    """The file of one rank of one lineage."""
 
     def __init__(self, folder: Path, start: Version, parent: Version | None, rank: int) -> None:
+        """Begin the file. Raises DataError when this lineage was written before."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"L{start.lineage:03d}-rank{rank}.jsonl").open("x")
-        self._write(
-            {"lineage": start.lineage, "parent": None if parent is None else list(parent), "step": start.step}
-        )
+        self._path = folder / f"L{start.lineage:03d}-rank{rank}.jsonl"
+        if self._path.exists():
+            raise DataError(
+                f"{self._path} exists: lineage {start.lineage} was trained before, "
+                "and every start of the trainer needs a new one"
+            )
+        origin = None if parent is None else list(parent)
+        self._write({"lineage": start.lineage, "parent": origin, "step": start.step})
 
     def record(self, step: int, ids: list[str]) -> None:
-        """The step that made `step` trained on `ids` on this rank."""
+        """The step that made `step` trained on `ids` on this rank; in the file when this returns."""
         self._write({"step": step, "ids": ids})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 @dataclass(frozen=True)

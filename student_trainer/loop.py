@@ -22,6 +22,7 @@ from student_trainer.ledger import Ledger
 from student_trainer.ranks import Ranks
 from student_trainer.roads import Road
 from student_trainer.source import BatchSource
+from sync.errors import DataError
 from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def train(trainer: Trainer) -> Outcome:
     """Train until told to stop; why it stopped. A checkpoint is saved when the ending asks for one."""
     while True:
         with Stopwatch() as clock:
-            outcome, batch, anchor = agreed_batch(trainer)
+            outcome, batch = agreed_batch(trainer)
             clock.lap("wait")
             if batch is None:
                 break
@@ -73,7 +74,7 @@ def train(trainer: Trainer) -> Outcome:
             )
             clock.lap("train")
             if trainer.version.step % trainer.publish_every == 0:
-                trainer.road.publish(trainer.version, anchor)
+                publish(trainer)
             clock.lap("publish")
             if trainer.checkpoint_every and trainer.version.step % trainer.checkpoint_every == 0:
                 checkpoint(trainer)
@@ -87,22 +88,21 @@ def train(trainer: Trainer) -> Outcome:
     return outcome
 
 
-def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None, bool]:
-    """The next batch once every rank has its share (None: all stop), and whether an anchor is due. Collective."""
+def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
+    """The next batch, once every rank has its share of it; None: all stop. Collective."""
     answer: TrainBatch | Wait | Stop = Wait()
     while True:
         if isinstance(answer, Wait):
             answer = trainer.source.poll(trainer.version, trainer.interrupted)
         own = outcome_of(answer, trainer.interrupted.is_set())
-        highest, anchor = trainer.ranks.highest([own, trainer.road.anchor_due])
-        outcome = Outcome(int(highest))
+        outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
             check_version(answer, trainer.version)
-            return outcome, answer, bool(anchor)
+            return outcome, answer
         if outcome is not Outcome.WAIT:
             log.info("stopping at %s: %s", trainer.version, outcome.name.lower().replace("_", " "))
-            return outcome, None, False
+            return outcome, None
 
 
 def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
@@ -116,12 +116,17 @@ def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
 
 def check_version(batch: TrainBatch, version: Version) -> None:
     """Refuse a batch made for other weights: its ages would be wrong."""
-    from sync.errors import DataError
-
     if batch.version != version:
         raise DataError(
             f"batch is for {batch.version}, the trainer is at {version}: controller and trainer disagree"
         )
+
+
+def publish(trainer: Trainer) -> None:
+    """Send the weights on their way once the version before has arrived or failed. Collective."""
+    trainer.road.settle()
+    anchor = trainer.ranks.highest(trainer.road.anchor_due)
+    trainer.road.publish(trainer.version, bool(anchor))
 
 
 def checkpoint(trainer: Trainer) -> None:

@@ -16,29 +16,30 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def highest(self, values: list[float]) -> list[float]:
-        """Largest of each value over the ranks. Collective."""
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """A vector of every rank, [world, n], fp64. Collective."""
+        own = values.double().to(self.device)
         if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(value) for value in tensor.tolist()]
+            return own.unsqueeze(0)
+        every = own.new_empty((self.world_size, own.numel()))
+        dist.all_gather(list(every.unbind()), own)
+        return every
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a vector over the ranks, fp64. Collective."""
-        tensor = values.double()
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+    def highest(self, value: float) -> float:
+        """Largest of a value over the ranks. Collective."""
+        return float(self.gather(torch.tensor([value])).max())
 
     def broadcast(self, body: bytes | None) -> bytes:
-        """Bytes of rank 0 on every rank; the others pass None. Collective."""
+        """Bytes of rank 0 on every rank, whatever the others pass. Collective."""
+        own = body or b""
         if self.world_size == 1:
-            assert body is not None
-            return body
-        size = torch.tensor([len(body or b"")], device=self.device)
+            return own
+        size = torch.tensor([len(own)], device=self.device)
         dist.broadcast(size, src=0)
-        data = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8).to(self.device)
+        if int(size) == 0:
+            return b""
+        content = bytearray(own if self.rank == 0 else bytes(int(size)))
+        data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         dist.broadcast(data, src=0)
         return bytes(data.cpu().numpy().tobytes())
 

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from student_trainer.controller import Controller
 from student_trainer.weights import Weights
-from sync.errors import StoreError
+from sync.errors import StoreError, Unreachable
+from sync.weights.broadcast import BroadcastSender
 from sync.weights.publish import Publisher, PublishReport
+from sync.weights.tensors import meta_of
 from sync.wire import Published, Version
 
 log = logging.getLogger(__name__)
@@ -30,40 +32,58 @@ _PATIENCE: Final = 3
 
 
 class Road(Protocol):
-    """One way to publish. `start` first, `drain` last; every method is called on all ranks alike."""
+    """One way to publish. `start` first, `close` last; every method is called on all ranks alike."""
 
-    anchor_due: bool
-    """The next version should be a full one; any rank may say so."""
+    @property
+    def anchor_due(self) -> bool:
+        """Between `settle` and `publish`: this version should be a full one; any rank may say so."""
+
     newest: Version | None
     """The version published last, or on its way."""
 
     def start(self, version: Version, parent: Version | None) -> None:
         """Publish what training starts from, and wait until it can be read. Collective."""
 
-    def publish(self, version: Version, anchor: bool) -> None:
-        """Wait for the previous version, then send this one on its way. Collective."""
+    def settle(self) -> None:
+        """Wait until the version before can be read, or has failed. Raises what may not go on."""
 
-    def drain(self) -> None:
-        """Wait until the last version can be read. Raises what went wrong with it."""
+    def publish(self, version: Version, anchor: bool) -> None:
+        """Send this version on its way; call `settle` first. Collective."""
+
+    def close(self) -> None:
+        """Settle, and give up what is held."""
 
 
 class Background:
-    """A thread that does one thing at a time; `wait` raises what the last one met."""
+    """A thread that publishes one version at a time; a store or replica that fails costs that version."""
 
     def __init__(self) -> None:
+        self.failures = 0
+        """In a row, so far."""
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Return when nothing runs."""
+        """Return when nothing runs. Raises what went wrong; of failures, the last of `_PATIENCE`."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
-    def submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Start `work` in the thread; nothing else may be running."""
+    def submit(self, version: Version, work: Callable[[], None]) -> None:
+        """Start `work`, which publishes `version`; nothing else may be running."""
         assert self._running is None
-        self._running = self._thread.submit(work, *arguments)
+        self._running = self._thread.submit(self._attempt, version, work)
+
+    def _attempt(self, version: Version, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (StoreError, Unreachable) as error:
+            self.failures += 1
+            if self.failures >= _PATIENCE:
+                raise
+            log.error("%s was not published (%d of %d): %s", version, self.failures, _PATIENCE, error)
+        else:
+            self.failures = 0
 
 
 class SnapshotRoad:
@@ -78,57 +98,52 @@ class SnapshotRoad:
         controller: Controller,
         rank: int,
     ) -> None:
-        """`export` writes a Hugging Face folder, a collective; `scratch` holds it until it is published."""
-        self.anchor_due = False
-        self._failures = 0
+        """`export` writes the folder of an anchor, a collective; `scratch` holds it until it is published."""
         self.newest: Version | None = None
         self._publisher, self._weights, self._export = publisher, weights, export
         self._scratch, self._controller, self._rank = scratch, controller, rank
+        self._due = False
         self._parent: Version | None = None
         self._background = Background()
 
+    @property
+    def anchor_due(self) -> bool:
+        """Adapters always go whole; else deltas grew dear, or the last version failed and left no base."""
+        return self._weights.adapters or self._due or self._background.failures > 0
+
     def start(self, version: Version, parent: Version | None) -> None:
         self._parent = parent
+        if self._rank == 0:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         self.publish(version, anchor=True)
-        self.drain()
+        self.settle()
+
+    def settle(self) -> None:
+        self._background.wait()
 
     def publish(self, version: Version, anchor: bool) -> None:
-        self._background.wait()
         self.newest, shards = version, self._weights.snapshot()
         if not anchor:
-            self._background.submit(self._delta, version, shards)
+            self._background.submit(version, lambda: self._tell(self._publisher.delta(version, shards)))
             return
         folder = self._scratch / str(version)
         self._export(folder)
-        self._background.submit(self._anchor, version, folder, shards)
-
-    def _delta(self, version: Version, shards: dict[str, Any]) -> None:
-        self._attempt(version, lambda: self._publisher.delta(version, shards))
+        self._background.submit(version, lambda: self._anchor(version, folder, shards))
 
     def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
         own = folder if self._rank == 0 else None
-        self._attempt(version, lambda: self._publisher.anchor(version, self._parent, own, shards))
-        if own is not None:
-            shutil.rmtree(own)
-
-    def _attempt(self, version: Version, publish: Callable[[], PublishReport]) -> None:
-        """Publish and say so. A store that fails costs the version; failing `_PATIENCE` times, the run."""
         try:
-            report = publish()
-        except StoreError as error:
-            self.anchor_due = True
-            self._failures += 1
-            if self._failures >= _PATIENCE:
-                raise
-            log.error(
-                "%s was not published (failure %d of %d): %s", version, self._failures, _PATIENCE, error
-            )
-            return
-        self._failures, self.anchor_due = 0, report.anchor_due
-        if self._rank == 0:
-            self._tell(report)
+            kind: Literal["full", "lora"] = "lora" if self._weights.adapters else "full"
+            report = self._publisher.anchor(version, self._parent, own, shards, kind)
+        finally:
+            if own is not None:
+                shutil.rmtree(own)
+        self._tell(report)
 
     def _tell(self, report: PublishReport) -> None:
+        self._due = report.anchor_due
+        if self._rank != 0:
+            return
         self._controller.tell(
             Published(
                 version=report.version,
@@ -139,34 +154,34 @@ class SnapshotRoad:
             )
         )
 
-    def drain(self) -> None:
-        self._background.wait()
+    def close(self) -> None:
+        self.settle()
 
 
 class BroadcastRoad:
-    """Straight to the replicas. Everything is gathered before rank 0 sends: a gather inside a send deadlocks."""
+    """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks."""
 
     anchor_due = False
 
-    def __init__(self, sender: Any | None, weights: Weights, controller: Controller) -> None:
-        """`sender`: sync.weights.broadcast.BroadcastSender on rank 0, None elsewhere."""
+    def __init__(self, sender: BroadcastSender | None, weights: Weights, controller: Controller) -> None:
+        """`sender` on rank 0, None elsewhere."""
         self.newest: Version | None = None
         self._sender, self._weights, self._controller = sender, weights, controller
         self._background = Background()
 
     def start(self, version: Version, parent: Version | None) -> None:
         self.publish(version, anchor=True)
-        self.drain()
+        self.settle()
+
+    def settle(self) -> None:
+        self._background.wait()
 
     def publish(self, version: Version, anchor: bool) -> None:
-        self._background.wait()
         self.newest, tensors = version, dict(self._weights.gathered())
         if self._sender is not None:
-            self._background.submit(self._send, version, tensors)
+            self._background.submit(version, lambda: self._send(version, tensors))
 
     def _send(self, version: Version, tensors: dict[str, Any]) -> None:
-        from sync.replica.checkpoint import meta_of
-
         assert self._sender is not None
         started = time.monotonic()
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -185,8 +200,8 @@ class BroadcastRoad:
             "%s went to %d replicas in %.3f s", version, audience.world_size - 1, time.monotonic() - started
         )
 
-    def drain(self) -> None:
-        self._background.wait()
+    def close(self) -> None:
+        self.settle()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -204,5 +219,8 @@ class NoRoad:
     def publish(self, version: Version, anchor: bool) -> None:
         self.newest = version
 
-    def drain(self) -> None:
+    def settle(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""

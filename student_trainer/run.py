@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
-from student_trainer.loop import Outcome, Trainer, train
+from student_trainer.loop import Outcome, Trainer, publish, train
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
 from student_trainer.objectives.registry import build, discount
@@ -35,18 +38,20 @@ from student_trainer.weights import Weights
 from sync.errors import DataError
 from sync.stores import open_store
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
+_LAST_WORDS_SECONDS = 5.0
+"""Time for the last events after a stop signal: the controller may have been stopped too."""
 
 
 def run(config: TrainerConfig) -> None:
     """Train as the controller says; returns when all is saved. Raises DistillError."""
     die_with_parent()
-    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     ranks = join(config)
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
@@ -66,6 +71,7 @@ def run(config: TrainerConfig) -> None:
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
     road = open_road(config, weights, export, controller, fingerprint, ranks)
     road.start(welcome.version, welcome.parent)
+    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),
@@ -92,6 +98,8 @@ def join(config: TrainerConfig) -> Ranks:
 
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")
@@ -103,10 +111,17 @@ def join(config: TrainerConfig) -> Ranks:
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
-    """Load the checkpoint to start from; None: there is none, training starts from the model's folder."""
-    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint)
-    if path is None:
+    """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
+
+    Rank 0 verifies the files of all ranks. Collective.
+    """
+    folder, found = config.run_dir / "checkpoints", None
+    if ranks.rank == 0:
+        found = checkpoint.find(folder, config.checkpoint)
+    name = ranks.broadcast(b"" if found is None else found.name.encode()).decode()
+    if not name:
         return None
+    path = folder / name
     version = checkpoint.load(engine, path, fingerprint, ranks)
     log.info("resumed from %s", path)
     return version
@@ -143,7 +158,7 @@ def step_function(
 
 
 def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
-    """A teacher's head on this rank's device; fp32 on CPUs, as sent on GPUs. Raises DataError when it is short."""
+    """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
     rows = head.weight.shape[0]
     if rows < vocab:
         raise DataError(
@@ -151,8 +166,8 @@ def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
         )
     array = torch.tensor(unpack(head.weight))
     weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
-    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).float()[:vocab].to(device)
-    weight_VH = weight_VH[:vocab].to(device)
+    bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)
+    weight_VH = weight_VH.to(device)
     shape = HeadShape(vocab, head.scale, head.soft_cap)
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
@@ -170,9 +185,9 @@ def open_road(
     if settings.road == "broadcast":
         sender = None
         if ranks.rank == 0:
-            from sync.weights.broadcast import BroadcastSender
-
-            sender = BroadcastSender("127.0.0.1", 0, settings.timeout_seconds, "cpu")
+            controller_at = urlsplit(config.controller_url)
+            host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
         return BroadcastRoad(sender, weights, controller)
     publisher = Publisher(
         open_store(settings.store, config.run_dir / "store"),
@@ -198,16 +213,26 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     """Publish what is not yet out, prove what it is, and leave a model folder. Collective."""
     trainer.source.close()
     if trainer.road.newest != trainer.version:
-        trainer.road.publish(trainer.version, anchor=False)
-    trainer.road.drain()
+        publish(trainer)
+    trainer.road.close()
     digests = weights.digests()
     if trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
-        export(config.run_dir / "final")
-    trainer.ledger.close()
-    trainer.controller.close()
+        leave_folder(config.run_dir / "final", export, trainer.ranks)
+    trainer.controller.close(_LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
     log.info("finished at %s", trainer.version)
+
+
+def leave_folder(folder: Path, export: Any, ranks: Ranks) -> None:
+    """Export to `folder`, whole or not at all. Collective."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    export(partial)
+    if ranks.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
 def leave(ranks: Ranks) -> None:

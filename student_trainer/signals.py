@@ -1,7 +1,7 @@
 """Stop signals of a rank, heard even while its main thread is inside a collective.
 
-    running ──SIGTERM/SIGINT──▶ asked (the step ends, a checkpoint is saved) ──▶ finished
-                                  └── another rank of this machine is gone ──▶ exit 1 at once
+    training ──SIGTERM/SIGINT──▶ asked (the step ends, a checkpoint is saved) ──▶ finished
+                                   └── another rank of this machine is gone ──▶ exit 1 at once
 
 The launcher sends SIGTERM both to end a run in order and after a rank died; in the second case the others can
 never finish, and must not keep the machine.
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into the event `asked`. Make it in the main thread; `finished` ends the watch."""
+    """Turns SIGTERM and SIGINT into the event `asked`. Made in the main thread; `finished` ends the watch."""
 
     def __init__(self, local_ranks: int) -> None:
         self.asked = threading.Event()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from student_trainer.objectives.terms import STATS, Objective
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
 from sync.wire import TrainBatch
+
+_COUNTED: Final = ("rows", "tokens", "truncated", "age", "padded")
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,22 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
         counts.append(micro.counts)
     engine.step()
     metrics = summarise(stats, counts, batch.denominator, ranks)
+    if not math.isfinite(metrics["loss"]):
+        raise DataError(
+            f"the loss of step {batch.version.step + 1} is {metrics['loss']}: the weights are lost, "
+            "go on from a checkpoint with a lower learning rate"
+        )
     return metrics | {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
 
 
 def job(micro: MicroBatch, aim: Aim) -> Job:
-    """What the head is asked to do with one micro-batch."""
+    """What the head is asked to do with one micro-batch. Raises DataError for a teacher without a head."""
+    highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
+    if aim.heads and highest >= len(aim.heads):
+        raise DataError(
+            f"a row was scored by teacher {highest}, the trainer knows {len(aim.heads)}: "
+            "Rows.teacher must index TrainerWelcome.teachers"
+        )
     return Job(micro, aim.objective, aim.gamma, aim.heads)
 
 
@@ -65,16 +79,15 @@ def merge(left: Tensor, right: Tensor) -> Tensor:
 
 def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Ranks) -> dict[str, float]:
     """Metrics of the step from the sums of all ranks; a mean over no tokens is left out. Collective."""
-    own = [
-        *(float(sum(getattr(count, name) for count in counts)) for name in ("rows", "tokens", "truncated")),
-        *(float(sum(getattr(count, name) for count in counts)) for name in ("age", "padded")),
-    ]
-    summed = ranks.total(
-        torch.cat([stats[:RHO_MAX].double(), torch.tensor(own, dtype=torch.float64)]).to(ranks.device)
+    own = [sum(getattr(count, name) for count in counts) for name in _COUNTED]
+    age_max = float(max(count.age_max for count in counts))
+    every = ranks.gather(
+        torch.cat([stats.double().cpu(), torch.tensor([*own, age_max], dtype=torch.float64)])
     )
-    rows, tokens, truncated, age, padded = summed[RHO_MAX:].tolist()
-    rho_max, age_max = ranks.highest([float(stats[RHO_MAX]), float(max(count.age_max for count in counts))])
-    total = dict(zip(STATS, summed[:RHO_MAX].tolist(), strict=True))
+    rho_max, age_max = float(every[:, RHO_MAX].max()), float(every[:, -1].max())
+    summed = every.sum(0).tolist()
+    rows, tokens, truncated, age, padded = summed[RHO_MAX + 1 : -1]
+    total = dict(zip(STATS, summed[:RHO_MAX], strict=True))
     shares = {
         "loss": (total["loss"], denominator),
         "reverse_kl": (total["reverse_kl"], tokens),

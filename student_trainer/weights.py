@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer.model import Student, plain
+from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, model_fingerprint
@@ -35,9 +35,12 @@ class Weights:
 
     def __init__(self, student: Student, ranks: Ranks) -> None:
         self._student, self._ranks = student, ranks
-        self.parameters: dict[str, nn.Parameter] = dict(plain(student.model).named_parameters())
+        self.adapters = hasattr(student.model, "peft_config")
+        """Only adapters are trained and published, named as peft names them in its folder."""
+        self.parameters = trained_parameters(student.model) if self.adapters else whole_model(student.model)
         self.shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
-        check_names(plain(student.model), self.shapes)
+        if not self.adapters:
+            check_names(student.model, self.shapes)
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
@@ -75,10 +78,33 @@ class Weights:
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self.gathered())
-        if self._ranks.rank == 0:
-            plain(self._student.model).save_pretrained(folder, state_dict=state)
+        model: Any = self._student.model
+        if self._ranks.rank == 0 and self.adapters:
+            model.save_pretrained(folder, state_dict={in_memory(name): state[name] for name in state})
+        elif self._ranks.rank == 0:
+            model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
         self._ranks.barrier()
+
+
+_ADAPTER = ".default."
+
+
+def whole_model(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by its name; a tied one once."""
+    return dict(model.named_parameters())
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of peft's adapter by their names in its folder, where the adapter's own name is left out."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name.replace(_ADAPTER, "."): parameter for name, parameter in trained.items()}
+
+
+def in_memory(name: str) -> str:
+    """Inverse of the renaming of `trained_parameters`, for LoRA's matrices."""
+    stem, _, last = name.rpartition(".")
+    return f"{stem}{_ADAPTER}{last}"
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

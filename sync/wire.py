@@ -7,7 +7,7 @@ Producer → consumer
     teacher → controller           ScoreReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience
-    controller → evaluator         EvalRequest;  evaluator → controller  EvalReport
+    controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.
@@ -66,7 +66,10 @@ def unpack(array: Array) -> np.ndarray:
             f"array of dtype {array.dtype} and shape {array.shape} needs {expected} bytes, "
             f"got {len(array.data)}: the message was cut or built wrongly"
         )
-    return np.frombuffer(array.data, dtype).reshape(array.shape)
+    try:
+        return np.frombuffer(array.data, dtype).reshape(array.shape)
+    except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
+        raise WireError(f"array shape {array.shape} cannot be: {error}") from None
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -191,7 +194,7 @@ class UpdateReply(Message, frozen=True):
     version: Version
     """What the replica now serves."""
     bytes_read: int
-    """Bytes fetched from the store for this update."""
+    """Bytes fetched from the store, or received by broadcast, for this update."""
     stage_seconds: float
     """Download, decode, verify; generation went on."""
     pause_seconds: float
@@ -480,6 +483,36 @@ class EvalReport(Message, frozen=True):
     truncated: float
     """Share of completions that ended at the token limit."""
     seconds: float
+
+
+class ProbeRequest(Message, frozen=True):
+    """What plain forward passes give for these sequences, before the first step; `gather_ids` are ignored."""
+
+    student: list[ScoreSequence]
+    """Completions of the student itself; may be empty."""
+    teachers: dict[str, list[ScoreSequence]]
+    """Teacher's name → what it was asked to mark."""
+
+
+class PlainMarks(msgspec.Struct, frozen=True):
+    """One teacher by a plain forward pass, and what the run's objective makes of it."""
+
+    logprob: list[Array]
+    """f4 [T] for each sequence: log q(y_t), temperature 1"""
+    self_loss: float | None
+    """|loss| per token with the student in the teacher's place; None: the objective is `sft`."""
+    self_gradient: float | None
+    """Norm of the gradient in the logits, per token, of the same."""
+    teacher_gradient: float | None
+    """Norm of how much that gradient changes when the teacher takes its place."""
+
+
+class ProbeReply(Message, frozen=True):
+    """Figures of fp32 forward passes of the folders that the configuration names."""
+
+    student: list[Array]
+    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
+    teachers: dict[str, PlainMarks]
 
 
 # --- encoding ---------------------------------------------------------------------------------------------

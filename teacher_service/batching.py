@@ -77,6 +77,7 @@ class Batcher:
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
         self._waiting: dict[Asked, deque[_Waiting]] = {}
         self._held = 0
+        self._dead = 0
         self._rate = 0.0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -127,7 +128,20 @@ class Batcher:
         """The caller has its answer, or has left: exactly once per ticket."""
         ticket.gone = True
         self._held -= ticket.tokens
+        self._dead += ticket.missing
+        if 2 * self._dead > sum(map(len, self._waiting.values())):
+            self._forget_dead()
         self._metrics.held_tokens.set(self._held)
+
+    def _forget_dead(self) -> None:
+        """Let go of sequences whose callers have left; amortised, so that a storm of them costs little."""
+        self._dead = 0
+        for asked, queue in list(self._waiting.items()):
+            live = deque(waiting for waiting in queue if not waiting.ticket.gone)
+            self._metrics.dropped.inc(len(queue) - len(live))
+            self._waiting[asked] = live
+            if not live:
+                del self._waiting[asked]
 
     def _retry_after(self, tokens: int) -> float:
         over = self._held + tokens - self._queue_tokens

@@ -18,8 +18,11 @@ class TeacherConfig(ModelSource, Placement):
     engine_url: str | None = None
     """For engines "vllm" and "openai": a server that runs already; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
+    """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the weights; auto: as they are stored."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     max_length: int | None = Field(None, ge=2)
@@ -36,7 +39,13 @@ class TeacherConfig(ModelSource, Placement):
     """Any argument of vLLM's engine, for engine "vllm"."""
     threads: int | None = Field(None, ge=1)
     """torch's threads; None: its default."""
+    idle_unload_seconds: float | None = Field(None, gt=0)
+    """Time without work after which engine "transformers" gives its memory back, until work comes; for
+    teachers that share a machine. None: never."""
     route: list[str] = []
-    """Data sources whose samples go to this teacher; empty: every source that no other teacher names."""
+    """Data sources whose samples go to this teacher; with no `route_by` either: every source that no other
+    teacher takes."""
+    route_by: str | None = None
+    """A "module:function" that tells of a data source whether this teacher takes it; None: `route` alone."""
     prompt_transform: str | None = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
+from teacher_service.transform import load_function
 
 
 class Router:
-    """Data source → name of a teacher. A teacher without `route` takes every source that no other names."""
+    """Data source → name of a teacher: by `route`, then by `route_by`, then the teacher that has neither."""
 
     def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
         """Raises ConfigError when two teachers claim the same source, or two take all the rest."""
         self._by_source: dict[str, str] = {}
+        self._takers: dict[str, Callable[[str], bool]] = {}
         self._default: str | None = None
         for name, config in teachers.items():
-            if not config.route:
+            if config.route_by is not None:
+                self._takers[name] = load_function(config.route_by, "route_by")
+            elif not config.route:
                 self._claim_rest(name)
             for source in config.route:
                 self._claim(source, name)
@@ -35,7 +39,14 @@ class Router:
 
     def route(self, source: str) -> str:
         """Name of the teacher for samples of `source`. Raises ConfigError when there is none."""
-        name = self._by_source.get(source, self._default)
+        if (named := self._by_source.get(source)) is not None:
+            return named
+        takers = [name for name, takes in self._takers.items() if takes(source)]
+        if len(takers) > 1:
+            raise ConfigError(
+                f"route_by: source {source!r} is taken by {' and '.join(takers)}: let one take it"
+            )
+        name = takers[0] if takers else self._default
         if name is None:
             raise ConfigError(
                 f"no teacher for data source {source!r}: routes name {', '.join(sorted(self._by_source))}; "

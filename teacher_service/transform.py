@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 
 from sync.errors import ConfigError, DataError
 from sync.wire import ScoreSequence, pack, unpack
+from teacher_service.config import TeacherConfig
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
@@ -25,6 +26,15 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{field} = {name!r} is a {type(function).__name__}: name a function")
     return function
+
+
+def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable[..., Sequence[int]]]:
+    """Teacher's name → its prompt transform, for those that have one. Raises ConfigError."""
+    return {
+        name: load_function(teacher.prompt_transform, f"teachers.{name}.prompt_transform")
+        for name, teacher in teachers.items()
+        if teacher.prompt_transform is not None
+    }
 
 
 def with_prompt(sequence: ScoreSequence, prompt_ids: Sequence[int]) -> ScoreSequence:

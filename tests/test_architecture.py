@@ -19,12 +19,15 @@ LARGER_WITH_A_REASON: dict[str, str] = {
 }
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 LIGHT_MODULES = (
-    "distill.cli",
+    "distill.cli.main",
     "distill.config",
     "sync.wire",
     "sync.transport",
     "student_trainer.config",
+    "sync.tokenizers",
+    "teacher_service.client",
     "teacher_service.config",
+    "teacher_service.router",
 )
 HEAVY_MODULES = ("torch", "transformers", "vllm", "deepspeed", "datasets", "matplotlib", "wandb", "numba")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import httpx
 import msgspec
@@ -37,7 +37,7 @@ class FuzzReport:
     """What came back."""
 
     requests: int = 0
-    statuses: Counter[int] = field(default_factory=Counter)
+    statuses: dict[int, int] = field(default_factory=dict)
     """HTTP status → answers; 0: the connection broke."""
     unexplained: list[str] = field(default_factory=list)
     """Answers that are neither a ScoreReply nor a 4xx with a text."""
@@ -84,7 +84,22 @@ def _odd_field(rng: random.Random, good: ScoreRequest) -> bytes:
         if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.2:
             break
         node = node[key]
-    odd = [None, -1, 0, 2**31, 2**63, -(2**63), 1e308, float("nan"), float("inf"), "", "é" * 99, b"", [], {}]
+    odd: list[object] = [
+        None,
+        -1,
+        0,
+        2**31,
+        2**63,
+        -(2**63),
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "é" * 99,
+        b"",
+        [],
+        {},
+    ]
     node[key] = rng.choice([*odd, [[[]]] * 9, True, rng.randbytes(9)])
     return msgspec.msgpack.encode(tree)
 
@@ -94,7 +109,8 @@ def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
     shape = rng.choice(
         [(), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1)]
     )
-    dtype = rng.choice(["u1", "i4", "i8", "f2", "f4", "bf16"])
+    dtypes: tuple[Literal["u1", "i4", "i8", "f2", "f4", "bf16"], ...] = ("u1", "i4", "i8", "f2", "f4", "bf16")
+    dtype = rng.choice(dtypes)
     ids = np.array([rng.choice([-1, 0, 2**31 - 1, -(2**31), 10**6]) for _ in range(3)], np.int32)
     array = rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
     name = rng.choice(["token_ids", "gather_ids"])
@@ -162,12 +178,16 @@ async def _send(http: httpx.AsyncClient, body: bytes, report: FuzzReport) -> Non
     try:
         answer = await http.post("/v1/score", content=body)
     except httpx.TransportError as error:
-        report.statuses[0] += 1
+        _count(report.statuses, 0)
         report.unexplained.append(f"{type(error).__name__}: {error}")
         return
-    report.statuses[answer.status_code] += 1
+    _count(report.statuses, answer.status_code)
     if (problem := _unexplained(answer)) is not None:
         report.unexplained.append(problem)
+
+
+def _count(statuses: dict[int, int], status: int) -> None:
+    statuses[status] = statuses.get(status, 0) + 1
 
 
 def _unexplained(answer: httpx.Response) -> str | None:
@@ -190,9 +210,10 @@ def _unexplained(answer: httpx.Response) -> str | None:
 class FloodReport:
     """What a flood did."""
 
-    statuses: Counter[int] = field(default_factory=Counter)
+    statuses: dict[int, int] = field(default_factory=dict)
+    """HTTP status → answers."""
     memory_before: int = 0
-    """Resident bytes of the teacher."""
+    """Resident bytes of the teacher, after one request of the flood's kind."""
     memory_peak: int = 0
     seconds: float = 0.0
     slowest_refusal: float = 0.0
@@ -203,26 +224,27 @@ async def flood(
     url: str, pid: int, queue_tokens: int, length: int, factor: int = 20, token: str | None = None
 ) -> FloodReport:
     """Offer `factor` times the queue's bound at once, in requests of an eighth of the bound each."""
-    report = FloodReport(memory_before=psutil.Process(pid).memory_info().rss)
+    report = FloodReport()
     per_request = max(1, queue_tokens // 8 // length)
     ids = pack(np.zeros(length, np.int32))
     body = encode(ScoreRequest(sequences=[ScoreSequence(str(i), ids, 1) for i in range(per_request)]))
     headers = {"authorization": f"Bearer {token}"} if token else {}
     limits = httpx.Limits(max_connections=None)
-    started = time.monotonic()
-    watch = asyncio.create_task(_watch_memory(pid, report))
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=300, limits=limits, trust_env=False
     ) as http:
 
         async def one() -> None:
             answer = await http.post("/v1/score", content=body)
-            report.statuses[answer.status_code] += 1
+            _count(report.statuses, answer.status_code)
             if answer.status_code == 429:
                 report.slowest_refusal = max(report.slowest_refusal, time.monotonic() - started)
 
+        await http.post("/v1/score", content=body)
+        report.memory_before = psutil.Process(pid).memory_info().rss
+        watch, started = asyncio.create_task(_watch_memory(pid, report)), time.monotonic()
         await asyncio.gather(*(one() for _ in range(8 * factor)))
-    watch.cancel()
+        watch.cancel()
     report.seconds = time.monotonic() - started
     return report
 

@@ -52,7 +52,7 @@ def letters_at(step: int, shortest: int = SHORTEST, longest: int = LONGEST) -> i
 
 def choices(left: set[str]) -> set[str]:
     """What may come next when the letters `left` are not yet listed."""
-    return {min(left), max(left)} if left else {EOS}
+    return {min(left), max(left)} if left else set()
 
 
 class BothEnds:
@@ -66,11 +66,12 @@ class BothEnds:
 
     def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
         left = set(prompt.text.removesuffix(ASK))
-        for token in completion:
+        *letters, last = completion or [PAD_ID]
+        for token in letters:
             if VOCABULARY[token] not in choices(left):
                 return False
-            left.discard(VOCABULARY[token])
-        return not left and len(completion) > 0 and completion[-1] == EOS_ID
+            left.remove(VOCABULARY[token])
+        return not left and last == EOS_ID
 
 
 def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:

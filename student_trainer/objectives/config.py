@@ -31,6 +31,7 @@ class TopK(PolicyGradientTerms):
 
     type: Literal["topk"] = "topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the teacher returns."""
 
 
 class StudentTopK(PolicyGradientTerms):
@@ -38,6 +39,7 @@ class StudentTopK(PolicyGradientTerms):
 
     type: Literal["student_topk"] = "student_topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the replica returns and the teacher marks."""
 
 
 class ForwardTopK(Settings):
@@ -45,6 +47,7 @@ class ForwardTopK(Settings):
 
     type: Literal["forward_topk"] = "forward_topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the teacher returns."""
 
 
 class Full(Settings):
@@ -66,6 +69,7 @@ class SkewReverse(Settings):
 
     type: Literal["skew"] = "skew"
     alpha: float = Field(0.1, ge=0, lt=1)
+    """Weight of the student in the mixture."""
 
 
 class SFT(Settings):

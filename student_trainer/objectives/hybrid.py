@@ -4,8 +4,8 @@
            + sg[ min(ρ_t, c) · ( 1[y_t∉S]·d(y_t) + Σ_{j≥1} γ^j d_{t+j} ) ] · log p(y_t),     d = log p − log q
 
 The first term has gradient Σ_S p·d·∇log p and needs no importance weight: given the prefix it is exact.
-Without −p + q it would not be stationary at p = q. The second adds the part outside S in expectation, so the sum is
-∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact.
+Without −p + q it would not be stationary at p = q. The second adds the part outside S in expectation, so the
+sum is ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact.
 S is the teacher's top-k (`topk`) or the student's top-k at sampling time (`student_topk`).
 """
 

@@ -5,7 +5,7 @@ Letters in shapes: T tokens of a completion, K ids asked for per position.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,11 @@ INITIAL: Final = Version(0, 0)
 """The weights an engine was started with: no step was made from them."""
 ENGINE_LABEL: Final = "default"
 """vLLM's label for weights that nobody gave a version."""
+_REASONS: Final[dict[str, Literal["stop", "length", "abort"]]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+}
 
 
 class Limits(NamedTuple):
@@ -88,11 +93,10 @@ def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[Version
 def generated(id: str, completion: Completion, student_topk: int) -> Generated | GenerateFailed:
     """The answer for one finished completion; top-k ids without probability become -1."""
     length = len(completion.token_ids)
-    reason = completion.finish_reason
-    if reason not in ("stop", "length", "abort") or (length == 0 and reason != "abort"):
-        return GenerateFailed(
-            id=id, error=f"the engine ended the completion after {length} tokens with {reason!r}"
-        )
+    reason = _REASONS.get(completion.finish_reason or "")
+    if reason is None or (length == 0 and reason != "abort"):
+        ended = repr(completion.finish_reason)
+        return GenerateFailed(id=id, error=f"the engine ended the completion after {length} tokens: {ended}")
     return Generated(
         id=id,
         token_ids=pack(completion.token_ids),

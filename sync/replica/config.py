@@ -22,6 +22,7 @@ class ReplicaConfig(Settings):
     run: str
     """Name of the run; snapshots of another run are refused."""
     store: StoreConfig = DirectoryStoreConfig()
+    """Where the run's versions are published."""
     store_path: Path
     """Folder of a store whose configuration names none."""
     mirror: Path

@@ -21,10 +21,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from sync.weights.tensors import read_folder
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, load_weights
 from sync.weights.broadcast import Reception
+from sync.weights.tensors import read_folder
 
 
 @dataclass

@@ -29,6 +29,8 @@ class Generation:
         self._request = request
         self._limits: Limits = vllm_compat.limits(engine)
         self._frames: list[bytes] = []
+        self.open = len(request.prompts)
+        """Prompts without an answer so far."""
         self._news = asyncio.Event()
 
     async def run(self, receive: Receive, send: Send) -> None:
@@ -57,6 +59,7 @@ class Generation:
     async def _one(self, prompt: GeneratePrompt) -> None:
         answer = await self._answer(prompt)  # before the list is looked up: the writer swaps it meanwhile
         self._frames.append(frame(answer))
+        self.open -= 1
         self._news.set()
 
     async def _answer(self, prompt: GeneratePrompt) -> Generated | GenerateFailed:

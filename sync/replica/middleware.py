@@ -1,4 +1,4 @@
-"""Our routes and our guard in front of vLLM's server: `--middleware sync.replica.middleware.ReplicaMiddleware`.
+"""Our routes and our guard in front of vLLM's server; named by `--middleware`.
 
 vLLM's own routes stay reachable behind the same bearer token, except those that need its development mode.
 """
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync.errors import DistillError, SnapshotError, StoreError, WireError
+from sync.replica import vllm_compat
 from sync.replica.completions import sampling_problem
 from sync.replica.config import ReplicaConfig
 from sync.replica.generation import Generation
@@ -44,7 +45,7 @@ class _Routes:
         self._app = app
         self._config = ReplicaConfig.from_environment()
         self._updater: Updater | None = None
-        self._requests = 0
+        self._generations: set[Generation] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
@@ -67,7 +68,7 @@ class _Routes:
             response = refuse(409, str(error))
         except WireError as error:
             response = refuse(400, str(error))
-        except (DistillError, OSError) as error:
+        except (DistillError, OSError, vllm_compat.EngineDead) as error:
             logger.exception("update failed")
             response = refuse(500, f"{type(error).__name__}: {error}")
         await response(scope, receive, send)
@@ -87,11 +88,12 @@ class _Routes:
         if problem is not None:
             await refuse(400, problem)(request.scope, request.receive, send)
             return
-        self._requests += len(wanted.prompts)
+        generation = Generation(request.app.state.engine_client, wanted)
+        self._generations.add(generation)
         try:
-            await Generation(request.app.state.engine_client, wanted).run(request.receive, send)
+            await generation.run(request.receive, send)
         finally:
-            self._requests -= len(wanted.prompts)
+            self._generations.remove(generation)
 
     async def _update(self, request: Request) -> Response:
         wanted = await read_message(request, UpdateRequest)
@@ -100,4 +102,5 @@ class _Routes:
     async def _state(self, request: Request) -> Response:
         updater = self._following(request)
         digests = await updater.digests() if request.query_params.get("digests") == "1" else None
-        return reply(ReplicaState(version=updater.version, requests=self._requests, digests=digests))
+        requests = sum(generation.open for generation in self._generations)
+        return reply(ReplicaState(version=updater.version, requests=requests, digests=digests))

@@ -10,13 +10,17 @@ Several workers may hold one model: when one of them ends MIXED, all revert, tho
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from sync.errors import SnapshotError
 from sync.weights.tensors import NamedTensors, digesting
 
 logger = logging.getLogger(__name__)
+MIXED_EXIT: Final = 70
+"""Exit status of a process whose model cannot be brought back to whole weights."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Swap:
         self.mixed, self.error = True, None
         try:
             loaded = self._loaded(source)
-        except Exception as error:  # noqa: BLE001 - the loader runs any model's code; all of it is reverted
+        except Exception as error:  # the loader runs any model's code: whatever it raises is reverted
             logger.exception("loading %s failed", source.name)
             self.error = f"{source.name}: {type(error).__name__}: {error}"
             return
@@ -74,14 +78,27 @@ class Swap:
         self._current = self._previous = self._loaded(target)
         self.mixed = False
 
+    def revert_or_end(self) -> None:
+        """`revert`, or end this process with status MIXED_EXIT: it must not serve mixed weights."""
+        try:
+            self.revert()
+        except Exception:
+            logger.critical("the old weights cannot be loaded again: this replica ends", exc_info=True)
+            logging.shutdown()
+            os._exit(MIXED_EXIT)
+
     def settle(self) -> None:
-        """Forget what was held before the last `apply`, and the memory it takes; it cannot be reverted now."""
+        """Forget what was held before the last `apply`, with its memory: it cannot be reverted any more."""
         self._previous = self._current
 
     def _loaded(self, source: Source) -> Source:
         digests: dict[str, str] = {}
         self._load(digesting(source.read(), digests))
         if source.digests is not None and digests != source.digests:
-            changed = sorted(k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k))
-            raise SnapshotError(f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered")
+            changed = sorted(
+                k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k)
+            )
+            raise SnapshotError(
+                f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
+            )
         return Source(source.name, source.read, digests)

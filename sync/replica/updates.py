@@ -98,9 +98,7 @@ class Updater:
     async def _receive(self, ticket: BroadcastTicket) -> int:
         """Bytes of the broadcast, now in the worker's memory. Raises SnapshotError when it failed."""
         timeout = self._config.timeout_seconds
-        await vllm_compat.call_workers(
-            self._engine, "distill_receive", msgspec.to_builtins(ticket), timeout
-        )
+        await vllm_compat.call_workers(self._engine, "distill_receive", msgspec.to_builtins(ticket), timeout)
         while True:
             (answer,) = await vllm_compat.call_workers(self._engine, "distill_received")
             if answer["error"] is not None:
@@ -119,7 +117,9 @@ class Updater:
         if failures:
             await vllm_compat.call_workers(self._engine, "distill_revert")
             await vllm_compat.resume(self._engine)
-            raise SnapshotError(f"{request.version} could not be loaded, the old weights are back: {failures[0]}")
+            raise SnapshotError(
+                f"{request.version} could not be loaded, the old weights are back: {failures[0]}"
+            )
         seconds = time.perf_counter() - started
         await vllm_compat.stamp(self._engine, str(request.version))
         self.version = request.version

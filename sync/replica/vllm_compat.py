@@ -1,7 +1,8 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
-sleep of `pause_generation`), `AsyncLLM.collective_rpc`, `app.state.engine_client`, FlatLogprobs columns.
+sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
+columns of FlatLogprobs.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, and the
 packed copy that `ParallelLMHead` keeps on the CPU.
 tests/integration/test_replica.py exercises all of it against the pinned version.
@@ -9,8 +10,9 @@ tests/integration/test_replica.py exercises all of it against the pinned version
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Iterator
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,13 +31,15 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from sync.weights.tensors import NamedTensors
 from sync.replica.completions import Completion, Limits
+from sync.weights.tensors import NamedTensors
 from sync.wire import Sampling
 
 RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
 """What `complete` raises for one prompt that the engine will not answer."""
 EngineDead = EngineDeadError
+_DEATH_WATCH_SECONDS: Final = 0.2
+T = TypeVar("T")
 
 
 # --- API process: generation ------------------------------------------------------------------------------
@@ -98,31 +102,46 @@ async def complete(engine: Any, token_ids: list[int], params: SamplingParams, re
 # --- API process: updates ---------------------------------------------------------------------------------
 
 
+async def _answer(engine: Any, call: Awaitable[T]) -> T:
+    """The result of a call into the engine process; raises EngineDead when that process ends meanwhile.
+
+    vLLM answers generation when its engine dies, but leaves utility calls waiting for ever.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=_DEATH_WATCH_SECONDS))[0]:
+            if engine.errored:
+                raise EngineDead()
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def pause(engine: Any, clear_cache: bool) -> None:
     """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes."""
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+    await _answer(engine, engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
 
 async def resume(engine: Any) -> None:
     """Go on after `pause`."""
-    await engine.engine_core.resume_scheduler_async()
+    await _answer(engine, engine.engine_core.resume_scheduler_async())
 
 
 async def apply(engine: Any, update: dict[str, str]) -> None:
     """Hand one update to the weight-transfer engine of every worker; says nothing about its success."""
-    await engine.start_weight_update()
-    await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-    await engine.finish_weight_update()
+    await _answer(engine, engine.start_weight_update())
+    await _answer(engine, engine.update_weights(WeightTransferUpdateRequest(update_info=update)))
+    await _answer(engine, engine.finish_weight_update())
 
 
 async def stamp(engine: Any, version: str) -> None:
     """Give later tokens this version."""
-    await engine.update_weight_version(version)
+    await _answer(engine, engine.update_weight_version(version))
 
 
 async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
     """One answer of WorkerExtension's `method` per worker."""
-    return list(await engine.collective_rpc(method, args=args))
+    return list(await _answer(engine, engine.collective_rpc(method, args=args)))
 
 
 # --- worker -----------------------------------------------------------------------------------------------
@@ -134,7 +153,7 @@ def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tupl
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, model_config: ModelConfig, tensors: NamedTensors) -> None:
+def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
     """Put a whole checkpoint into a live model, in place, through layerwise reload.
 
     Works on the CPU, where linear layers hold packed weights only, and by construction on CUDA (tensors keep
@@ -169,4 +188,4 @@ def _repack_heads(model: torch.nn.Module) -> None:
     no weights of its own to load, so layerwise reload leaves its old copy in place: pack it anew."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
-            head.quant_method.process_weights_after_loading(head)
+            cast(Any, head).quant_method.process_weights_after_loading(head)

@@ -7,9 +7,7 @@ vLLM's update_weights, distill_outcome of all, distill_revert of all if any fail
 
 from __future__ import annotations
 
-import logging
-import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,10 +16,6 @@ from sync.wire import BroadcastTicket
 
 if TYPE_CHECKING:
     from sync.replica.engine import CheckpointEngine
-
-logger = logging.getLogger(__name__)
-MIXED_EXIT: Final = 70
-"""Exit status of a process whose model cannot be brought back to whole weights."""
 
 
 class WorkerExtension:
@@ -38,13 +32,8 @@ class WorkerExtension:
         """Load what was held before the last update, or end this process."""
         from vllm.config import set_current_vllm_config
 
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                self.weight_transfer_engine.swap.revert()
-        except Exception:  # noqa: BLE001 - a process that would serve mixed weights must not live on
-            logger.critical("the old weights cannot be loaded again: this replica ends", exc_info=True)
-            logging.shutdown()
-            os._exit(MIXED_EXIT)
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.swap.revert_or_end()
 
     def distill_digests(self) -> dict[str, str] | None:
         """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: none were."""

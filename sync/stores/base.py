@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from sync.errors import AlreadyPublished, StoreError
 
-_PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]*")
+_PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
 
 class Store(Protocol):
@@ -54,10 +54,10 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """`key` itself. Raises StoreError unless it is parts of letters, digits and ._+=@- joined by "/"."""
+    """`key` itself. Raises StoreError unless it is parts of letters, digits and ._+=- joined by "/"."""
     if not all(_PART.fullmatch(part) for part in key.split("/")):
         raise StoreError(
-            f"{key!r} is not a key: use parts of letters, digits and ._+=@- joined by '/', "
+            f"{key!r} is not a key: use parts of letters, digits and ._+=- joined by '/', "
             "none starting with '.'"
         )
     return key

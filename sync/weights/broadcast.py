@@ -10,11 +10,12 @@ that the next one could meet.
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
 
-A replica dies, hangs or never comes: the sender raises Unreachable within `timeout`, and so do the others.
-Nothing is loaded here: a reception is whole and verified before anything touches a model.
+A replica dies, hangs or never comes: no wait takes longer than `timeout`, then the sender raises Unreachable
+and every receiver reports its failure. Nothing is loaded here: a reception is whole and verified before
+anything touches a model.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
-rank and was not run; on two GPUs, run tests/integration/test_broadcast.py with DISTILL_TEST_DEVICE=cuda.
+rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 from torch import distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sync.errors import SnapshotError, Unreachable
 from sync.weights.tensors import TensorMeta, digest, meta_of
@@ -92,7 +94,7 @@ class _Group:
     """A process group of one broadcast, over a TCP store. Leave it with `close`."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+        self, store: Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
     ) -> None:
         self._timeout = timeout
         self._backend = _backend(store, rank, size, address, timeout, device)
@@ -112,20 +114,20 @@ class _Group:
 
 
 def _backend(
-    store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+    store: Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
 ) -> Any:
     """torch's process group for `device`, apart from any default group. NCCL was not run here."""
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """This machine's address as seen on the way to `host`; nothing is sent."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -139,16 +141,14 @@ def _own_address(host: str, port: int) -> str:
 class BroadcastSender:
     """Rank 0's side. One at a time: `send` for every version, `close` at the end.
 
-    `host` is the address that replicas can reach; `timeout` is in seconds, over one whole `send`.
+    `host` is the address that replicas can reach; `timeout`, in seconds, bounds every single wait.
     """
 
     def __init__(self, host: str, port: int, timeout: float, device: torch.device | str = "cpu") -> None:
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device(device)
         self._host = host
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=self._timeout)
 
     @property
     def address(self) -> str:
@@ -166,19 +166,21 @@ class BroadcastSender:
         """
         if audience.world_size < 2:
             return 0
-        store = dist.PrefixStore(audience.group, self._store)
+        store = PrefixStore(audience.group, self._store)
         started = time.monotonic()
         try:
-            store.set("plan", msgspec.msgpack.encode(metas))
+            store.set("plan", msgspec.json.encode(metas).decode())
             group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
             try:
                 digests = self._send_buckets(group, plan(metas), iter(tensors))
             finally:
                 group.close()
-            store.set("digests", msgspec.msgpack.encode(digests))
+            store.set("digests", msgspec.json.encode(digests).decode())
             left = self._timeout.total_seconds() - (time.monotonic() - started)
             ranks = [f"received/{rank}" for rank in range(1, audience.world_size)]
             store.wait(ranks, timedelta(seconds=max(1.0, left)))
+            for key in ("plan", "digests"):
+                store.delete_key(key)
         except RuntimeError as error:
             raise Unreachable(
                 f"broadcast {audience.group} to {audience.world_size - 1} replicas failed after "
@@ -195,7 +197,9 @@ class BroadcastSender:
             for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
                 name, tensor = next(tensors, ("nothing", torch.empty(0)))
                 if meta_of(name, tensor) != meta:
-                    raise SnapshotError(f"the broadcast announced {meta} and was given {meta_of(name, tensor)}")
+                    raise SnapshotError(
+                        f"the broadcast announced {meta} and was given {meta_of(name, tensor)}"
+                    )
                 _view(flat, meta, offset).copy_(tensor.detach())
                 digests[name] = digest(tensor)
             group.broadcast(flat)
@@ -218,7 +222,7 @@ class Received(NamedTuple):
 
 
 class Reception:
-    """A broadcast being received by a thread of its own. `timeout` in seconds, over the whole of it."""
+    """A broadcast being received by a thread of its own. `timeout`, in seconds, bounds every single wait."""
 
     def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
         self.error: str | None = None
@@ -246,27 +250,29 @@ class Reception:
     def _run(self, ticket: BroadcastTicket, timeout: float) -> None:
         try:
             self._received = self._receive(ticket, timedelta(seconds=timeout))
-        except Exception as error:  # noqa: BLE001 - edge of a thread: whatever it is, the asker is told
+        except Exception as error:  # edge of a thread: whatever it is, the asker is told
             logger.warning("broadcast %s failed", ticket.group, exc_info=True)
             self.error = f"{type(error).__name__}: {error}"
 
     def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device is a thread's own
         host, _, port = ticket.address.rpartition(":")
-        base = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        store = dist.PrefixStore(ticket.group, base)
-        metas = msgspec.msgpack.decode(store.get("plan"), type=list[TensorMeta])
-        own = _own_address(host, int(port))
+        base = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = PrefixStore(ticket.group, base)
+        metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
+        own = own_address(host, int(port))
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         try:
             tensors = self._receive_buckets(group, plan(metas))
         finally:
             group.close()
-        sent = msgspec.msgpack.decode(store.get("digests"), type=dict[str, str])
+        sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
         if digests != sent:
             wrong = sorted(name for name in sent if digests.get(name) != sent[name])
             raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-        store.set(f"received/{ticket.rank}", b"1")
+        store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests)
 
     def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:

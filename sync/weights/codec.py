@@ -72,7 +72,7 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
     elif mode == Mode.CLASSES and kind in MANTISSA:
         from sync.weights import entropy
 
-        data = np.frombuffer(reader.rest(), np.uint8)
+        data = np.frombuffer(reader.rest(), np.uint8).copy()
         _fits(entropy.apply_classes(bits, width, MANTISSA[kind], *entropy.fresh(), data))
     elif mode in (Mode.GAPS, Mode.BITMAP, Mode.PLANES) and kind in MANTISSA:
         _APPLY[Mode(mode)](reader, bits, width)

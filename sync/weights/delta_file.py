@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +25,8 @@ from sync.wire import Version
 
 _MAGIC: Final = b"ODDELTA1"
 _MOST_HEADER: Final = 1 << 30
+P = TypeVar("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True):
+    """What a file is part of, and its blobs; `ranges` in the order of the blobs."""
+
     run: str
     fingerprint: str
     version: Version
@@ -72,23 +78,23 @@ def build(
     old: Mapping[str, np.ndarray],
     new: Mapping[str, np.ndarray],
     effort: codec.Effort,
+    threads: int = 1,
 ) -> bytes:
     """File of one rank; `header` comes without ranges, arrays are this rank's flat bits by tensor name."""
-    ranges, blobs, offset = [], [], 0
-    for part in slices:
-        if part.count == 0:
-            continue
-        blob = codec.encode(old[part.name], new[part.name], part.dtype, effort)
-        digest = _digest(new[part.name])
-        ranges.append(
-            Range(
-                part.name, part.start, part.count, part.dtype, codec.mode_of(blob), offset, len(blob), digest
-            )
-        )
-        blobs.append(blob)
-        offset += len(blob)
+
+    def encode(part: Slice) -> tuple[bytes, bytes]:
+        return codec.encode(old[part.name], new[part.name], part.dtype, effort), _digest(new[part.name])
+
+    parts = [part for part in slices if part.count]
+    coded = _each(encode, parts, threads)
+    starts = accumulate((len(blob) for blob, _ in coded), initial=0)
+    ranges = [
+        Range(part.name, part.start, part.count, part.dtype, codec.mode_of(blob), start, len(blob), digest)
+        for part, (blob, digest), start in zip(parts, coded, starts, strict=False)
+    ]
     head = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=ranges))
     packed = zstandard.ZstdCompressor(level=1).compress(head)
+    blobs = (blob for blob, _ in coded)
     return b"".join([_MAGIC, len(packed).to_bytes(4, "little"), packed, *blobs])
 
 
@@ -143,30 +149,33 @@ def check_cover(headers: Iterable[Header], places: Mapping[str, TensorAt]) -> No
             )
 
 
-def apply(header: Header, blobs: memoryview, arrays: Mapping[str, np.ndarray]) -> None:
+def apply(header: Header, blobs: memoryview, arrays: Mapping[str, np.ndarray], threads: int = 1) -> None:
     """Apply a file in place to the flat tensors of a checkpoint that holds its base (`check_cover` first)."""
-    for part in header.ranges:
+
+    def bring(part: Range) -> None:
         target = arrays[part.name][part.start : part.start + part.count]
-        blob = blobs[part.offset : part.offset + part.length]
-        if target.flags.aligned:
-            codec.apply(target, blob, part.dtype)
-        else:
-            copy = target.copy()
-            codec.apply(copy, blob, part.dtype)
-            target[:] = copy
+        bits = np.require(target, requirements="A")
+        codec.apply(bits, blobs[part.offset : part.offset + part.length], part.dtype)
+        if bits is not target:
+            target[:] = bits
+
+    _each(bring, header.ranges, threads)
 
 
-def verify(header: Header, arrays: Mapping[str, np.ndarray]) -> None:
+def verify(header: Header, arrays: Mapping[str, np.ndarray], threads: int = 1) -> None:
     """Raises SnapshotError, naming the tensor, unless the arrays hold what the trainer had."""
-    for part in header.ranges:
+
+    def check(part: Range) -> None:
         if _digest(arrays[part.name][part.start : part.start + part.count]) != part.digest:
             raise SnapshotError(
                 f"{part.name!r} from element {part.start} on is not what {header.version} holds: "
                 f"the base was not {header.base}"
             )
 
+    _each(check, header.ranges, threads)
 
-def apply_chain(folder: Path, links: Sequence[Sequence[tuple[Header, memoryview]]]) -> None:
+
+def apply_chain(folder: Path, links: Sequence[Sequence[tuple[Header, memoryview]]], threads: int = 1) -> None:
     """Apply versions' files one after the other to a checkpoint folder that holds the first one's base.
 
     Each of `links` holds every rank's file of one version. What comes out is verified.
@@ -177,9 +186,17 @@ def apply_chain(folder: Path, links: Sequence[Sequence[tuple[Header, memoryview]
     for files in links:
         check_cover((header for header, _ in files), places)
         for header, blobs in files:
-            apply(header, blobs, arrays)
+            apply(header, blobs, arrays, threads)
     for header, _ in links[-1] if links else ():
-        verify(header, arrays)
+        verify(header, arrays, threads)
+
+
+def _each(work: Callable[[P], R], parts: Sequence[P], threads: int) -> list[R]:
+    """work(part) of each part, in order; compiled loops, zstd and BLAKE3 leave the interpreter free."""
+    if threads == 1:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, parts))
 
 
 def _digest(array: np.ndarray) -> bytes:

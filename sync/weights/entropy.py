@@ -1,17 +1,10 @@
-"""The small mode's compiled loops: changes ordered by the old exponent, then an adaptive binary coder.
+"""The small mode's compiled loops: changes are ordered by the old exponent and then entropy coded.
 
 Whether a weight moves by a unit in the last place depends on its exponent, which the receiver knows. So the
 elements of one exponent class are taken together, in order of position: per class, the distance from one
 changed element to the next (counted within the class) and its ULP difference are coded with probabilities
 that adapt. A stream is a sequence of blocks of BLOCK elements; a block is, for each class, the number of
-changes, then (gap, size, sign) of each.
-
-Numbers are coded as adaptive Golomb codes: quotient in unary and leading bits of the remainder through
-models, the other bits as they are. The divisor and the models follow the running mean of the same class, so
-that few models serve all classes and learn within tens of changes.
-
-The coder is a binary range coder with 64-bit bounds and 16-bit probabilities. A reader past the end of the
-stream reads zeros; what it decodes is checked against the array.
+changes, then (gap, size, sign) of each. What a reader decodes is checked against the array.
 """
 
 from __future__ import annotations
@@ -20,238 +13,40 @@ from typing import Any, Final
 
 import numpy as np
 
-from sync.weights.kernels import compiled, moved, zigzag
+from sync.weights.kernels import compiled, moved, typed, zigzag
+from sync.weights.rangecoder import (
+    FULL,
+    MARGIN,
+    PER_SCALE,
+    SCALES,
+    WRITER,
+    finish,
+    opening,
+    put_bit,
+    put_number,
+    take_bit,
+    take_number,
+)
 
 BLOCK: Final = 1 << 20
 """Elements coded together."""
 CLASSES: Final = 256
 """Exponents of the widest kind; f2 uses 32 of them."""
-_SLOWEST: Final = 120
-_RATES: Final = np.array([65536 * 2 // (2 * n + 3) for n in range(_SLOWEST)], np.int64)
-_MEMORY: Final = 96  # changes that a class's running mean remembers
-_SCALES: Final = 112  # half octaves of a running mean, from 1/16
-_PER_SCALE: Final = 8  # quotient: 0-4, leading bits of the remainder: 5-7
-_QUOTIENTS: Final = 20  # a longer one is an escape
 _GAPS: Final = 0
-_SIZES: Final = _SCALES * _PER_SCALE
-_COUNTS: Final = 2 * _SCALES * _PER_SCALE
-_EMPTY: Final = 3 * _SCALES * _PER_SCALE
+_SIZES: Final = SCALES * PER_SCALE
+_COUNTS: Final = 2 * SCALES * PER_SCALE
+_EMPTY: Final = 3 * SCALES * PER_SCALE
 _SIGN: Final = _EMPTY + 2
 _MODELS: Final = _SIGN + 2
-_MARGIN: Final = 256  # one change takes fewer bytes, escapes included
-_TOP: Final = np.uint64(56)
-_BYTE: Final = np.uint64(8)
-_LEAST: Final = np.uint64(1 << 48)
-_FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ZERO: Final = np.uint64(0)
 
 
-# --- bits -------------------------------------------------------------------------------------------------
-
-
-@compiled
-def _learn(models: Any, i: int, bit: int) -> None:
-    """Move model i towards `bit`; models[i, 0] is P(1) · 2**16, models[i, 1] how often it was used."""
-    rate = _RATES[models[i, 1]]
-    if bit:
-        models[i, 0] += ((65536 - models[i, 0]) * rate) >> 16
-    else:
-        models[i, 0] -= (models[i, 0] * rate) >> 16
-    if models[i, 1] < _SLOWEST - 1:
-        models[i, 1] += 1
-
-
-@compiled
-def _carry(out: Any, pos: int) -> None:
-    """Add one to the number that out[:pos] spells."""
-    pos -= 1
-    while out[pos] == 255:
-        out[pos] = 0
-        pos -= 1
-    out[pos] += 1
-
-
-@compiled
-def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
-    """Write the leading bytes that are settled; `out` has room for eight more."""
-    while span < _LEAST:
-        out[pos] = np.uint8(low >> _TOP)
-        pos += 1
-        low <<= _BYTE
-        span <<= _BYTE
-    return low, span, pos
-
-
-@compiled
-def _put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: int) -> tuple[Any, Any, int]:
-    bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
-    if bit:
-        span = bound
-    else:
-        if low + bound < low:
-            _carry(out, pos)
-        low += bound
-        span -= bound
-    _learn(models, i, bit)
-    return _flush(low, span, pos, out)
-
-
-@compiled
-def _put_plain(low: Any, span: Any, pos: int, out: Any, value: int, bits: int) -> tuple[Any, Any, int]:
-    """`bits` bits of `value` as they are, 16 at a time."""
-    while bits > 0:
-        take = min(bits, 16)
-        bits -= take
-        span >>= np.uint64(take)
-        step = span * np.uint64((value >> bits) & ((1 << take) - 1))
-        if low + step < low:
-            _carry(out, pos)
-        low += step
-        low, span, pos = _flush(low, span, pos, out)
-    return low, span, pos
-
-
-@compiled
-def _finish(low: Any, span: Any, pos: int, out: Any) -> int:
-    """Write the fewest bytes that name a number in [low, low + span); returns the stream's length."""
-    last = low + span - np.uint64(1)
-    if last < low:
-        last = _FULL
-    for count in range(8):
-        keep = np.uint64(64 - 8 * count)
-        value = _ZERO if count == 0 else (last >> keep) << keep
-        if value >= low:
-            for j in range(count):
-                out[pos + j] = np.uint8(value >> np.uint64(56 - 8 * j))
-            return pos + count
-    return -1
-
-
-@compiled
-def _take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> tuple[Any, Any, int, int]:
-    bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
-    if code < bound:
-        span = bound
-        bit = 1
-    else:
-        code -= bound
-        span -= bound
-        bit = 0
-    _learn(models, i, bit)
-    code, span, pos = _refill(code, span, pos, data)
-    return code, span, pos, bit
-
-
-@compiled
-def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
-    while span < _LEAST:
-        code <<= _BYTE
-        span <<= _BYTE
-        if pos < data.size:
-            code |= np.uint64(data[pos])
-        pos += 1
-    return code, span, pos
-
-
-@compiled
-def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[Any, Any, int, int]:
-    value: Any = 0
-    while bits > 0:
-        take = min(bits, 16)
-        bits -= take
-        span >>= np.uint64(take)
-        part: Any = min(np.int64(code // span), (1 << take) - 1)
-        code -= np.uint64(part) * span
-        value = (value << take) | part
-        code, span, pos = _refill(code, span, pos, data)
-    return code, span, pos, value
-
-
-# --- numbers ----------------------------------------------------------------------------------------------
-
-
-@compiled
-def _scale(mean: Any, c: int) -> int:
-    """Half octaves of class c's running mean (mean[c, 0] / mean[c, 1]) above 1/16."""
-    total = mean[c, 0] * 16
-    count = mean[c, 1]
-    octave = 0
-    while octave < 54 and total >= count << (octave + 1):
-        octave += 1
-    return 2 * octave + int(total * 5 >= (count * 7) << octave)
-
-
-@compiled
-def _follow(mean: Any, c: int, value: int) -> None:
-    """Take `value` into class c's running mean."""
-    mean[c, 0] += min(value, 1 << 40)
-    mean[c, 1] += 1
-    if mean[c, 1] >= _MEMORY:
-        mean[c, 0] = (mean[c, 0] + 1) >> 1
-        mean[c, 1] >>= 1
-
-
-@compiled
-def _put_number(
-    low: Any, span: Any, pos: int, out: Any, models: Any, base: int, mean: Any, c: int, value: int
-) -> tuple[Any, Any, int]:
-    scale = _scale(mean, c)
-    k = max(0, (scale >> 1) - 4)
-    at = base + scale * _PER_SCALE
-    quotient = min(value >> k, _QUOTIENTS)
-    for j in range(quotient):
-        low, span, pos = _put_bit(low, span, pos, out, models, at + min(j, 4), 1)
-    if quotient == _QUOTIENTS:
-        low, span, pos = _put_plain(low, span, pos, out, value, 40)
-    else:
-        low, span, pos = _put_bit(low, span, pos, out, models, at + min(quotient, 4), 0)
-        if k > 0:
-            first = (value >> (k - 1)) & 1
-            low, span, pos = _put_bit(low, span, pos, out, models, at + 5, first)
-            if k > 1:
-                second = (value >> (k - 2)) & 1
-                low, span, pos = _put_bit(low, span, pos, out, models, at + 6 + first, second)
-                low, span, pos = _put_plain(low, span, pos, out, value & ((1 << (k - 2)) - 1), k - 2)
-    _follow(mean, c, value)
-    return low, span, pos
-
-
-@compiled
-def _take_number(
-    code: Any, span: Any, pos: int, data: Any, models: Any, base: int, mean: Any, c: int
-) -> tuple[Any, Any, int, int]:
-    scale = _scale(mean, c)
-    k = max(0, (scale >> 1) - 4)
-    at = base + scale * _PER_SCALE
-    quotient = 0
-    more = 1
-    while quotient < _QUOTIENTS and more:
-        code, span, pos, more = _take_bit(code, span, pos, data, models, at + min(quotient, 4))
-        quotient += more
-    if quotient == _QUOTIENTS:
-        code, span, pos, value = _take_plain(code, span, pos, data, 40)
-    else:
-        value = quotient
-        if k > 0:
-            code, span, pos, first = _take_bit(code, span, pos, data, models, at + 5)
-            value = (value << 1) | first
-            if k > 1:
-                code, span, pos, second = _take_bit(code, span, pos, data, models, at + 6 + first)
-                code, span, pos, rest = _take_plain(code, span, pos, data, k - 2)
-                value = (((value << 1) | second) << (k - 2)) | rest
-    _follow(mean, c, value)
-    return code, span, pos, value
-
-
-@compiled
+@typed("void(int64[:, ::1], int64, int64)")
 def _inherit(mean: Any, c: int, before: int) -> None:
     """A class that is met for the first time starts from the mean of the one before it."""
     if mean[c, 1] == 0:
         mean[c, 0] = max(1, 2 * mean[before, 0] // mean[before, 1])
         mean[c, 1] = 2
-
-
-# --- tensors ----------------------------------------------------------------------------------------------
 
 
 def fresh() -> tuple[np.ndarray, np.ndarray]:
@@ -300,47 +95,67 @@ def _collect(
 
 @compiled
 def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, means: Any, out: Any) -> int:
-    """Code all changes from `old` to `new` into `out`; returns the length, -1 when `out` is too short."""
+    """Code all changes from `old` to `new` into `out`; returns the length, or -1 when `out` is too short."""
     size = min(BLOCK, old.size)
     classes = np.empty(size, np.uint8)
     gaps = np.empty(size, np.uint32)
     codes = np.empty(size, np.uint32)
     order = np.empty(size, np.uint32)
-    low, span, pos = _ZERO, _FULL, 0
-    gap_means, size_means, count_means = means[0], means[1], means[2]
-    for start in range(0, old.size, BLOCK):
+    low, span, pos = _ZERO, FULL, 0
+    for begin in range(0, old.size, BLOCK):
         counts = np.zeros(CLASSES, np.int64)
-        k = _collect(
-            old, new, start, min(start + BLOCK, old.size), width, mantissa, counts, classes, gaps, codes
-        )
+        end = min(begin + BLOCK, old.size)
+        k = _collect(old, new, begin, end, width, mantissa, counts, classes, gaps, codes)
         slots = np.cumsum(counts) - counts
         for j in range(k):
             order[slots[classes[j]]] = j
             slots[classes[j]] += 1
-        at, before, empty = 0, CLASSES, 1
-        for c in range(CLASSES):
-            if pos > out.size - _MARGIN:
-                return -1
-            count = counts[c]
-            low, span, pos = _put_bit(low, span, pos, out, models, _EMPTY + empty, int(count == 0))
-            empty = int(count == 0)
-            if empty:
-                continue
-            low, span, pos = _put_number(low, span, pos, out, models, _COUNTS, count_means, c, count - 1)
-            _inherit(gap_means, c, before)
-            _inherit(size_means, c, before)
-            before = c
-            for j in range(at, at + count):
-                if pos > out.size - _MARGIN:
-                    return -1
-                gap, code = np.int64(gaps[order[j]]), np.int64(codes[order[j]])
-                low, span, pos = _put_number(low, span, pos, out, models, _GAPS, gap_means, c, gap)
-                low, span, pos = _put_number(
-                    low, span, pos, out, models, _SIZES, size_means, c, (code - 1) >> 1
-                )
-                low, span, pos = _put_bit(low, span, pos, out, models, _SIGN, code & 1)
-            at += count
-    return _finish(low, span, pos, out)
+        low, span, pos = _put_block(low, span, pos, out, models, means, counts, order, gaps, codes)
+        if pos < 0:
+            return -1
+    return finish(low, span, pos, out)
+
+
+@typed(
+    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64[::1], uint32[::1],"
+    " uint32[::1], uint32[::1])"
+)
+def _put_block(
+    low: Any,
+    span: Any,
+    pos: int,
+    out: Any,
+    models: Any,
+    means: Any,
+    counts: Any,
+    order: Any,
+    gaps: Any,
+    codes: Any,
+) -> tuple[Any, Any, int]:
+    """Code one block, class by class; the position is -1 when `out` is too short."""
+    gap_means, size_means, count_means = means[0], means[1], means[2]
+    at, before, empty = 0, CLASSES, 1
+    for c in range(CLASSES):
+        if pos > out.size - MARGIN:
+            return low, span, -1
+        count = counts[c]
+        low, span, pos = put_bit(low, span, pos, out, models, _EMPTY + empty, int(count == 0))
+        empty = int(count == 0)
+        if empty:
+            continue
+        low, span, pos = put_number(low, span, pos, out, models, _COUNTS, count_means, c, count - 1)
+        _inherit(gap_means, c, before)
+        _inherit(size_means, c, before)
+        before = c
+        for j in range(at, at + count):
+            if pos > out.size - MARGIN:
+                return low, span, -1
+            gap, code = np.int64(gaps[order[j]]), np.int64(codes[order[j]])
+            low, span, pos = put_number(low, span, pos, out, models, _GAPS, gap_means, c, gap)
+            low, span, pos = put_number(low, span, pos, out, models, _SIZES, size_means, c, (code - 1) >> 1)
+            low, span, pos = put_bit(low, span, pos, out, models, _SIGN, code & 1)
+        at += count
+    return low, span, pos
 
 
 @compiled
@@ -349,39 +164,55 @@ def apply_classes(bits: Any, width: int, mantissa: int, models: Any, means: Any,
     size = min(BLOCK, bits.size)
     gaps = np.empty(size + 1, np.int64)
     codes = np.empty(size + 1, np.uint64)
-    code, span, pos = _ZERO, _FULL, 0
-    for _ in range(8):
-        code <<= _BYTE
-        if pos < data.size:
-            code |= np.uint64(data[pos])
-        pos += 1
-    gap_means, size_means, count_means = means[0], means[1], means[2]
-    for start in range(0, bits.size, BLOCK):
-        stop = min(start + BLOCK, bits.size)
-        first = np.zeros(CLASSES + 1, np.int64)
-        at, before, empty = 0, CLASSES, 1
-        for c in range(CLASSES):
-            first[c] = at
-            code, span, pos, empty = _take_bit(code, span, pos, data, models, _EMPTY + empty)
-            if empty:
-                continue
-            code, span, pos, count = _take_number(code, span, pos, data, models, _COUNTS, count_means, c)
-            if count >= stop - start - at:
-                return -1
-            _inherit(gap_means, c, before)
-            _inherit(size_means, c, before)
-            before = c
-            for _ in range(count + 1):
-                code, span, pos, gap = _take_number(code, span, pos, data, models, _GAPS, gap_means, c)
-                code, span, pos, length = _take_number(code, span, pos, data, models, _SIZES, size_means, c)
-                code, span, pos, sign = _take_bit(code, span, pos, data, models, _SIGN)
-                gaps[at] = gap
-                codes[at] = np.uint64(((length + 1) << 1) - sign)
-                at += 1
-        first[CLASSES] = at
-        if _place(bits, start, stop, width, mantissa, first, gaps, codes) != 0:
+    first = np.zeros(CLASSES + 1, np.int64)
+    code, span, pos = opening(data)
+    for begin in range(0, bits.size, BLOCK):
+        end = min(begin + BLOCK, bits.size)
+        code, span, pos = _take_block(code, span, pos, data, models, means, end - begin, first, gaps, codes)
+        if pos < 0 or _place(bits, begin, end, width, mantissa, first, gaps, codes) != 0:
             return -1
     return 0 if pos <= data.size + 8 else -1
+
+
+@typed(
+    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64, int64[::1],"
+    " int64[::1], uint64[::1])"
+)
+def _take_block(
+    code: Any,
+    span: Any,
+    pos: int,
+    data: Any,
+    models: Any,
+    means: Any,
+    size: int,
+    first: Any,
+    gaps: Any,
+    codes: Any,
+) -> tuple[Any, Any, int]:
+    """Inverse of `_put_block`; class c's changes are first[c] … first[c + 1]. Position -1: too many."""
+    gap_means, size_means, count_means = means[0], means[1], means[2]
+    at, before, empty = 0, CLASSES, 1
+    for c in range(CLASSES):
+        first[c] = at
+        code, span, pos, empty = take_bit(code, span, pos, data, models, _EMPTY + empty)
+        if empty:
+            continue
+        code, span, pos, count = take_number(code, span, pos, data, models, _COUNTS, count_means, c)
+        if count >= size - at:
+            return code, span, -1
+        _inherit(gap_means, c, before)
+        _inherit(size_means, c, before)
+        before = c
+        for _ in range(count + 1):
+            code, span, pos, gap = take_number(code, span, pos, data, models, _GAPS, gap_means, c)
+            code, span, pos, length = take_number(code, span, pos, data, models, _SIZES, size_means, c)
+            code, span, pos, sign = take_bit(code, span, pos, data, models, _SIGN)
+            gaps[at] = gap
+            codes[at] = np.uint64(((length + 1) << 1) - sign)
+            at += 1
+    first[CLASSES] = at
+    return code, span, pos
 
 
 @compiled

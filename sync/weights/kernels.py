@@ -10,6 +10,7 @@ check every bound and return -1 on nonsense, without having written outside of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,15 +23,22 @@ _ODD_QUARTERS: Final = np.uint64(0xFFFF0000FFFF0000)
 _TOPS: Final = {16: np.uint64(0x8000800080008000), 32: np.uint64(0x8000000080000000)}
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled on its first call; kept on disk beside the package or in the user's cache.
+def compiled(function: Callable[..., Any], signature: str | None = None) -> Callable[..., Any]:
+    """`function`, compiled for the types of its first call, or at once for those of `signature`.
 
-    Where neither can be written, each process compiles anew (about a second).
+    The result is kept on disk, beside the package or in the user's cache; where neither can be written, each
+    process compiles anew (seconds). numba watches only the function's own file for changes: after an edit of
+    one that it calls in another file, remove __pycache__.
     """
     try:
-        return njit(cache=True, nogil=True)(function)
+        return njit(signature, cache=True, nogil=True)(function)
     except RuntimeError:  # numba: no locator available
-        return njit(nogil=True)(function)
+        return njit(signature, nogil=True)(function)
+
+
+def typed(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: `compiled` with one signature, so that constant arguments make no copies of their own."""
+    return partial(compiled, signature=signature)
 
 
 @compiled

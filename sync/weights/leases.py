@@ -24,6 +24,8 @@ SECONDS: Final = 3600.0
 
 
 class Lease(msgspec.Struct, frozen=True):
+    """What one reader reads, and until when."""
+
     version: Version
     """The chain to this version is being read."""
     expires: float

@@ -75,10 +75,12 @@ def version_key(run: str, version: Version, name: str) -> str:
 
 
 def manifest_key(run: str, version: Version) -> str:
+    """Key of a version's manifest."""
     return version_key(run, version, "manifest.json")
 
 
 def latest_key(run: str) -> str:
+    """Key of the name of the newest version."""
     return f"{run}/{LATEST}"
 
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sync.errors import SnapshotError
+from sync.errors import SnapshotError, StoreError
 from sync.stores.base import Store
 from sync.weights import checkpoint
 from sync.weights.checkpoint import digests
@@ -48,15 +48,18 @@ class Staged:
 class Mirror:
     """One per replica, in one process, one call at a time. Use it inside `with`, or `close()` it."""
 
-    def __init__(self, folder: Path, store: Store, run: str, fingerprint: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, store: Store, run: str, fingerprint: str | None = None, threads: int = 1
+    ) -> None:
         """Open or make the mirror of `run` in `folder`.
 
-        `fingerprint` is the model's; None: that of the first version that is staged.
+        `fingerprint` is the model's; None: that of the first version that is staged. Staging decodes and
+        verifies `threads` tensors at once.
         Raises SnapshotError when another process holds the folder, or it mirrors another run or model.
         """
         self._store, self._run = store, run
         self._slots = Slots(folder, run, fingerprint)
-        self._fingerprint = fingerprint
+        self._fingerprint, self._threads = fingerprint, threads
 
     def close(self) -> None:
         """Let another process own the folder."""
@@ -82,14 +85,21 @@ class Mirror:
         """Bring the spare slot to `version` and verify it; the live slot is only read.
 
         Raises SnapshotError when the version is live already, is of another run or model, or verifies on no
-        road; StoreError when the store fails. The live slot is then as it was, and the next call recovers.
+        road; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
+        recovers.
         """
         start = time.monotonic()
         if version == self.version:
             raise SnapshotError(f"{version} is live already: nothing is applied twice")
         read = 0
         if self._slots.version(self._slots.spare) != version:
-            read = self._bring_forward(version)
+            try:
+                read = self._bring_forward(version)
+            except OSError as error:
+                raise StoreError(
+                    f"mirror {self._slots.folder} cannot be written: {error}; "
+                    "it needs room for two checkpoints"
+                ) from error
         return Staged(version, self._slots.path(self._slots.spare), read, time.monotonic() - start)
 
     def promote(self, staged: Staged) -> None:
@@ -149,7 +159,7 @@ class Mirror:
             raise SnapshotError(
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
-        apply_chain(spare, files)
+        apply_chain(spare, files, self._threads)
         self._slots.hold(chain[-1].version, chain[-1].fingerprint)
         deltas.keep(self._needed_again(chain))
 

@@ -63,8 +63,8 @@ class Publisher:
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps
-    one copy of the shard. After an error nothing was published under that version's manifest, and
-    `anchor_due` is true: publish an anchor next, under a new version.
+    one copy of the shard and codes `threads` tensors at once. After an error `anchor_due` is true: publish an
+    anchor next, under a new version.
     """
 
     def __init__(
@@ -79,12 +79,13 @@ class Publisher:
         codec: Effort = "fast",
         anchor_share: float = 4.0,
         timeout: float = 300.0,
+        threads: int = 1,
     ) -> None:
         self._store, self._run, self._fingerprint = store, run, fingerprint
         self._slices = [part for part in slices if part.count]
         self._rank, self._world_size = rank, world_size
         self._codec: Effort = codec
-        self._anchor_share, self._timeout = anchor_share, timeout
+        self._anchor_share, self._timeout, self._threads = anchor_share, timeout, threads
         self._lock = threading.Lock()
         self._base: Version | None = None
         self._parent: Version | None = None
@@ -162,7 +163,7 @@ class Publisher:
     def _write_file(self, version: Version, base: Version, shards: Mapping[str, np.ndarray]) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""
         header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
-        data = delta_file.build(header, self._slices, self._shards, shards, self._codec)
+        data = delta_file.build(header, self._slices, self._shards, shards, self._codec, self._threads)
         name = f"delta-{self._rank:05d}.bin"
         self._store.create(version_key(self._run, version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())

@@ -32,7 +32,7 @@ def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The row-major bytes of a tensor on the CPU, without a copy when it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -42,7 +42,7 @@ class CompletionsServer:
             engine="openai",
             vocab_size=vocab_size,
             hidden_size=0,
-            max_length=longest(config, card.get("max_model_len")),
+            max_length=longest(config, card),
             can=("prompt",),
             max_topk=0,
         )

@@ -9,6 +9,7 @@ Letters in shapes: C scored positions of a batch, K ids per position, H hidden s
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,11 @@ class TransformersEngine:
         self._batch_tokens, self._head_chunk = batch_tokens, head_chunk
         self.packing = model.config._attn_implementation.startswith(PACKING_ATTENTION)
         """Whether sequences are laid one after the other in one row instead of padded."""
+        if self.packing and not self.packs_exactly():
+            log.warning(
+                "%s lets packed sequences see each other: they are padded instead", type(model).__name__
+            )
+            self.packing = False
         self.facts = Facts(
             model=name,
             revision=revision,
@@ -81,6 +87,17 @@ class TransformersEngine:
             marks["hidden_CH"] = hidden_CH
         back = _original_order(items, order)
         return Marks(**{name: _to_numpy(value)[back] for name, value in marks.items()})
+
+    def packs_exactly(self) -> bool:
+        """Whether the hidden states of a packed sequence are those that it has alone."""
+        ids = np.arange(24, dtype=np.int32) % self._head.weight_VH.shape[0]
+        items = [Item(ids[:9], 1), Item(ids[9:], 1)]
+        was, self.packing = self.packing, True
+        with torch.inference_mode():
+            packed_CH = self._hidden(items, 0)
+            alone_CH = torch.cat([self._hidden([item], 0) for item in items])
+        self.packing = was
+        return bool((packed_CH - alone_CH).abs().max() <= 0.02 * alone_CH.abs().max())
 
     def _hidden(self, items: list[Item], width: int) -> torch.Tensor:
         """[C, H] hidden states that predict the scored positions of `items`: one forward pass."""
@@ -122,6 +139,7 @@ class TransformersEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         del self._model, self._decoder, self._head
+        gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -26,12 +26,22 @@ PATIENCE_SECONDS: Final = 60.0
 class Upstream:
     """One server, asked from one or several threads."""
 
-    def __init__(self, url: str, timeout: float = 600.0, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 600.0,
+        patience: float = PATIENCE_SECONDS,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         key = os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._url, self._patience = url.rstrip("/"), patience
+        self.received_bytes = 0
+        """Of all answers."""
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.Client(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.Client(
+            headers=headers, timeout=timeout, limits=limits, trust_env=False, transport=transport
+        )
 
     def get(self, path: str) -> Any:
         """JSON answer of GET; see `post`."""
@@ -58,6 +68,7 @@ class Upstream:
                 raise Unreachable(f"{self._url}{path} gave no answer for {self._patience:.0f} s ({problem})")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+        self.received_bytes += len(response.content)
         if response.status_code != 200:
             raise DataError(f"{self._url}{path} answered {response.status_code}: {response.text[:500]}")
         try:
@@ -79,8 +90,12 @@ class Upstream:
         self._http.close()
 
 
-def longest(config: TeacherConfig, served: int | None) -> int:
-    """Longest sequence: the config's, else what the server tells. Raises ConfigError when neither knows."""
+def longest(config: TeacherConfig, card: dict[str, Any]) -> int:
+    """Longest sequence: the config's, else what the server tells, less the one token it must generate.
+
+    Raises ConfigError when neither knows, or the config asks for more than the server takes.
+    """
+    served = card["max_model_len"] - 1 if card.get("max_model_len") else None
     if config.max_length is not None and served is not None and config.max_length > served:
         raise ConfigError(f"max_length = {config.max_length}, but the server takes {served} tokens: lower it")
     if (length := config.max_length or served) is None:

@@ -64,7 +64,7 @@ class ByUrl:
             engine="vllm",
             vocab_size=vocab_size,
             hidden_size=0,
-            max_length=longest(config, card.get("max_model_len")),
+            max_length=longest(config, card),
             can=capabilities(max_topk, self._accepts_gather()),
             max_topk=max_topk,
         )

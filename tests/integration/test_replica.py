@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,10 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from distill.config import StudentConfig
-from distill.student import command
 from safetensors.torch import load_file, save_file
-from sync.errors import RemoteError
+
+from distill.config import StudentConfig
+from distill.launch.student import command
+from sync.errors import RemoteError, Unreachable
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
@@ -57,7 +59,7 @@ def save_model(kind: str, seed: int, folder: Path) -> None:
     from tokenizers import Tokenizer, models
 
     torch.manual_seed(seed)
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         num_key_value_heads=1,
@@ -95,7 +97,8 @@ class Versions:
         self.folders, self.store_path = folders, store
         places = checkpoint.tensors(folders[0])
         slices = [
-            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for name, at in places.items()
+            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int)))
+            for name, at in places.items()
         ]
         publisher = Publisher(
             open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(folders[0]), slices
@@ -121,6 +124,7 @@ class Server:
             run="tests", store_path=work / "store", mirror=work / f"mirror-{index}", timeout_seconds=20
         )
         line, environment = command(config, replica, index, "127.0.0.1", port)
+        self.mirror = replica.mirror
         self.url = f"http://127.0.0.1:{port}"
         self.log = work / f"server-{index}.log"
         with self.log.open("wb") as log:
@@ -138,7 +142,9 @@ class Server:
         pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
 
     def stop(self) -> None:
-        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        family = (
+            psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        )
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -208,6 +214,14 @@ async def update(peer: Peer, step: int, **options) -> UpdateReply:
     )
 
 
+async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
+    """Wait at most ten seconds for a state."""
+    deadline = time.monotonic() + 10
+    while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
+        assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
+        await asyncio.sleep(0.01)
+
+
 def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of transformers in fp32 at every completion position."""
     from transformers import AutoModelForCausalLM
@@ -218,7 +232,9 @@ def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature:
     return logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-def error(folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0) -> float:
+def error(
+    folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0
+) -> float:
     """Largest distance in nats between the engine's log-probabilities and transformers', from `start` on."""
     tokens = unpack(answer.token_ids).astype(np.int64)
     expected = logp_TV(folder, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
@@ -287,8 +303,7 @@ async def test_requests_in_flight_go_on_across_updates(server, folders):
     async with server.peer() as peer:
         first = (await peer.call("/distill/v1/state", None, ReplicaState)).version.step % 2 + 1
         flight = asyncio.create_task(generate(peer, PROMPTS[:4], max_tokens=500))
-        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests == 0:
-            await asyncio.sleep(0.01)
+        await until(peer, lambda state: state.requests > 0)
         await asyncio.sleep(0.1)
         await update(peer, first, kv_on_swap="keep")
         await asyncio.sleep(0.1)
@@ -323,7 +338,11 @@ async def test_the_students_own_topk_holds_the_most_likely_ids_whatever_was_samp
         kth_T1 = expected_TV.topk(4).values[:, -1:]
         assert bool((expected_TV.gather(1, ids_TK) > kth_T1 - TOLERANCE).all())
         assert all(len(set(row)) == 4 for row in ids_TK.tolist())
-    sampled = [token not in row for a in answers for token, row in zip(unpack(a.token_ids), unpack(a.topk_ids))]
+    sampled = [
+        token not in row
+        for a in answers
+        for token, row in zip(unpack(a.token_ids), unpack(a.topk_ids), strict=True)
+    ]
     assert any(sampled), "the sampled token is sometimes outside the set"
     ids_TK = unpack(narrow[0].topk_ids)
     assert ids_TK.shape == (24, VOCABULARY + 2)
@@ -371,6 +390,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
     sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
     ticket = BroadcastTicket(sender.address, "one", 1, 2)
     async with server.peer() as peer:
+        await update(peer, 1)
         asked = asyncio.create_task(update(peer, 50, broadcast=ticket))
         sent = await asyncio.to_thread(
             sender.send, Audience(group="one", world_size=2), metas, weights.items()
@@ -382,9 +402,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
 
         partial = [(name, tensor) for name, tensor in weights.items() if "layers.1" not in name]
-        asked = asyncio.create_task(
-            update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2))
-        )
+        asked = asyncio.create_task(update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2)))
         partial_metas = [meta_of(name, tensor) for name, tensor in partial]
         await asyncio.to_thread(sender.send, Audience(group="two", world_size=2), partial_metas, partial)
         with pytest.raises(RemoteError, match=r"409.*the old weights are back"):
@@ -394,6 +412,10 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
         assert answer.spans == [VersionSpan(Version(1, 50), 0, 24)]
         assert error(folders[1], [5, 6], answer) < TOLERANCE
+
+        assert (await update(peer, 1)).bytes_read == 0, "the mirror holds step 1 still"
+        state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert (state.version, state.digests) == (Version(1, 1), checkpoint.digests(folders[0]))
     sender.close()
 
 
@@ -402,9 +424,7 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
         for path in ("/distill/v1/state", "/v1/models", "/metrics"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
-            assert (
-                await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
-            ).status_code == 200
+            assert (await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         assert (await client.get("/health")).status_code == 200
         assert (await client.post("/pause")).status_code == 401
 
@@ -412,12 +432,36 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
 async def test_a_client_that_leaves_aborts_its_completions(server):
     async with server.peer() as peer:
         flight = asyncio.create_task(generate(peer, PROMPTS * 4, max_tokens=500))
-        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests == 0:
-            await asyncio.sleep(0.01)
+        await until(peer, lambda state: state.requests > 0)
         flight.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await flight
-        deadline = time.monotonic() + 10
-        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests:
-            assert time.monotonic() < deadline, "completions go on for nobody"
-            await asyncio.sleep(0.02)
+        await until(peer, lambda state: state.requests == 0)
+
+
+async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
+    _, versions, spare = setup
+    if spare is None:
+        pytest.skip("one architecture is enough")
+    norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+
+    async def send_a_stranger(group: str) -> None:
+        asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2)))
+        audience = Audience(group=group, world_size=2)
+        await asyncio.to_thread(sender.send, audience, [meta_of("norm", norm)], [("norm", norm)])
+        await asked
+
+    async with spare.peer() as peer:
+        with pytest.raises(RemoteError, match="the old weights are back"):
+            await send_a_stranger("first")
+        (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
+        assert error(versions.folders[2], [5, 6], answer) < TOLERANCE
+        await update(peer, 2)
+        for file in spare.mirror.rglob("model.safetensors"):
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+        with pytest.raises((RemoteError, Unreachable)):
+            await send_a_stranger("second")
+    sender.close()
+    await asyncio.to_thread(spare.process.wait, 30)
+    assert "the old weights cannot be loaded again" in spare.log.read_text()

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
-from distill.controller import Controller, Hooks, Parts
-from distill.journal import Journal
-from distill.memory import MemoryReplica, MemoryTeacher
-from distill.prompts import Prompt, PromptStream
+from distill.control.controller import Controller
+from distill.control.journal import Journal
+from distill.control.memory import MemoryReplica, MemoryTeacher
+from distill.control.parts import Hooks, Parts
+from distill.prompts.stream import Prompt, PromptStream
 from sync.wire import Want
 
 
@@ -50,7 +51,9 @@ def config() -> Callable[..., RunConfig]:
 def controller(tmp_path: Path) -> Callable[..., Controller]:
     """Builds a Controller over in-memory parts and the journal in tmp_path (again: resumes)."""
 
-    def build(config: RunConfig | None = None, hooks: Hooks | None = None, **parts: Any) -> Controller:
+    def build(
+        config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
+    ) -> Controller:
         config = config or make_config()
         given: dict[str, Any] = {
             "replicas": {"r0": MemoryReplica()},
@@ -60,6 +63,6 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "journal": Journal(tmp_path / "journal", "never", segment_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
         }
-        return Controller(config, Parts(**{**given, **parts}), hooks or Hooks())
+        return Controller(config, Parts(**{**given, **parts}), hooks or Hooks(), token)
 
     return build

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from distill.controller import Controller, Hooks
-from distill.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.controller import Controller
+from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.parts import Hooks
 from sync.wire import Stop, Version
 
 
@@ -58,7 +59,10 @@ async def test_a_bound_overlaps_training_with_generation(controller, config) -> 
 
 
 async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
-    replicas = {"r0": MemoryReplica(seed=1, token_seconds=0.001), "r1": MemoryReplica(seed=2, token_seconds=0.001)}
+    replicas = {
+        "r0": MemoryReplica(seed=1, token_seconds=0.001),
+        "r1": MemoryReplica(seed=2, token_seconds=0.001),
+    }
     teacher = MemoryTeacher()
     run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
     run.fleet._retry_seconds = 0.02
@@ -101,7 +105,7 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
     running = asyncio.create_task(run.run())
     first = asyncio.create_task(trainer.run())
     while len(trainer.batches) < 7:
-        await asyncio.sleep(0.002)
+        await trainer.stepped.wait()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert trainer.checkpoint == Version(0, 4)
@@ -112,7 +116,9 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
     assert trainer.welcomes[1].parent == Version(0, 4)
     again = [(Version(0, step), Version(1, step)) for step in range(4, 7)]
     for old, new in again:
-        assert [s.micro_batches for s in trainer.batches[new]] == [s.micro_batches for s in trainer.batches[old]]
+        assert [s.micro_batches for s in trainer.batches[new]] == [
+            s.micro_batches for s in trainer.batches[old]
+        ]
     assert summary["steps"] == 12
     assert summary["staleness"]["max"] <= 2
 
@@ -124,7 +130,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
     running = asyncio.create_task(run.run())
     first = asyncio.create_task(trainer.run())
     while len(trainer.batches) < 7:
-        await asyncio.sleep(0.002)
+        await trainer.stepped.wait()
     for task in (first, running):
         task.cancel()
     await asyncio.gather(first, running, return_exceptions=True)

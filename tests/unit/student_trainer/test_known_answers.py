@@ -1,4 +1,4 @@
-"""Objectives against closed forms, by enumerating the sampled token; and mutants of their sources, each killed.
+"""Objectives against closed forms, by enumerating the sampled token; mutants of their sources, each killed.
 
 A check takes the library it judges, so that the same checks pass for the sources and fail for every mutant.
 Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of S. Everything in float64.
@@ -28,7 +28,7 @@ ROOT = Path(student_trainer.__file__).parent
 
 
 def library(mutant: tuple[str, str, str] | None = None) -> types.SimpleNamespace:
-    """Fresh modules from the sources, one of them with its text changed; imported modules stay as they are."""
+    """Fresh modules from the sources, one of them with its text changed; the imported ones stay."""
     names = {short: f"student_trainer.{short}" for short in ORDER}
     saved = {full: sys.modules.pop(full) for full in names.values() if full in sys.modules}
     fresh: dict[str, Any] = {}

@@ -6,9 +6,10 @@ import time
 
 import pytest
 import torch
+
 from sync.errors import SnapshotError, Unreachable
-from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.weights.broadcast import BroadcastSender, Reception, plan
+from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
 WEIGHTS = {
@@ -21,7 +22,9 @@ METAS = [meta_of(name, tensor) for name, tensor in WEIGHTS.items()]
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_travel_alone():
-    metas = [TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)]
+    metas = [
+        TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)
+    ]
     buckets = plan(metas, limit=64)
     assert [[meta.name for meta in bucket.metas] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
     assert [bucket.offsets for bucket in buckets] == [[0, 16], [0], [0, 16]]
@@ -114,4 +117,14 @@ def test_a_replica_that_dies_on_the_way_fails_the_broadcast_and_the_next_one_wor
     reception = receive(sender, "after", 1, 2)
     sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())
     assert set(reception.result().tensors) == set(WEIGHTS)
+    sender.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of its two ranks")
+def test_the_same_bits_arrive_over_nccl():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=60.0, device="cuda:0")
+    reception = Reception(BroadcastTicket(sender.address, "nccl", 1, 2), 60.0, "cuda:1")
+    sender.send(Audience(group="nccl", world_size=2), METAS, WEIGHTS.items())
+    assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
     sender.close()

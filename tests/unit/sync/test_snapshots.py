@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import bucket_server
 import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from sync.errors import AlreadyPublished, SnapshotError, StoreError
+from sync.stores.base import Store
+from sync.stores.bucket import BucketStore
 from sync.stores.memory import MemoryStore
 from sync.weights import checkpoint
 from sync.weights.manifest import read_latest, read_manifest, versions
@@ -27,7 +31,7 @@ class Trainer:
     """Weights as f2 bits, random steps, and one publisher per rank over contiguous shards."""
 
     def __init__(
-        self, store: MemoryStore, folder: Path, world_size: int = 1, seed: int = 0, **options: object
+        self, store: Store, folder: Path, world_size: int = 1, seed: int = 0, **options: object
     ) -> None:
         self.random = np.random.default_rng(seed)
         self.folder, self.world_size = folder, world_size
@@ -132,15 +136,36 @@ def follow(mirror: Mirror, version: Version) -> None:
     mirror.promote(mirror.stage(version))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None:
+    """Nobody between the bucket's chunks and the mirror looks at the content."""
+    with bucket_server.serve() as hub:
+        store = BucketStore("acme/weights", "runs", endpoint=hub.base, token="t")
+        trainer = Trainer(store, tmp_path / "saved")
+        trainer.weights["embed"] = trainer.random.integers(0, 65536, 960, "u2")
+        trainer.anchor(v(0))
+        with Mirror(tmp_path / "good", store, RUN) as mirror:
+            follow(mirror, v(0))
+            assert digests(mirror.path or tmp_path) == trainer.digests()
+        hub.flip(2000)
+        with (
+            Mirror(tmp_path / "bad", store, RUN) as mirror,
+            pytest.raises(SnapshotError, match="cut or altered"),
+        ):
+            mirror.stage(v(0))
+
+
+@pytest.mark.parametrize(("world_size", "threads"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("codec", ["fast", "small"])
 def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
-    tmp_path: Path, world_size: int, codec: str
+    tmp_path: Path, world_size: int, threads: int, codec: str
 ) -> None:
     store = MemoryStore()
-    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec)
+    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec, threads=threads)
     trainer.anchor(v(0))
-    with Mirror(tmp_path / "one", store, RUN) as one, Mirror(tmp_path / "two", store, RUN) as two:
+    with (
+        Mirror(tmp_path / "one", store, RUN, threads=threads) as one,
+        Mirror(tmp_path / "two", store, RUN) as two,
+    ):
         for step in range(1, 12):
             trainer.step(0.5 if step % 4 == 0 else 0.03)
             report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))
@@ -418,3 +443,62 @@ def test_slices_that_leave_out_a_part_of_the_model_are_refused(store: MemoryStor
     publisher.anchor(v(0), None, trainer.save(), trainer.shards(0))
     with pytest.raises(SnapshotError, match="every element belongs to exactly one rank"):
         publisher.delta(v(1), trainer.shards(0))
+
+
+def test_a_full_disk_under_a_mirror_is_said_and_gone_through_again(
+    trainer: Trainer, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(mirror, v(0))
+    trainer.step()
+    trainer.delta(v(1))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copytree", full)
+        with pytest.raises(StoreError, match="room for two checkpoints"):
+            mirror.stage(v(1))
+    assert mirror.version == v(0)
+    follow(mirror, v(1))
+    assert digests(mirror.path or Path()) == trainer.digests()
+
+
+def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    """A safetensors file may put 16-bit tensors at odd offsets."""
+    header = {
+        "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "w": {"dtype": "BF16", "shape": [3], "data_offsets": [1, 7]},
+    }
+    text = msgspec.json.encode(header)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    old = {"odd": np.array([7], "u1"), "w": np.array([1, 2, 3], "u2")}
+    content = len(text).to_bytes(8, "little") + text + old["odd"].tobytes() + old["w"].tobytes()
+    (folder / "model.safetensors").write_bytes(content)
+    slices = [Slice("odd", (1,), "u1", 0, 1), Slice("w", (3,), "bf16", 0, 3)]
+    publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), slices)
+    publisher.anchor(v(0), None, folder, old)
+    new = {"odd": np.array([8], "u1"), "w": np.array([1, 5, 3], "u2")}
+    publisher.delta(v(1), new)
+    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+        follow(mirror, v(1))
+        assert digests(mirror.path or folder) == {name: checkpoint.digest(bits) for name, bits in new.items()}
+
+
+def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    weights = np.arange(8, dtype="f4")
+    save_file({"lora_A": weights}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), [Slice("lora_A", (8,), "f4", 0, 8)])
+    assert publisher.anchor(v(0), None, folder, {"lora_A": weights.view("u4")}, "lora").kind == "lora"
+    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+        staged = mirror.stage(v(0))
+        assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
+        assert digests(staged.path) == {"lora_A": checkpoint.digest(weights.view("u4"))}

@@ -3,24 +3,75 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+from uuid import uuid4
 
+import bucket_server
+import httpx
 import pytest
+from fault_proxy import Proxy, proxy
+from moto.server import ThreadedMotoServer
 
 from sync.errors import AlreadyPublished, StoreError
-from sync.stores import Store, open_store
-from sync.stores.config import DirectoryStoreConfig
+from sync.stores import Store, object_store, open_store
+from sync.stores.bucket import BucketStore
+from sync.stores.config import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
+from sync.stores.object_store import ObjectStore
+from sync.stores.xet import XetStore
+
+KINDS = ("memory", "directory", "xet", "bucket", "object")
 
 
-@pytest.fixture(params=["memory", "directory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "memory":
+@pytest.fixture(scope="module")
+def hub() -> Iterator[bucket_server.Hub]:
+    with bucket_server.serve() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """Address of an S3 server with a bucket named "bucket"."""
+    logging.getLogger("werkzeug").disabled = True
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    httpx.put(f"{address}/bucket", trust_env=False).raise_for_status()
+    yield address
+    server.stop()
+
+
+@pytest.fixture
+def store(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Store:
+    """An empty store of each kind."""
+    name = f"p{abs(hash(request.node.nodeid))}"
+    if kind == "memory":
         return MemoryStore()
-    return DirectoryStore(tmp_path / "store")
+    if kind == "directory":
+        return DirectoryStore(tmp_path / "store")
+    if kind == "xet":
+        return XetStore(tmp_path / "store")
+    if kind == "bucket":
+        return BucketStore("acme/weights", name, endpoint=request.getfixturevalue("hub").base, token="t")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("sync.stores.object_store._ONE_PUT", 50_000)
+    address = request.getfixturevalue("s3")
+    return ObjectStore(f"s3://bucket/{name}", {"endpoint": address, "region": "us-east-1"})
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def test_what_was_created_reads_back_from_bytes_and_from_a_file(store: Store, tmp_path: Path) -> None:
@@ -137,3 +188,151 @@ def test_a_directory_store_without_a_path_uses_the_default(tmp_path: Path) -> No
     open_store(DirectoryStoreConfig(path=tmp_path / "own"), tmp_path / "default").create("key", b"2")
     assert (tmp_path / "default" / "key").read_bytes() == b"1"
     assert (tmp_path / "own" / "key").read_bytes() == b"2"
+
+
+# --- each kind on its own ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty_bucket(hub: bucket_server.Hub) -> Iterator[tuple[Store, Proxy]]:
+    direct = hub.base
+    with proxy(direct) as between:
+        hub.base = between.base
+        yield BucketStore("acme/faulty", uuid4().hex, endpoint=between.base, token="t"), between
+        hub.base = direct
+
+
+@pytest.fixture
+def faulty_object(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Proxy]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with proxy(s3) as between:
+        options = {"endpoint": between.base, "region": "us-east-1"}
+        yield ObjectStore(f"s3://bucket/{uuid4().hex}", options), between
+
+
+@pytest.mark.parametrize("kind", ["503", "drop", "lost"])
+def test_an_object_store_gets_over_refused_and_lost_puts(
+    faulty_object: tuple[Store, Proxy], kind: Literal["503", "drop", "lost"]
+) -> None:
+    """After a lost answer the client finds its own object in the way, and knows it."""
+    store, between = faulty_object
+    between.fail("PUT .*key", kind)
+    store.create("run/key", b"content")
+    assert store.read("run/key") == b"content"
+    assert between.hits == 1
+    with pytest.raises(AlreadyPublished):
+        store.create("run/key", b"content")
+
+
+@pytest.mark.parametrize("kind", ["503", "drop"])
+def test_an_object_store_gets_over_refused_reads(
+    faulty_object: tuple[Store, Proxy], kind: Literal["503", "drop"]
+) -> None:
+    store, between = faulty_object
+    store.create("run/key", b"content")
+    between.fail("GET .*key", kind)
+    assert store.read("run/key") == b"content"
+    assert between.hits == 1
+
+
+def test_a_large_object_of_which_a_part_failed_is_not_there(
+    faulty_object: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, between = faulty_object
+    monkeypatch.setattr("sync.stores.object_store._ONE_PUT", 50_000)
+    between.fail("PUT .*partNumber", "503", 2)
+    store.create("run/retried", os.urandom(12_000_000))
+    assert between.hits == 2
+    between.fail("POST .*uploadId", "503", 1000)
+    monkeypatch.setitem(object_store._RETRY, "max_retries", 1)
+    broken = ObjectStore(store._url, {"endpoint": between.base, "region": "us-east-1"})  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="cannot write 'run/failed'"):
+        broken.create("run/failed", os.urandom(12_000_000))
+    assert store.list("") == ["run/retried"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [("batch", "503"), ("/v1/xorbs", "drop")],
+)
+def test_a_bucket_gets_over_faults_while_it_is_written(
+    faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "drop"]
+) -> None:
+    store, between = faulty_bucket
+    content = os.urandom(5000)
+    between.fail(pattern, kind)
+    store.create("run/key", content)
+    assert between.hits == 1
+    assert store.read("run/key") == content
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [("paths-info", "503"), ("GET /xorb", "cut")],
+)
+def test_a_bucket_gets_over_faults_while_it_is_read(
+    faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "cut"]
+) -> None:
+    store, between = faulty_bucket
+    content = os.urandom(5000)
+    store.create("run/key", content)
+    between.fail(pattern, kind)
+    assert store.read("run/key") == content
+
+
+def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
+    faulty_bucket: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = faulty_bucket
+    monkeypatch.setattr("sync.stores.bucket._PATIENCE", 0.2)
+    store._batch(add=[(b"half", store._path("run/key") + "@" + "0" * 32)])  # type: ignore[attr-defined]
+    assert store.list("") == []
+    with pytest.raises(AlreadyPublished):
+        store.create("run/key", b"content")
+    assert not store.exists("run/key")
+
+
+def test_a_bucket_that_is_missing_and_may_not_be_made_is_said(hub: bucket_server.Hub) -> None:
+    with pytest.raises(StoreError, match="cannot open 'acme/none'"):
+        BucketStore("acme/none", create=False, endpoint=hub.base, token="t")
+
+
+def test_equal_content_is_kept_once_by_xet(tmp_path: Path) -> None:
+    store, content = XetStore(tmp_path), os.urandom(2_000_000)
+    for number in range(3):
+        store.create(f"run/{number}", content)
+    used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert 2_000_000 < used < 4_000_000
+
+
+def test_a_xet_store_without_its_chunks_says_so(tmp_path: Path) -> None:
+    store = XetStore(tmp_path)
+    store.create("run/key", os.urandom(50_000))
+    shutil.rmtree(tmp_path / "xet")
+    (tmp_path / "xet").mkdir()
+    with pytest.raises(StoreError, match="chunk missing"):
+        store.read("run/key")
+    with pytest.raises(StoreError, match="chunk missing"):
+        store.fetch("run/key", tmp_path / "copy")
+
+
+def test_each_kind_is_opened_by_its_configuration(
+    hub: bucket_server.Hub, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.base)
+    options = {"endpoint": s3, "region": "us-east-1"}
+    configs = {
+        "the store ": DirectoryStoreConfig(path=tmp_path / "d"),
+        "the Xet store ": XetStoreConfig(path=tmp_path / "x"),
+        "the bucket acme/opened": BucketStoreConfig(bucket="acme/opened"),
+        "the store s3://": ObjectStoreConfig(url="s3://bucket/opened", options=options),
+    }
+    for name, config in configs.items():
+        store = open_store(config, tmp_path / "unused")
+        store.create("run/key", b"content")
+        assert store.read("run/key") == b"content"
+        assert str(store).startswith(name)
+    assert not (tmp_path / "unused").exists()

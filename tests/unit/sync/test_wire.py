@@ -96,6 +96,12 @@ def test_an_array_whose_bytes_do_not_fill_its_shape_is_refused(shape: tuple[int,
         unpack(Array("i4", shape, data))
 
 
+@pytest.mark.parametrize("shape", [(2**33, 2**33), (2**62, 4), (0, 2**64 - 1), (2**63,)])
+def test_a_shape_beyond_any_machine_is_refused_and_not_wrapped_around(shape: tuple[int, ...]) -> None:
+    with pytest.raises(WireError, match="shape"):
+        unpack(Array("i4", shape, b""))
+
+
 def test_dtypes_outside_the_wire_are_refused() -> None:
     with pytest.raises(WireError, match="complex128"):
         pack(np.zeros(2, np.complex128))

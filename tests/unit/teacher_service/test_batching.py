@@ -122,15 +122,30 @@ async def test_work_whose_deadline_passed_or_whose_caller_left_is_not_computed()
     engine = RecordingEngine()
     async with running(engine) as batcher:
         await busy(batcher, engine)
+        early = submit(batcher, [item(3)], deadline=0.01)
+        live = submit(batcher, [item(6)])
         late = submit(batcher, [item(4)], deadline=0.01)
         gone = submit(batcher, [item(5)])
-        live = submit(batcher, [item(6)])
         batcher.release(gone)
         await asyncio.sleep(0.05)
         engine.gate.set()
         await live.done.wait()
     assert [lengths for _, lengths in engine.batches] == [[2], [6]]
+    assert not early.done.is_set()
     assert not late.done.is_set()
+
+
+async def test_what_leavers_queued_is_forgotten_at_once() -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        live = submit(batcher, [item(6)])
+        for _ in range(100):
+            batcher.release(submit(batcher, [item(5)] * 10))
+            assert sum(map(len, batcher._waiting.values())) < 30
+        engine.gate.set()
+        await live.done.wait()
+    assert [lengths for _, lengths in engine.batches] == [[2], [6]]
 
 
 async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:

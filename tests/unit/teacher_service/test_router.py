@@ -35,6 +35,15 @@ def test_ambiguous_routes_are_refused() -> None:
         Router({"a": teacher(), "b": teacher()})
 
 
+def test_a_function_may_choose_after_the_names_and_before_the_rest() -> None:
+    by_function = TeacherConfig(path="m", route_by="operator:not_")
+    router = Router({"empty": by_function, "named": teacher("", "a"), "rest": teacher()})
+    assert [router.route(source) for source in ("", "a", "b")] == ["named", "named", "rest"]
+    assert Router({"empty": by_function, "rest": teacher()}).route("") == "empty"
+    with pytest.raises(ConfigError, match="taken by one and two"):
+        Router({"one": by_function, "two": by_function}).route("")
+
+
 def test_another_prompt_keeps_the_completion_and_its_gather_ids() -> None:
     gather = pack(np.array([[1], [2]], np.int32))
     sequence = ScoreSequence("a", pack(np.array([1, 2, 3, 8, 9], np.int32)), 3, gather)

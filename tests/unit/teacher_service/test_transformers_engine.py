@@ -24,6 +24,7 @@ from transformers import (
 from sync.errors import ConfigError
 from sync.wire import unpack
 from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.head import OutputHead
 from teacher_service.engines.transformers import TransformersEngine
 
 VOCAB = 37
@@ -120,8 +121,33 @@ def test_small_batches_and_head_chunks_change_nothing(qwen: Any) -> None:
 
 def test_packed_sequences_do_not_see_each_other(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
+    assert engine.packs_exactly()
     engine.packing = True
     check_against_plain(qwen, engine)
+
+
+def test_a_model_whose_packed_sequences_see_each_other_is_found_out(qwen: Any) -> None:
+    engine = TransformersEngine(qwen, VOCAB)
+    decoder = engine._decoder
+    engine._decoder = lambda position_ids=None, **inputs: decoder(**inputs)
+    assert not engine.packs_exactly()
+    assert not engine.packing
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def watched(head: OutputHead, hidden_CH: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden_CH))
+        return original(head, hidden_CH)
+
+    engine = TransformersEngine(qwen, VOCAB, head_chunk=7)
+    original = OutputHead.logits
+    monkeypatch.setattr(OutputHead, "logits", watched)
+    items = random_items(7, LENGTHS)
+    engine.score(items, EVERYTHING._replace(gather=0))
+    positions = sum(item.positions for item in items)
+    assert rows == [7] * (positions // 7) + [positions % 7] * (positions % 7 > 0)
 
 
 def test_topk_and_its_tail_sum_to_one(qwen: Any) -> None:

@@ -1,0 +1,62 @@
+"""`distill bench …`: what the documented figures were measured with."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.launch.run_folder import write_json
+
+app = typer.Typer(help="Measure; each prints its figures and writes them as JSON.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too")]
+
+
+def finish(module: Any, figures: dict[str, Any], json_file: Path | None) -> None:
+    """Print figures the way their module does (`table`), else as JSON; write them to the file."""
+    as_text = getattr(module, "table", None)
+    typer.echo(as_text(figures) if as_text else json.dumps(figures, indent=2))
+    if json_file is not None:
+        write_json(json_file, figures)
+
+
+def bench(name: str) -> Any:
+    """The module of one benchmark; imported only when it is run."""
+    return importlib.import_module(f"distill.bench.{name}")
+
+
+@app.command()
+def sync(
+    full: Annotated[bool, typer.Option("--full", help="100 M parameters, tens of minutes")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Bytes and speed of a weight sync against other encodings, on one real trajectory."""
+    module = bench("sync")
+    finish(module, module.run(full=full), json_file)
+
+
+@app.command()
+def teacher(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of the teacher")],
+    json_file: JsonFile = None,
+) -> None:
+    """Scored tokens a second, bytes a token and resilience of the teacher service."""
+    module = bench("teacher")
+    finish(module, module.run(model), json_file)
+
+
+@app.command("async")
+def pipeline(
+    folder: Annotated[Path, typer.Option(help="Finished runs are kept here and not repeated")] = Path(
+        "runs/bench-async"
+    ),
+    seeds: Annotated[int, typer.Option(help="How many")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """The quickstart one stage after the other against all stages at once."""
+    module = bench("pipeline")
+    finish(module, module.run(folder, range(seeds)), json_file)

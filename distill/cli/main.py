@@ -1,0 +1,360 @@
+"""The command line. Heavy imports stay inside the commands, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from distill.cli import bench as cli_bench
+from distill.cli.bench import JsonFile
+from sync.errors import ConfigError, DataError, DistillError, Interrupted
+
+if TYPE_CHECKING:
+    from distill.config import RunConfig
+
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    name="distill",
+    help="On-policy distillation: the student writes, the teacher marks every token, all of it at once.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+)
+
+Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CONFIG")]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Over the file: run.steps=10", default_factory=list),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
+
+EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `distill`; leaves with an exit status."""
+    sys.exit(guarded(lambda: app(arguments)))
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Exit status of `command`; the one place where errors meant for people become text."""
+    console = Console(stderr=True)
+    try:
+        command()
+    except DistillError as error:
+        console.print(f"distill: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if isinstance(error, Interrupted):
+            return EXIT_STOPPED
+        return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        console.print("distill: stopped", style="red")
+        return EXIT_STOPPED
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
+    return 0
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    from distill.loading import load
+
+    return load(path, overrides)
+
+
+def _write_json(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        from distill.launch.run_folder import write_json
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, figures)
+
+
+def _log_to_stderr(level: int = logging.WARNING) -> None:
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides,
+    seed: Annotated[int, typer.Option(help="Of models, prompts and training")] = 0,
+    resume: Resume = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Make two tiny models, distil one into the other, and show what came of it."""
+    from distill import quickstart as steps
+
+    console = Console()
+    config, making = steps.prepare(seed, overrides, console)
+    if not resume:
+        steps.make_room(config)
+    summary = _run(config, resume, console, {"making": making})
+    _write_json(json_file, summary)
+    _show(console, config, summary)
+
+
+@app.command()
+def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+    """Run a configuration: start every role, distil, evaluate, leave a model folder."""
+    console, settings = Console(), _load(config, overrides)
+    summary = _run(settings, resume, console, {})
+    _write_json(json_file, summary)
+    _show(console, settings, summary)
+
+
+def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, float]) -> dict[str, Any]:
+    import asyncio
+
+    from distill.launch.run import run as launch
+
+    _log_to_stderr()
+    return asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
+
+
+def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
+    from distill.report.results import before_and_after
+
+    table = Table("", "before", "after", title=None)
+    for row in before_and_after(summary):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"model   {summary['model']}", soft_wrap=True, highlight=False)
+    console.print(f"picture {config.run_dir / 'report.png'}", soft_wrap=True, highlight=False)
+    console.print(f"figures {config.run_dir / 'summary.json'}", soft_wrap=True, highlight=False)
+
+
+# --- single roles -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def student(
+    config: Config, overrides: Overrides, index: Annotated[int, typer.Option(help="Which replica")] = 0
+) -> None:
+    """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
+    from distill.launch import alone
+
+    alone.replace_process(alone.student(_load(config, overrides), index))
+
+
+@app.command()
+def teacher(
+    config: Config,
+    overrides: Overrides,
+    name: Annotated[str, typer.Option(help="Which of [teachers.NAME]; needed when there are several")] = "",
+    index: Annotated[int, typer.Option(help="Which of its processes")] = 0,
+) -> None:
+    """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
+    from distill.launch import alone
+
+    alone.replace_process(alone.teacher(_load(config, overrides), name, index))
+
+
+@app.command()
+def evaluator(config: Config, overrides: Overrides) -> None:
+    """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
+    from distill.launch import alone
+
+    alone.replace_process(alone.evaluator(_load(config, overrides)))
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides,
+    controller: Annotated[str, typer.Option(help="URL of the controller", metavar="URL")],
+) -> None:
+    """Train; the controller's configuration has controller.trainer = "external"."""
+    from distill.launch import alone
+
+    alone.replace_process(alone.trainer(_load(config, overrides), controller))
+
+
+@app.command()
+def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+    """Run the controller alone: every other role is joined by URL."""
+    from distill.launch.alone import check_all_joined
+
+    console, settings = Console(), _load(config, overrides)
+    check_all_joined(settings)
+    summary = _run(settings, resume, console, {})
+    _write_json(json_file, summary)
+    _show(console, settings, summary)
+
+
+# --- looking at things ------------------------------------------------------------------------------------
+
+
+@app.command()
+def preflight(
+    config: Config,
+    overrides: Overrides,
+    engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+) -> None:
+    """Check a configuration, its models, tokenizers and prompts; start nothing unless asked to."""
+    from distill.launch.preflight import check
+
+    settings = _load(config, overrides)
+    split = check(settings)
+    if engines:
+        import asyncio
+
+        from distill.launch.rehearse import rehearse
+
+        _log_to_stderr()
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
+    rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
+    typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+
+
+@app.command()
+def evaluate(
+    config: Config,
+    overrides: Overrides,
+    model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
+    tails: Annotated[int, typer.Option(help="Teacher's mass outside its top-k, for k = 1 … N")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
+    from distill.evaluate.offline import evaluate_folder
+
+    figures = evaluate_folder(_load(config, overrides), model, tails)
+    for name, value in figures.items():
+        typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
+    _write_json(json_file, figures)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+) -> None:
+    """Write a published version as a Hugging Face folder."""
+    from distill.cli.sync import export_version
+
+    typer.echo(f"{export_version(run_dir, version, target)} is in {target}")
+
+
+@app.command()
+def report(run_dir: RunDir) -> None:
+    """Draw report.png of a run anew, finished or not."""
+    from distill.report.picture import draw
+
+    typer.echo(draw(run_dir))
+
+
+@app.command()
+def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Check a run's guarantees from its journal and the trainer's ledger."""
+    from dataclasses import asdict
+
+    from distill.control.audit import audit as check
+
+    found = check(run_dir)
+    figures = {**asdict(found), "ok": found.ok}
+    for name, value in figures.items():
+        typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
+    _write_json(json_file, figures)
+    if not found.ok:
+        raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+
+
+@app.command()
+def chaos(
+    overrides: Overrides,
+    config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Deaths, all kinds together")] = 10,
+    seed: Annotated[int, typer.Option(help="Of who is killed and when")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill the processes of a real run at random moments, and audit what came of it."""
+    from distill.bench import chaos as bench
+
+    figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
+    typer.echo(bench.table(figures))
+    _write_json(json_file, figures)
+    if not bench.holds(figures):
+        raise DistillError("a guarantee was broken: see the lines above")
+
+
+@app.command()
+def version() -> None:
+    """Versions of this package and of those that decide results."""
+    from distill.report.results import versions
+
+    for name, number in versions().items():
+        typer.echo(f"{name} {number}")
+
+
+# --- the store of a run -----------------------------------------------------------------------------------
+
+app.add_typer(cli_bench.app, name="bench")
+sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
+app.add_typer(sync_app, name="sync")
+
+
+@sync_app.command("ls")
+def sync_ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """List every published version."""
+    from distill.cli.sync import listing
+
+    found = listing(run_dir)
+    for one in found:
+        base = f"on {one['base']}" if one["base"] else ""
+        mark = "  latest" if one["latest"] else ""
+        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
+    _write_json(json_file, found)
+
+
+@sync_app.command("verify")
+def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Read every version back as a replica would."""
+    from distill.cli.sync import verification
+
+    found = []
+    for one in verification(run_dir):
+        found.append(one)
+        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
+    _write_json(json_file, found)
+    broken = [one for one in found if one["problem"]]
+    if broken:
+        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+@sync_app.command("gc")
+def sync_gc(
+    run_dir: RunDir,
+    grace_seconds: Annotated[float, typer.Option(help="Spare what became superfluous since then")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Remove versions that no reader needs."""
+    from distill.cli.sync import collection
+
+    done = collection(run_dir, grace_seconds, dry_run)
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
+    _write_json(json_file, done)
+
+
+@sync_app.command("export")
+def sync_export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+) -> None:
+    """The same as `distill export`."""
+    export(run_dir, target, version)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Checks a run's guarantees from its journal and the trainer's ledger.
+
+answered   every prompt has a scored rollout, was dropped with a reason, or is reported as open
+kept       every scored rollout is in a batch on the last lineage's way, dropped, or buffered
+once       no weights were trained twice on one rollout: along the ancestry of every lineage
+as told    every step was trained on the batch that the journal composed for it, and on all of it (a step
+           that a crash cut off before it was reported may be in the ledger of some ranks only)
+fresh      no rollout was older than the bound when it was trained
+recorded   every trained rollout is in the journal with the versions of its tokens
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distill.control.journal import Location
+from distill.control.records import (
+    AnyRecord,
+    Composed,
+    Dropped,
+    Issued,
+    LineageOpened,
+    Opened,
+    Rollout,
+    Stepped,
+    Trace,
+)
+from distill.control.segments import read_all
+from distill.control.state import RunState
+from student_trainer.ledger import read
+from sync.errors import DataError
+from sync.wire import Version, VersionSpan
+
+LedgerLines = Mapping[int, Mapping[int, list[str]]]
+"""Lineage → step after it → ids trained on, all ranks together."""
+
+
+@dataclass
+class AuditReport:
+    """What was found; every list is empty when the guarantees hold."""
+
+    prompts: int = 0
+    scored: int = 0
+    trained: int = 0
+    """Rollouts on the way of the last lineage."""
+    open_prompts: list[str] = field(default_factory=list)
+    """Issued, neither scored nor dropped: a resumed run asks them again. No violation."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    issued_twice: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    trained_twice: list[str] = field(default_factory=list)
+    not_as_composed: list[str] = field(default_factory=list)
+    """Steps whose ledger differs from the journal's batch."""
+    too_old: list[str] = field(default_factory=list)
+    unrecorded: list[str] = field(default_factory=list)
+    oldest: int = 0
+    """Greatest age of a trained rollout, in versions."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every guarantee holds."""
+        broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed)
+        return not any((*broken, self.too_old, self.unrecorded))
+
+
+@dataclass
+class _Books:
+    """The journal as the audit reads it."""
+
+    state: RunState
+    issued: Counter[str] = field(default_factory=Counter)
+    scored: dict[str, list[VersionSpan]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    composed: dict[Version, list[str]] = field(default_factory=dict)
+    opened: list[LineageOpened] = field(default_factory=list)
+    reached: dict[int, int] = field(default_factory=dict)
+    """Newest step that the trainer reported, by lineage."""
+    bound: dict[Version, int] = field(default_factory=dict)
+    """Bound on staleness when the batch was composed."""
+
+
+def audit(run_dir: Path) -> AuditReport:
+    """Audit a run's folder; the run may still go on. Raises DataError for a damaged or missing journal."""
+    records = ((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
+    lineages = read(run_dir / "ledger")
+    return check(records, {number: lineage.steps for number, lineage in lineages.items()})
+
+
+def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) -> AuditReport:
+    """Audit a journal's records against a ledger. Pure."""
+    books = _read(records)
+    report = AuditReport(prompts=len(books.issued), scored=len(books.scored))
+    report.issued_twice = sorted(i for i, count in books.issued.items() if count > 1)
+    report.open_prompts = sorted(books.issued.keys() - books.scored.keys() - books.dropped.keys())
+    report.dropped = dict(Counter(books.dropped.values()))
+    report.lost = sorted(_lost(books))
+    for lineage in ledger:
+        _check_lineage(books, ledger, lineage, report)
+    last = max(ledger, default=None)
+    report.trained = sum(_way(books, ledger, last).values()) if last is not None else 0
+    return report
+
+
+def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _Books:
+    books, bound = None, 0
+    for location, record in records:
+        if isinstance(record, Opened):
+            bound = record.max_staleness
+            books = books or _Books(RunState(record.batch, bound))
+        if books is None:
+            raise DataError("the journal does not begin with the opening of a run: it is not whole")
+        _note(books, record, bound)
+        books.state.apply(record, location if isinstance(record, Issued | Rollout) else None)
+        if isinstance(record, Rollout):
+            books.state.unload(record.id)
+    if books is None:
+        raise DataError("the journal is empty: there is nothing to audit")
+    return books
+
+
+def _note(books: _Books, record: AnyRecord, bound: int) -> None:
+    if isinstance(record, Issued):
+        books.issued.update(prompt.id for prompt in record.prompts)
+    elif isinstance(record, Rollout | Trace):
+        books.scored[record.id] = record.spans
+    elif isinstance(record, Dropped):
+        books.dropped.update(dict.fromkeys(record.ids, record.reason))
+    elif isinstance(record, Composed):
+        books.composed[record.version] = record.ids
+        books.bound[record.version] = bound
+    elif isinstance(record, LineageOpened):
+        books.opened.append(record)
+    elif isinstance(record, Stepped):
+        books.reached[record.version.lineage] = record.version.step
+
+
+def _lost(books: _Books) -> set[str]:
+    """Scored rollouts that are nowhere."""
+    placed = set(books.state.buffer.ids()) | books.dropped.keys()
+    if books.opened:
+        last, lineages = books.opened[-1].lineage, books.state.lineages
+        for version, ids in books.composed.items():
+            if lineages.owner(last, version.step) == version.lineage:
+                placed.update(ids)
+    return books.scored.keys() - placed
+
+
+def _way(books: _Books, ledger: LedgerLines, lineage: int) -> Counter[str]:
+    """How often the weights of `lineage` were trained on each rollout, its ancestry included."""
+    seen: Counter[str] = Counter()
+    until, current = 1 << 62, lineage
+    while True:
+        for step, ids in ledger.get(current, {}).items():
+            if step <= until:
+                seen.update(ids)
+        checkpoint = books.opened[current].checkpoint
+        if checkpoint is None:
+            return seen
+        until, current = min(until, checkpoint.step), checkpoint.lineage
+
+
+def _check_lineage(books: _Books, ledger: LedgerLines, lineage: int, report: AuditReport) -> None:
+    twice = [i for i, count in _way(books, ledger, lineage).items() if count > 1]
+    report.trained_twice = sorted({*report.trained_twice, *twice})
+    for after, ids in ledger[lineage].items():
+        version = Version(books.state.lineages.owner(lineage, after - 1), after - 1)
+        told, trained = Counter(books.composed.get(version, [])), Counter(ids)
+        cut_off = after > books.reached.get(lineage, 0) and trained <= told
+        if trained != told and not cut_off:
+            report.not_as_composed.append(f"{Version(lineage, after)}")
+        for rollout in ids:
+            _check_age(books, rollout, Version(lineage, after - 1), books.bound.get(version, 0), report)
+
+
+def _check_age(books: _Books, rollout: str, at: Version, bound: int, report: AuditReport) -> None:
+    spans = books.scored.get(rollout)
+    if spans is None:
+        report.unrecorded.append(rollout)
+        return
+    age = at.step - min(books.state.lineages.step_in(span.version, at.lineage) for span in spans)
+    report.oldest = max(report.oldest, age)
+    if age > bound:
+        report.too_old.append(rollout)

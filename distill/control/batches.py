@@ -1,0 +1,160 @@
+"""A batch into the shares of ranks and micro-batches. Pure and vectorised.
+
+Rows go to ranks by length, longest first, to and fro (0 1 2 2 1 0 …): every rank gets rows of the same
+lengths, so that the same micro-batch of all ranks, which run in lockstep under ZeRO-3, costs the same.
+Flat arrays are joined as bytes; no token is touched in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from distill.control.records import Rollout
+from sync.errors import DataError
+from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, pack, unpack
+
+StepOf = Callable[[Version], int]
+
+
+def compose(
+    rollouts: Sequence[Rollout],
+    version: Version,
+    world_size: int,
+    micro_batch_tokens: int,
+    teachers: Sequence[str],
+    step_of: StepOf,
+) -> list[TrainBatch]:
+    """One TrainBatch per rank; the same rollouts give the same bytes.
+
+    `micro_batch_tokens`: padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own.
+    `step_of`: a token's version as a step of the trainer's lineage.
+    """
+    shares = [_micro_batches(share, micro_batch_tokens) for share in _deal(rollouts, world_size)]
+    count = max(len(share) for share in shares)
+    index = {name: i for i, name in enumerate(teachers)}
+    denominator = sum(rollout.length for rollout in rollouts)
+    return [
+        TrainBatch(
+            version=version,
+            denominator=denominator,
+            micro_batches=[
+                rows_of(micro, rollouts[0], index, step_of) for micro in share + [[]] * (count - len(share))
+            ],
+        )
+        for share in shares
+    ]
+
+
+def _tokens(rollout: Rollout) -> int:
+    return rollout.prompt.shape[0] + rollout.length
+
+
+def _widths(rollout: Rollout) -> tuple[int, ...]:
+    """Trailing sizes of the optional arrays: rows of one micro-batch must agree in them."""
+    return tuple(0 if array is None else array.shape[-1] for array in _optional(rollout))
+
+
+def _optional(rollout: Rollout) -> tuple[Array | None, ...]:
+    marks = rollout.scored
+    return marks.topk_ids, marks.topk_logprob, rollout.topk_ids, marks.gathered, marks.hidden
+
+
+def _deal(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
+    """Rollouts of each rank, longest first within equal widths."""
+    ordered = sorted(rollouts, key=lambda rollout: (_widths(rollout), -_tokens(rollout)))
+    shares: list[list[Rollout]] = [[] for _ in range(ranks)]
+    for place, rollout in enumerate(ordered):
+        lap, rank = divmod(place, ranks)
+        shares[rank if lap % 2 == 0 else ranks - 1 - rank].append(rollout)
+    return shares
+
+
+def _micro_batches(share: list[Rollout], tokens: int) -> list[list[Rollout]]:
+    """As many neighbours together as fit."""
+    micro: list[list[Rollout]] = []
+    for _, same in groupby(share, key=_widths):
+        room = 0
+        for rollout in same:
+            length = _tokens(rollout)
+            if room < 1:
+                micro.append([])
+                room = max(1, tokens // length)
+            micro[-1].append(rollout)
+            room -= 1
+    return micro
+
+
+def rows_of(
+    rollouts: Sequence[Rollout], template: Rollout, teachers: dict[str, int], step_of: StepOf
+) -> Rows:
+    """Rows of rollouts, in order. `template` says which optional arrays there are when there are none."""
+    marks = [rollout.scored for rollout in rollouts]
+    rewarded = template.reward is not None and all(rollout.reward is not None for rollout in rollouts)
+    kind = template.scored
+    return Rows(
+        ids=[rollout.id for rollout in rollouts],
+        tokens=_tokens_array(rollouts),
+        prompt_lens=_i4([rollout.prompt.shape[0] for rollout in rollouts]),
+        completion_lens=_i4([rollout.length for rollout in rollouts]),
+        behavior_logprob=_join([r.logprob for r in rollouts], template.logprob),
+        token_step=_token_steps(rollouts, step_of),
+        teacher=_i4([teachers[rollout.teacher] for rollout in rollouts]),
+        teacher_logprob=_join([m.logprob for m in marks], kind.logprob),
+        teacher_topk_ids=_join_optional([m.topk_ids for m in marks], kind.topk_ids),
+        teacher_topk_logprob=_join_optional([m.topk_logprob for m in marks], kind.topk_logprob),
+        student_topk_ids=_join_optional([r.topk_ids for r in rollouts], template.topk_ids),
+        student_topk_teacher_logprob=_join_optional([m.gathered for m in marks], kind.gathered),
+        teacher_hidden=_join_optional([m.hidden for m in marks], kind.hidden),
+        teacher_entropy=_join_optional([m.entropy for m in marks], kind.entropy),
+        reward=pack(np.array([r.reward for r in rollouts], "f4")) if rewarded else None,
+        truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
+    )
+
+
+def _i4(values: list[int]) -> Array:
+    return pack(np.array(values, "i4"))
+
+
+def _tokens_array(rollouts: Sequence[Rollout]) -> Array:
+    data = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
+    return Array("i4", (len(data) // 4,), data)
+
+
+def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf) -> Array:
+    spans = [span for rollout in rollouts for span in rollout.spans]
+    steps = np.array([step_of(span.version) for span in spans], "i4")
+    counts = np.array([span.end - span.start for span in spans], "i8")
+    return pack(np.repeat(steps, counts))
+
+
+def _join_optional(arrays: list[Array | None], template: Array | None) -> Array | None:
+    if template is None:
+        return None
+    present = [array for array in arrays if array is not None]
+    if len(present) < len(arrays):
+        raise DataError(
+            f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
+            "all teachers of a run must be asked for the same things"
+        )
+    return _join(present, template)
+
+
+def _join(arrays: list[Array], template: Array) -> Array:
+    """Concatenated along the first axis; float arrays of unlike precision become f4."""
+    kinds = {array.dtype for array in arrays} or {template.dtype}
+    if len(kinds) > 1:
+        arrays = [pack(_float32(array)) for array in arrays]
+    count = sum(array.shape[0] for array in arrays)
+    width = arrays[0].shape[1:] if arrays else template.shape[1:]
+    dtype = arrays[0].dtype if arrays else template.dtype
+    return Array(dtype, (count, *width), b"".join(array.data for array in arrays))
+
+
+def _float32(array: Array) -> np.ndarray:
+    values = unpack(array)
+    if array.dtype == "bf16":
+        return (values.astype("<u4") << 16).view(DTYPES["f4"])
+    return values.astype("f4")

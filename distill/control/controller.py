@@ -1,0 +1,374 @@
+"""The controller: joins prompts, replicas, teachers, buffer and trainer, and runs until the trainer has left.
+
+    prompts ─▶ Feeder ─▶ replicas ─▶ Scoring ─▶ Books (journal, buffer) ─▶ composer ─▶ Desk ─▶ trainer
+                 ▲                                                                            │
+                 └──────────────────── Fleet follows the versions that are published ◀────────┘
+
+Every arrow is a task of its own; what bounds them all is the capacity rule. With `max_staleness` 0 the same
+tasks take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from distill.config import RunConfig
+from distill.control.books import Books
+from distill.control.desk import Desk
+from distill.control.evaluations import Evaluations
+from distill.control.gateway import application, listen, serving
+from distill.control.parts import Hooks, Parts
+from distill.control.records import Rollout, VersionApplied
+from distill.control.replicas import Fleet
+from distill.control.rollout import Feeder
+from distill.control.scoring import Finished, Scoring
+from distill.control.signals import Signal
+from distill.control.summary import digest_of_all, summarise, token_shares
+from distill.control.timeline import Timeline
+from sync.errors import ConfigError, DistillError, Overloaded
+from sync.wire import (
+    Audience,
+    CheckpointSaved,
+    Published,
+    StepReport,
+    TrainerWelcome,
+)
+
+logger = logging.getLogger(__name__)
+
+BROADCAST_RETRY_SECONDS = 0.5
+
+
+class Controller:
+    """One run, or one stretch of it: with a journal that is not empty it goes on where that ends.
+
+    Construct (reads the journal, binds the port), then `await run()` once. `url` is where the trainer finds
+    it. `request_stop` and `trainer_left` may be called at any time.
+    """
+
+    def __init__(
+        self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
+    ) -> None:
+        _check(config)
+        self.config = config
+        self.timeline = Timeline(hooks.span)
+        self.books = Books.open(
+            parts.journal,
+            parts.prompts,
+            run=config.run.name,
+            seed=config.run.seed,
+            batch=config.rollout.batch,
+            max_staleness=config.buffer.max_staleness,
+            order=config.buffer.order,
+        )
+        self._hooks = hooks
+        self._changed, self._tidy = Signal(), Signal()
+        self._left = False
+        self._stop_reason: str | None = None
+        self._interrupted = False
+        self._weights_identical: dict[str, bool] | None = None
+        self._began = time.monotonic()
+        self.fleet = self._make_fleet(parts)
+        self.scoring = self._make_scoring(parts)
+        self.feeder = Feeder(
+            self.books,
+            self.fleet,
+            config.rollout,
+            config.run.steps,
+            self.scoring.put,
+            self.timeline,
+            parts.student_topk,
+        )
+        self.desk = self._make_desk(parts)
+        self.evaluations = self._make_evaluations(parts)
+        self._socket = listen(config.controller.host, config.controller.port, token)
+        self._app = application(self.desk, parts.teachers, self.metrics, token)
+
+    # --- what the launcher calls --------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where the trainer reaches this controller."""
+        host, port = self._socket.getsockname()[:2]
+        return self.config.controller.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def request_stop(self, reason: str, *, checkpoint: bool = True) -> None:
+        """End early: the trainer finishes the batches it has, saves a checkpoint and leaves."""
+        logger.info("stopping: %s", reason)
+        self._interrupted = True
+        self._stop(reason, checkpoint)
+        if not self.desk.live:
+            self.trainer_left()
+
+    def trainer_left(self) -> None:
+        """The trainer's processes have ended for good."""
+        self._left = True
+        self._changed.wake()
+
+    def withhold(self) -> None:
+        """Hand out no batch until `allow`: rollouts are made meanwhile."""
+        self.desk.withheld = True
+
+    def allow(self) -> None:
+        """Training may begin."""
+        self.desk.withheld = False
+        self._changed.wake()
+
+    def hold(self, reason: str) -> None:
+        """Start no further rollouts until `release`."""
+        logger.warning("no rollouts are started: %s", reason)
+        self.feeder.held = True
+
+    def release(self) -> None:
+        self.feeder.held = False
+        self.fleet.wake.wake()
+
+    # --- the run ------------------------------------------------------------------------------------------
+
+    async def run(self) -> dict[str, Any]:
+        """Until the trainer has left; the controller's part of summary.json. Errors of a part are raised."""
+        try:
+            async with serving(self._app, self._socket):
+                workers = [asyncio.create_task(part) for part in self._parts()]
+                try:
+                    await self._first_of(workers)
+                    self.feeder.held = True
+                    await self._conclude()
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+        finally:
+            await self.books.journal.commit(durable=True)
+            self.books.journal.close()
+        return self.summary()
+
+    def close(self) -> None:
+        """Let go of port and journal; for a controller that is not run."""
+        self._socket.close()
+        self.books.journal.close()
+
+    def _parts(self) -> list[Coroutine[Any, Any, None]]:
+        parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
+        return parts + [self.evaluations.run()] if self.evaluations else parts
+
+    async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
+        """Until the run is over, or a worker fails."""
+        over = asyncio.create_task(self._watch_end(), name="watch the end")
+        try:
+            done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+        for worker in done:
+            worker.result()
+
+    async def _watch_end(self) -> None:
+        """Until the trainer said its last word, or has left without one."""
+        while self.desk.final is None and not self._left:
+            await self._changed.wait()
+
+    async def _compose(self) -> None:
+        """Compose the batch that is asked for as soon as there are rollouts for it."""
+        state = self.books.state
+        while True:
+            while self.desk.live and state.next_step <= self.desk.asked and self._can_compose():
+                batch = await self.books.compose()
+                self.fleet.wake.wake()
+                if batch is None:
+                    break
+                self.desk.prepare(batch.version.step)
+            await self._changed.wait()
+
+    def _can_compose(self) -> bool:
+        """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
+        state = self.books.state
+        return state.next_step < self.config.run.steps and (
+            len(state.buffer) >= state.batch or (len(state.buffer) > 0 and not state.asked)
+        )
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            await self._tidy.wait()
+            await self.books.tidy(self.config.trainer.keep_checkpoints)
+
+    async def _conclude(self) -> None:
+        """The proof of equal weights, and the evaluation of the last version."""
+        final = self.desk.final
+        if final is None:
+            return
+        self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
+        reports = self.books.state.evaluations
+        known = any(report.version == final.version for report in reports)
+        if self.evaluations is not None and not self._interrupted and not known:
+            try:
+                await self.evaluations.now(final.version)
+            except DistillError as error:
+                logger.error("the last version could not be evaluated: %s", error)
+
+    # --- what the parts call ------------------------------------------------------------------------------
+
+    def _stop(self, reason: str, checkpoint: bool = True) -> None:
+        self._stop_reason = self._stop_reason or reason
+        self.desk.stop(reason, checkpoint)
+
+    async def _scored(self, rollouts: list[Rollout]) -> None:
+        await self.books.admit(rollouts)
+        self._changed.wake()
+
+    def _refused(self, finished: Finished, problem: str) -> None:
+        prompt = finished.asked.prompt.id
+        logger.warning("rollout %s cannot be marked: %s", prompt, problem)
+        self.books.drop([prompt], "teacher_refused", problem, finished.answer.token_ids.shape[0])
+        self.fleet.wake.wake()
+        self._changed.wake()
+
+    def _applied(self, record: VersionApplied) -> None:
+        self.books.write(record)
+        end = time.time()
+        self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
+
+    def _opened(self, welcome: TrainerWelcome) -> None:
+        if self.books.state.lineages[welcome.version.lineage].origin is None:
+            self.timeline.restart()
+            self._began = time.monotonic()
+        self._hooks.opened(welcome)
+        self.fleet.published()
+        if self.evaluations is not None and welcome.version.step == 0:
+            self.evaluations.due(welcome.version)
+
+    def _reported(self, report: StepReport) -> None:
+        end = time.time()
+        for what in ("checkpoint", "publish", "train", "wait"):
+            start = end - report.seconds.get(what, 0.0)
+            self.timeline.add("trainer", what, start, end, busy=what != "wait")
+            end = start
+        self._hooks.step(report.version, {**report.metrics, **self._step_metrics(report)})
+
+    def _step_metrics(self, report: StepReport) -> dict[str, float]:
+        batch = self.books.state.batch_of(report.version.step - 1)
+        ages = batch.ages if batch else [0]
+        return {
+            **{f"seconds/{name}": value for name, value in report.seconds.items()},
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            **self.metrics(),
+        }
+
+    def _published(self, event: Published) -> Audience | None:
+        """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
+        if event.kind == "broadcast" and not self.fleet.listening() and self._stop_reason is None:
+            raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
+        self._hooks.published(event)
+        if self.evaluations is not None:
+            self.evaluations.due(event.version)
+        if event.kind == "broadcast":
+            return self.fleet.broadcast(event)
+        self.fleet.published()
+        return None
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        self._hooks.saved(event)
+        self._tidy.wake()
+
+    # --- figures ------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Where the run stands, by name."""
+        state, counters = self.books.state, self.books.state.counters
+        return {
+            "step": float(state.reached.step if state.reached else 0),
+            "buffer/ready": float(len(state.buffer)),
+            "rollouts/in_flight": float(sum(replica.in_flight for replica in self.fleet.replicas.values())),
+            "rollouts/outstanding": float(state.outstanding),
+            "replicas/serving": float(len(self.fleet.serving())),
+            **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
+            **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
+            **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
+            **{f"busy_seconds/{role}": value for role, value in self.timeline.busy_seconds().items()},
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The controller's part of summary.json."""
+        metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
+        identical, reached = self._weights_identical, self.books.state.reached
+        done = reached is not None and reached.step >= self.config.run.steps
+        return {
+            **summarise(self.books.state, self.timeline, metric),
+            "completed": done,
+            "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
+            "seconds": {"distill": time.monotonic() - self._began},
+            "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
+            "weights_identical_by_replica": identical,
+            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
+            "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
+        }
+
+    # --- putting together ---------------------------------------------------------------------------------
+
+    def _make_fleet(self, parts: Parts) -> Fleet:
+        state = self.books.state
+        fleet = Fleet(
+            target=lambda: state.target.version if state.target else None,
+            step_of=state.step_of,
+            applied=self._applied,
+            wake=Signal(),
+            kv_on_swap=self.config.weights.kv_on_swap,
+            update_seconds=self.config.weights.timeout_seconds,
+            start_seconds=self.config.run.start_seconds,
+        )
+        for name, engine in parts.replicas.items():
+            fleet.add(name, engine)
+        return fleet
+
+    def _make_scoring(self, parts: Parts) -> Scoring:
+        return Scoring(
+            parts.teachers,
+            parts.route,
+            parts.want,
+            self.config.buffer.score_batch,
+            scored=self._scored,
+            refused=self._refused,
+            timeline=self.timeline,
+            transforms=parts.transforms,
+            judge=parts.judge,
+        )
+
+    def _make_desk(self, parts: Parts) -> Desk:
+        return Desk(
+            self.books,
+            steps=self.config.run.steps,
+            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
+            teachers=list(parts.teachers),
+            changed=self._changed,
+            reported=self._reported,
+            published=self._published,
+            saved=self._saved,
+            opened=self._opened,
+        )
+
+    def _make_evaluations(self, parts: Parts) -> Evaluations | None:
+        if parts.evaluator is None or self.config.evaluation is None:
+            return None
+        return Evaluations(
+            parts.evaluator,
+            self.config.evaluation,
+            self.books,
+            self.timeline,
+            self._hooks.evaluated,
+            self._stop,
+        )
+
+
+def _check(config: RunConfig) -> None:
+    """Raises ConfigError for a combination that could never go on."""
+    every, staleness = config.weights.publish_every, config.buffer.max_staleness
+    if every - 1 > staleness:
+        raise ConfigError(
+            f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
+            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
+            f"set max_staleness to at least {every - 1}, or publish more often"
+        )

@@ -1,0 +1,219 @@
+"""The controller's side of the talk with the trainer: hello, batches, events. HTTP is in `gateway`.
+
+Order: a TrainerHello opens a lineage; then every rank asks for the batch of each step from the lineage's
+start. All ranks get the same answer for a step: once one of them has its share, the others get theirs; once
+one was told to stop, all are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from distill.control.batches import compose
+from distill.control.books import Books
+from distill.control.records import Checkpointed, Stepped, VersionPublished
+from distill.control.signals import Signal
+from sync.errors import RemoteError
+from sync.wire import (
+    Audience,
+    BatchRequest,
+    CheckpointSaved,
+    FinalDigests,
+    Ok,
+    Published,
+    StepReport,
+    Stop,
+    TrainerHello,
+    TrainerWelcome,
+    Version,
+    Wait,
+    encode,
+)
+
+LONG_POLL_SECONDS = 20.0
+Event = StepReport | Published | CheckpointSaved | FinalDigests
+logger = logging.getLogger(__name__)
+
+
+class Desk:
+    """Bound to one controller. `changed` is woken by a new batch, a stop and an event.
+
+    `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
+    or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        *,
+        steps: int,
+        micro_batch_tokens: int,
+        teachers: list[str],
+        changed: Signal,
+        reported: Callable[[StepReport], None],
+        published: Callable[[Published], Audience | None],
+        saved: Callable[[CheckpointSaved], None],
+        opened: Callable[[TrainerWelcome], None],
+        poll_seconds: float = LONG_POLL_SECONDS,
+    ) -> None:
+        self._books = books
+        self._steps = steps
+        self._micro_batch_tokens = micro_batch_tokens
+        self._teachers = teachers
+        self._changed = changed
+        self._reported = reported
+        self._published = published
+        self._saved = saved
+        self._opened = opened
+        self._poll_seconds = poll_seconds
+        self._world_size = 1
+        self._shares: dict[int, list[bytes]] = {}
+        """Encoded shares of the newest steps, by step."""
+        self._stop: Stop | None = None
+        self._given = -1
+        """Newest step of this lineage whose batch a rank has."""
+        self.live = False
+        """A trainer of the current lineage said hello to this controller."""
+        self.ready = -1
+        """Newest step whose batch is safe on disk."""
+        self.asked = -1
+        """Newest step that a rank asked for."""
+        self.withheld = False
+        """No batch is handed out while set."""
+        self.final: FinalDigests | None = None
+        """The trainer's last word."""
+
+    def stop(self, reason: str, checkpoint: bool = True) -> None:
+        """No batch after the one that a rank already has."""
+        if self._stop is None:
+            self._stop = Stop(reason=reason, checkpoint=checkpoint)
+            self._changed.wake()
+
+    async def hello(self, hello: TrainerHello) -> TrainerWelcome:
+        """Open a lineage. Raises RemoteError for another model, or a checkpoint this run does not know."""
+        state = self._books.state
+        if state.fingerprint not in (None, hello.fingerprint):
+            raise RemoteError(
+                f"the trainer's model {hello.fingerprint} is not the run's {state.fingerprint}: "
+                "use another run name for another model"
+            )
+        at = hello.checkpoint
+        if at is not None and at.lineage not in state.lineages:
+            raise RemoteError(
+                f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
+                "or restore the journal they belong to"
+            )
+        record = await self._books.open_lineage(at, hello.fingerprint)
+        self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
+        self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
+        version = Version(record.lineage, record.start)
+        logger.info(
+            "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
+            hello.world_size, record.lineage, record.start, record.branch - record.start,
+        )  # fmt: skip
+        welcome = TrainerWelcome(version=version, parent=at, teachers=self._teachers)
+        self._opened(welcome)
+        self._changed.wake()
+        return welcome
+
+    def _check(self, version: Version) -> None:
+        lineage = self._books.state.lineage
+        if not self.live or version.lineage != lineage:
+            raise RemoteError(
+                f"{version} is not of the current lineage {lineage if self.live else None}: "
+                "another trainer has started; this one must leave or say hello again"
+            )
+
+    async def batch(self, request: BatchRequest) -> bytes:
+        """A rank's share as an encoded TrainBatch, Wait or Stop; waits at most `poll_seconds`.
+
+        Raises RemoteError for another lineage, rank or step than can be asked for.
+        """
+        step = request.version.step
+        deadline = asyncio.get_running_loop().time() + self._poll_seconds
+        while True:
+            self._check(request.version)
+            self._check_rank(request)
+            if step > self.asked:
+                self.asked = step
+                self._changed.wake()
+            if step > self._given and (step >= self._steps or self._stop):
+                return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
+            if step <= self.ready and not self.withheld:
+                self._given = max(self._given, step)
+                return self._share(step)[request.rank]
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0 or not await self._changed.wait(left):
+                return encode(Wait())
+
+    def _check_rank(self, request: BatchRequest) -> None:
+        start = self._books.state.lineages[request.version.lineage].start
+        if request.world_size != self._world_size or not 0 <= request.rank < self._world_size:
+            raise RemoteError(
+                f"rank {request.rank} of {request.world_size} is not one of the {self._world_size} "
+                "ranks that said hello"
+            )
+        if not start <= request.version.step <= max(self._given + 1, start):
+            raise RemoteError(
+                f"step {request.version.step} cannot be asked for: the lineage began at {start} and "
+                f"has got batches up to step {self._given}"
+            )
+
+    def prepare(self, step: int) -> None:
+        """Encode a batch ahead of its asking; it counts as ready from now on."""
+        self._share(step)
+        self.ready = max(self.ready, step)
+        self._changed.wake()
+
+    def _share(self, step: int) -> list[bytes]:
+        if step not in self._shares:
+            self._shares = {old: shares for old, shares in self._shares.items() if old >= step - 1}
+            self._shares[step] = [encode(share) for share in self._compose(step)]
+        return self._shares[step]
+
+    def _compose(self, step: int) -> list:
+        state = self._books.state
+        batch = state.batch_of(step)
+        if batch is None or state.lineage is None:
+            raise RemoteError(
+                f"the batch of step {step} is no longer on record: resume from a newer checkpoint"
+            )
+        version = Version(state.lineage, step)
+        rollouts = self._books.rollouts(batch)
+        return compose(
+            rollouts, version, self._world_size, self._micro_batch_tokens, self._teachers, state.step_of
+        )
+
+    async def event(self, event: Event) -> Ok | Audience:
+        """Take note of what the trainer did. Raises RemoteError for another lineage."""
+        self._check(event.version)
+        answer: Audience | None = None
+        if isinstance(event, StepReport):
+            self._step(event)
+        elif isinstance(event, Published):
+            answer = self._publish(event)
+        elif isinstance(event, CheckpointSaved):
+            if event.version not in self._books.state.checkpoints[-1:]:
+                self._books.write(Checkpointed(event.version, event.path))
+                self._saved(event)
+        else:
+            self.final = event
+        await self._books.journal.commit()
+        self._changed.wake()
+        return answer or Ok()
+
+    def _step(self, report: StepReport) -> None:
+        reached = self._books.state.reached
+        if reached is None or report.version.step > reached.step:
+            self._books.write(Stepped(report.version))
+            self._reported(report)
+
+    def _publish(self, event: Published) -> Audience | None:
+        answer, known = self._published(event), self._books.state.published
+        if event.kind == "broadcast" or not known or known[-1].version != event.version:
+            self._books.write(
+                VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
+            )
+        return answer

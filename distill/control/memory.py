@@ -1,0 +1,270 @@
+"""Replica, teacher and trainer in memory: the same protocols without engines, for tests and rehearsals.
+
+They obey the contracts of the real ones (frames as each completion ends, versions per token, idempotent
+batches), make their numbers from seeds, and can be told to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from distill.control.desk import Desk
+from distill.control.replicas import Answer
+from distill.control.signals import Signal
+from sync.errors import RemoteError, Unreachable
+from sync.wire import (
+    Array,
+    BatchRequest,
+    CheckpointSaved,
+    EvalReport,
+    FinalDigests,
+    Generated,
+    GeneratePrompt,
+    GenerateRequest,
+    Head,
+    Published,
+    ReplicaState,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    StepReport,
+    Stop,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+    VersionSpan,
+    Wait,
+    Want,
+    decode,
+    pack,
+)
+
+
+def weights_of(version: Version | None) -> dict[str, str]:
+    """Digests of a version's weights."""
+    return {"model.weight": f"{version}"}
+
+
+@dataclass
+class MemoryReplica:
+    """Writes `lengths`-distributed completions; one request's completions end one after the other.
+
+    `die()` breaks every stream and connection until `revive()`, which starts it on the model folder.
+    """
+
+    seed: int = 0
+    longest: int = 8
+    token_seconds: float = 0.0
+    version: Version | None = None
+    up: bool = True
+    generated: int = 0
+    """Completions it has finished."""
+    updates: list[Version] = field(default_factory=list)
+    spoil: Callable[[Generated], Answer] = lambda answer: answer
+    """Change an answer on its way out."""
+    _broken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def die(self) -> None:
+        self.up = False
+        self._broken.set()
+        self._broken = asyncio.Event()
+
+    def revive(self) -> None:
+        self.up, self.version = True, None
+
+    async def _breathe(self, seconds: float = 0.0) -> None:
+        """Let time pass; Unreachable when it dies meanwhile."""
+        broken = self._broken
+        if self.up:
+            await asyncio.sleep(seconds)
+        if broken.is_set() or not self.up:
+            raise Unreachable("the replica is dead")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        for prompt in request.prompts:
+            yield self.spoil(await self._complete(prompt, request))
+
+    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+        rng = np.random.default_rng([self.seed, self.generated])
+        count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
+        before, half = self.version, count // 2
+        await self._breathe(self.token_seconds * count)
+        spans = [
+            VersionSpan(before or Version(0, 0), 0, half),
+            VersionSpan(self.version or Version(0, 0), half, count),
+        ]
+        self.generated += 1
+        topk = request.sampling.student_topk
+        return Generated(
+            id=prompt.id,
+            token_ids=pack(rng.integers(0, 50, count).astype("i4")),
+            logprob=pack(-rng.random(count).astype("f4")),
+            spans=[span for span in spans if span.end > span.start],
+            finish_reason="stop" if count < request.sampling.max_tokens else "length",
+            topk_ids=pack(rng.integers(0, 50, (count, topk)).astype("i4")) if topk else None,
+        )
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        await self._breathe()
+        self.version = request.version
+        self.updates.append(request.version)
+        return UpdateReply(
+            version=request.version, bytes_read=10, stage_seconds=0.2, pause_seconds=0.1, apply_seconds=0.05
+        )
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        await self._breathe()
+        return ReplicaState(
+            version=self.version, requests=0, digests=weights_of(self.version) if digests else None
+        )
+
+    async def alive(self) -> bool:
+        return self.up
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class MemoryTeacher:
+    """Marks every token with -1; `refuses` names ids it cannot score."""
+
+    up: bool = True
+    requests: list[int] = field(default_factory=list)
+    """Sequences of each request."""
+    refuses: Callable[[str], bool] = lambda _: False
+    rejects: Callable[[str], bool] = lambda _: False
+    """Ids whose whole request is refused."""
+
+    async def score(
+        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+    ) -> list[Scored | ScoreRefused]:
+        await asyncio.sleep(0)
+        if not self.up:
+            raise Unreachable("the teacher is dead")
+        if any(self.rejects(sequence.id) for sequence in sequences):
+            raise RemoteError("one sequence cannot be read")
+        self.requests.append(len(sequences))
+        return [self._marks(sequence, want) for sequence in sequences]
+
+    def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        if self.refuses(sequence.id):
+            return ScoreRefused(sequence.id, "too long for this teacher")
+        count = sequence.token_ids.shape[0] - sequence.start
+        ids = sequence.gather_ids
+        return Scored(
+            sequence.id,
+            logprob=pack(np.full(count, -1.0, "f4")),
+            topk_ids=pack(np.zeros((count, want.topk), "i4")) if want.topk else None,
+            topk_logprob=pack(np.zeros((count, want.topk), "f2")) if want.topk else None,
+            tail=pack(np.zeros(count, "f4")) if want.topk else None,
+            gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
+            entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
+            hidden=Array("bf16", (count, 4), bytes(8 * count)) if want.hidden else None,
+        )
+
+    async def head(self) -> Head:
+        return Head(teacher="memory", weight=pack(np.zeros((50, 4), "f4")))
+
+
+@dataclass
+class MemoryEvaluator:
+    """A KL that falls as 1 / (1 + step)."""
+
+    seen: list[Version] = field(default_factory=list)
+    kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
+
+    async def evaluate(self, version: Version) -> EvalReport:
+        self.seen.append(version)
+        await asyncio.sleep(0)
+        return EvalReport(
+            version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
+            truncated=0.0, seconds=0.0,
+        )  # fmt: skip
+
+
+@dataclass
+class MemoryTrainer:
+    """All ranks in one task; "trains" by remembering what it was given."""
+
+    desk: Desk
+    ranks: int = 1
+    publish_every: int = 1
+    checkpoint_every: int = 0
+    step_seconds: float = 0.0
+    checkpoint: Version | None = None
+    """The newest it has saved; it resumes from there."""
+    batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
+    """What it trained on, by the version it was on top of."""
+    welcomes: list[TrainerWelcome] = field(default_factory=list)
+    stepped: Signal = field(default_factory=Signal)
+
+    @property
+    def ledger(self) -> dict[int, dict[int, list[str]]]:
+        """Lineage → step after → ids trained, of all ranks."""
+        lines: dict[int, dict[int, list[str]]] = {w.version.lineage: {} for w in self.welcomes}
+        for version, shares in self.batches.items():
+            ids = [i for share in shares for rows in share.micro_batches for i in rows.ids]
+            lines[version.lineage][version.step + 1] = ids
+        return lines
+
+    async def run(self) -> Stop:
+        """From hello to the last word. Cancel it to kill it."""
+        hello = TrainerHello(world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model")
+        welcome = await self.desk.hello(hello)
+        self.welcomes.append(welcome)
+        version = welcome.version
+        await self._publish(version, "full")
+        while True:
+            shares = [await self._batch(version, rank) for rank in range(self.ranks)]
+            stops = [share for share in shares if isinstance(share, Stop)]
+            if stops:
+                assert len(stops) == self.ranks, "ranks were told different things"
+                await self._leave(version, stops[0])
+                return stops[0]
+            version = await self._step(version, [s for s in shares if isinstance(s, TrainBatch)])
+
+    async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
+        request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
+        while True:
+            body = await self.desk.batch(request)
+            answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
+            if not isinstance(answer, Wait):
+                return answer
+
+    async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+        await asyncio.sleep(self.step_seconds)
+        self.batches[version] = shares
+        self.stepped.wake()
+        after = Version(version.lineage, version.step + 1)
+        if after.step % self.publish_every == 0:
+            await self._publish(after, "delta")
+        if self.checkpoint_every and after.step % self.checkpoint_every == 0:
+            await self._save(after)
+        seconds = {"wait": 0.0, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
+        await self.desk.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
+        return after
+
+    async def _publish(self, version: Version, kind: str) -> None:
+        await self.desk.event(
+            Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
+        )
+
+    async def _save(self, version: Version) -> None:
+        self.checkpoint = version
+        await self.desk.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))
+
+    async def _leave(self, version: Version, stop: Stop) -> None:
+        if version.step % self.publish_every:
+            await self._publish(version, "delta")
+        if stop.checkpoint:
+            await self._save(version)
+        await self.desk.event(FinalDigests(version=version, digests=weights_of(version)))

@@ -1,0 +1,56 @@
+"""What the launcher gives to a controller, and what it hears from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from distill.control.evaluations import Evaluator
+from distill.control.journal import Journal
+from distill.control.replicas import ReplicaEngine
+from distill.control.scoring import Judge, Teacher, Transform
+from distill.control.timeline import Span
+from distill.prompts.stream import PromptStream
+from sync.wire import CheckpointSaved, EvalReport, Published, TrainerWelcome, Version, Want
+
+
+def _ignore(*_: Any) -> None:
+    """The default of every hook."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the launcher hears of; called in the controller's loop, must not block."""
+
+    step: Callable[[Version, dict[str, float]], None] = _ignore
+    """After each optimizer step, with the trainer's and the controller's metrics."""
+    evaluated: Callable[[EvalReport, bool], None] = _ignore
+    """A report, and whether it is the best so far (then export that version: the store will not keep it)."""
+    opened: Callable[[TrainerWelcome], None] = _ignore
+    """A trainer has said hello."""
+    published: Callable[[Published], None] = _ignore
+    saved: Callable[[CheckpointSaved], None] = _ignore
+    span: Callable[[Span], None] = _ignore
+    """A stretch of work or waiting has ended: a line of timeline.jsonl."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the controller works with; each can be replaced by one in memory."""
+
+    replicas: dict[str, ReplicaEngine]
+    teachers: dict[str, Teacher]
+    """In the order of their index in Rows.teacher."""
+    route: Callable[[str], str]
+    """Data source → teacher."""
+    prompts: PromptStream
+    journal: Journal
+    want: Want
+    """What the objective needs from the teacher."""
+    student_topk: int = 0
+    """What it needs from the replicas: ids per position."""
+    evaluator: Evaluator | None = None
+    judge: Judge | None = None
+    transforms: dict[str, Transform] | None = None
+    """Per teacher: what it sees instead of the prompt."""

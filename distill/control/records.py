@@ -1,0 +1,179 @@
+"""What the journal holds: one type for everything that happens to a prompt, a batch or a version.
+
+The state of a run is these records applied in order (see `state`), live as well as after a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from distill.prompts.stream import Prompt
+from sync.wire import Array, EvalReport, Scored, Version, VersionSpan
+
+DropReason = Literal["too_old", "teacher_refused", "empty", "engine_failed", "straggler"]
+AgainReason = Literal["replica_lost", "replica_busy", "aborted", "straggler", "controller_restarted"]
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of every journal entry."""
+
+
+class Opened(Record, frozen=True):
+    """A controller started on this journal."""
+
+    run: str
+    seed: int
+    batch: int
+    max_staleness: int
+
+
+class Issued(Record, frozen=True):
+    """Prompts left the cursor; a prompt's number is its place in the order of issue."""
+
+    prompts: list[Prompt]
+    """Token ids are emptied once no restart can need them."""
+    epoch: int
+    position: int
+    """The cursor after them."""
+
+
+class AskedAgain(Record, frozen=True):
+    """Prompts whose completion was lost; they wait to be asked again."""
+
+    ids: list[str]
+    reason: AgainReason
+
+
+class Rollout(Record, frozen=True):
+    """A finished and scored completion. Letters as in sync.wire: T completion tokens, K ids."""
+
+    id: str
+    number: int
+    """Of its prompt."""
+    prompt: Array
+    """i4 [P]"""
+    tokens: Array
+    """i4 [T]"""
+    logprob: Array
+    """f4 [T]: log μ"""
+    spans: list[VersionSpan]
+    truncated: bool
+    teacher: str
+    scored: Scored
+    topk_ids: Array | None = None
+    """i4 [T, K]: the student's own; None: the objective does not use them"""
+    reward: float | None = None
+
+    @property
+    def length(self) -> int:
+        """T"""
+        return self.tokens.shape[0]
+
+
+class Trace(Record, frozen=True):
+    """What stays of a Rollout after a checkpoint covers the step that trained on it."""
+
+    id: str
+    number: int
+    length: int
+    spans: list[VersionSpan]
+    teacher: str
+
+
+class Dropped(Record, frozen=True):
+    """These prompts or rollouts will not be trained on."""
+
+    ids: list[str]
+    reason: DropReason
+    tokens: int
+    """Completion tokens that were generated for nothing and are in no Rollout record."""
+    detail: str = ""
+
+
+class Composed(Record, frozen=True):
+    """The batch trained on top of `version`, in order."""
+
+    version: Version
+    ids: list[str]
+
+
+class LineageOpened(Record, frozen=True):
+    """A trainer started; see distill.control.clock.Lineage."""
+
+    lineage: int
+    checkpoint: Version | None
+    start: int
+    origin: int | None
+    branch: int
+    fingerprint: str
+
+
+class Stepped(Record, frozen=True):
+    """The trainer reached `version`."""
+
+    version: Version
+
+
+class VersionPublished(Record, frozen=True):
+    """The trainer published a version; fields as in sync.wire.Published."""
+
+    version: Version
+    kind: Literal["full", "delta", "lora", "broadcast"]
+    bytes: int
+    full_bytes: int
+    seconds: float
+
+
+class VersionApplied(Record, frozen=True):
+    """A replica serves `version` now; seconds and bytes as in UpdateReply, `seconds` from ask to answer."""
+
+    replica: str
+    version: Version
+    bytes: int
+    stage_seconds: float
+    pause_seconds: float
+    apply_seconds: float
+    seconds: float
+
+
+class Checkpointed(Record, frozen=True):
+    """The trainer's checkpoint of `version` is whole."""
+
+    version: Version
+    path: str
+
+
+class Evaluated(Record, frozen=True):
+    """A version was evaluated."""
+
+    report: EvalReport
+
+
+AnyRecord = (
+    Opened
+    | Issued
+    | AskedAgain
+    | Rollout
+    | Trace
+    | Dropped
+    | Composed
+    | LineageOpened
+    | Stepped
+    | VersionPublished
+    | VersionApplied
+    | Checkpointed
+    | Evaluated
+)
+
+
+def compacted(record: AnyRecord) -> AnyRecord:
+    """The record without what only a restart would need."""
+    if isinstance(record, Rollout):
+        return Trace(record.id, record.number, record.length, record.spans, record.teacher)
+    if isinstance(record, Issued):
+        prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
+        return Issued(prompts, record.epoch, record.position)
+    return record

@@ -1,0 +1,399 @@
+"""Student replicas: what one can do, and the fleet of them that follows the newest version.
+
+    ABSENT ──answers /health──▶ CATCHING_UP ──holds a published version──▶ SERVING
+      ▲                              │                                        │
+      └───────────── a connection is lost, or it came back with other weights ┘
+
+A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
+prompts back (the tasks that stream from it are cancelled) and joins again when it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from enum import Enum
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from distill.control.records import VersionApplied
+from distill.control.signals import Signal
+from sync.errors import DistillError, RemoteError, Unreachable
+from sync.transport import Peer
+from sync.wire import (
+    Audience,
+    BroadcastTicket,
+    Generated,
+    GenerateFailed,
+    GenerateRequest,
+    Published,
+    ReplicaState,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Answer = Generated | GenerateFailed
+
+
+class ReplicaEngine(Protocol):
+    """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
+        ...
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply: ...
+    async def state(self, digests: bool = False) -> ReplicaState: ...
+    async def alive(self) -> bool: ...
+    async def aclose(self) -> None: ...
+
+
+class HttpReplica:
+    """A replica behind a URL."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self._peer = Peer(url, token)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        kind = cast(type[Generated], Answer)
+        answers = self._peer.stream("/distill/v1/generate", request, kind)
+        return cast(AsyncGenerator[Answer, None], answers)
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        path = "/distill/v1/state" + ("?digests=1" if digests else "")
+        return await self._peer.call(path, None, ReplicaState, 120.0 if digests else 10.0)
+
+    async def alive(self) -> bool:
+        return await self._peer.alive()
+
+    async def aclose(self) -> None:
+        await self._peer.aclose()
+
+
+class Phase(Enum):
+    """Lifecycle of a replica; see the module's text."""
+
+    ABSENT = "absent"
+    CATCHING_UP = "catching_up"
+    SERVING = "serving"
+
+
+class Replica:
+    """One replica as the controller sees it."""
+
+    def __init__(self, name: str, engine: ReplicaEngine) -> None:
+        self.name = name
+        self.engine = engine
+        self.phase = Phase.ABSENT
+        self.version: Version | None = None
+        """What it serves; None: the folder it was started with."""
+        self.in_flight = 0
+        """Completions it works on."""
+        self.joined = 0
+        """How often it has joined."""
+        self.streams: set[asyncio.Task[None]] = set()
+        """Tasks that read completions from it."""
+        self.refusals = 0
+        """Requests that it refused one after the other."""
+        self.rests_until = 0.0
+        """Monotonic time before which it is asked nothing."""
+        self.lost = asyncio.Event()
+        self.busy = asyncio.Lock()
+        """Held during an update."""
+
+
+class Fleet:
+    """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
+
+    `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
+    `applied` is called after every update. `wake` is woken by every change.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Callable[[], Version | None],
+        step_of: Callable[[Version], int],
+        applied: Callable[[VersionApplied], None],
+        wake: Signal,
+        kv_on_swap: Literal["recompute", "keep"] = "recompute",
+        update_seconds: float = 300.0,
+        start_seconds: float = 900.0,
+        poll_seconds: float = 2.0,
+        retry_seconds: float = 1.0,
+    ) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.wake = wake
+        self._target = target
+        self._step_of = step_of
+        self._applied = applied
+        self._kv_on_swap = kv_on_swap
+        self._update_seconds = update_seconds
+        self._start_seconds = start_seconds
+        self._poll_seconds = poll_seconds
+        self._retry_seconds = retry_seconds
+        self._published = Signal()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._receiving: set[asyncio.Task[None]] = set()
+        self._running = False
+        self._audience: tuple[tuple[str, int], ...] = ()
+        self._groups = 0
+        self._broadcasts = 0
+        self._began = time.monotonic()
+
+    # --- members ------------------------------------------------------------------------------------------
+
+    def add(self, name: str, engine: ReplicaEngine) -> Replica:
+        """Let a replica join; it serves as soon as it answers and holds a published version."""
+        assert name not in self.replicas, f"replica {name} is a member already"
+        replica = self.replicas[name] = Replica(name, engine)
+        if self._running:
+            self._tasks[name] = asyncio.create_task(self._follow(replica), name=f"follow {name}")
+        return replica
+
+    async def remove(self, name: str) -> None:
+        """Let a replica go; its unfinished prompts are asked elsewhere."""
+        replica = self.replicas.pop(name)
+        await _cancel([self._tasks.pop(name, None)])
+        self._lose(replica)
+        await replica.engine.aclose()
+
+    def serving(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]
+
+    def least_busy(self) -> Replica | None:
+        """The serving replica with the fewest completions in flight; None: nobody can be asked now."""
+        now = time.monotonic()
+        able = [replica for replica in self.serving() if replica.rests_until <= now]
+        return min(able, key=lambda replica: replica.in_flight, default=None)
+
+    def slowest(self) -> Version | None:
+        """The oldest version that a serving replica holds; None: the model folder, or nobody serves."""
+        versions = [replica.version for replica in self.serving()]
+        if None in versions:
+            return None
+        return min((v for v in versions if v), key=self._step_of, default=None)
+
+    def report_lost(self, replica: Replica) -> None:
+        """A connection to it broke: it is out until it has joined again."""
+        replica.lost.set()
+        replica.phase = Phase.ABSENT
+        self._published.wake()
+
+    def refused(self, replica: Replica, retry_after: float | None) -> None:
+        """It refused a request: ask it nothing for `retry_after` seconds (None: longer each time)."""
+        replica.refusals += 1
+        seconds = min(30.0, 2.0**replica.refusals / 2) if retry_after is None else retry_after
+        replica.rests_until = time.monotonic() + seconds
+        asyncio.get_running_loop().call_later(seconds, self.wake.wake)
+
+    # --- following ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow until cancelled. An error of the controller's own is raised."""
+        self._running = True
+        self._tasks |= {
+            name: asyncio.create_task(self._follow(replica), name=f"follow {name}")
+            for name, replica in self.replicas.items()
+        }
+        try:
+            while True:
+                for task in [task for task in self._tasks.values() if task.done()]:
+                    task.result()
+                await asyncio.sleep(0.5)
+        finally:
+            self._running = False
+            await _cancel([*self._tasks.values(), *self._receiving])
+
+    def published(self) -> None:
+        """A newer version is there, or another lineage has begun."""
+        self._published.wake()
+
+    async def _follow(self, replica: Replica) -> None:
+        while True:
+            await self._join(replica)
+            try:
+                await self._serve(replica)
+            except DistillError as error:
+                logger.warning("replica %s is lost: %s", replica.name, error)
+            finally:
+                self._lose(replica)
+
+    async def _join(self, replica: Replica) -> None:
+        """Until the replica answers and holds what it must hold."""
+        pause = self._retry_seconds / 10
+        while True:
+            try:
+                if await replica.engine.alive():
+                    replica.version = (await replica.engine.state()).version
+                    replica.lost.clear()
+                    replica.joined += 1
+                    replica.phase = Phase.CATCHING_UP
+                    await self._catch_up(replica)
+                    break
+            except DistillError as error:
+                logger.warning("replica %s cannot join yet: %s", replica.name, error)
+                replica.phase = Phase.ABSENT
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, self._retry_seconds)
+        replica.phase = Phase.SERVING
+        logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
+        self.wake.wake()
+
+    async def _catch_up(self, replica: Replica) -> None:
+        while (target := self._due(replica)) is not None:
+            await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
+        while self._broadcasts and replica.version is None:
+            await self._published.wait(self._poll_seconds)
+            if replica.lost.is_set():
+                raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
+
+    def _due(self, replica: Replica) -> Version | None:
+        """The version to bring the replica to; None: it holds the newest.
+
+        After a restart of the trainer the newest published version may be behind what the replica holds: it
+        stays where it is until the trainer has caught up.
+        """
+        target = self._target()
+        if target is None or replica.version == target:
+            return None
+        behind = replica.version is None or self._step_of(target) >= self._step_of(replica.version)
+        return target if behind else None
+
+    async def _serve(self, replica: Replica) -> None:
+        """Until the replica is lost."""
+        while not replica.lost.is_set():
+            target = self._due(replica)
+            if target is not None:
+                try:
+                    await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
+                    continue
+                except RemoteError as error:
+                    logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
+            if not await self._published.wait(self._poll_seconds):
+                await self._check(replica)
+
+    async def _check(self, replica: Replica) -> None:
+        """Raises Unreachable when it does not answer, or came back with other weights."""
+        async with replica.busy:
+            state = await _unless(replica.lost, replica.engine.state(), replica.name)
+            if state.version != replica.version:
+                raise Unreachable(
+                    f"it serves {state.version} and should serve {replica.version}: it restarted"
+                )
+
+    async def _update(self, replica: Replica, request: UpdateRequest) -> None:
+        async with replica.busy:
+            if replica.version == request.version and request.broadcast is None:
+                return
+            began = time.monotonic()
+            reply = await _unless(
+                replica.lost, replica.engine.update(request, self._update_seconds), replica.name
+            )
+            replica.version = reply.version
+            self._applied(
+                VersionApplied(
+                    replica.name,
+                    reply.version,
+                    reply.bytes_read,
+                    reply.stage_seconds,
+                    reply.pause_seconds,
+                    reply.apply_seconds,
+                    time.monotonic() - began,
+                )
+            )
+        self.wake.wake()
+
+    def _lose(self, replica: Replica) -> None:
+        replica.phase = Phase.ABSENT
+        replica.lost.set()
+        for task in replica.streams:
+            task.cancel()
+        self.wake.wake()
+
+    # --- broadcast ----------------------------------------------------------------------------------------
+
+    def listening(self) -> bool:
+        """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
+        starting = not self._broadcasts and time.monotonic() - self._began < self._start_seconds
+        return len(self._live()) >= (len(self.replicas) if starting else 1)
+
+    def _live(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
+
+    def broadcast(self, published: Published) -> Audience:
+        """Seat every live replica in a broadcast and tell each to receive it; says who listens.
+
+        A new group's name whenever the members change, a member failed, or the trainer restarted.
+        """
+        assert published.rendezvous is not None, "a broadcast names its meeting point"
+        self._broadcasts += 1
+        live = self._live()
+        members = (("lineage", published.version.lineage), *((r.name, r.joined) for r in live))
+        if members != self._audience:
+            self._audience, self._groups = members, self._groups + 1
+        group, size = f"{published.version.lineage}-{self._groups}", 1 + len(live)
+        for rank, replica in enumerate(live, 1):
+            ticket = BroadcastTicket(published.rendezvous, group, rank, size)
+            request = UpdateRequest(version=published.version, kv_on_swap=self._kv_on_swap, broadcast=ticket)
+            task = asyncio.create_task(self._receive(replica, request))
+            self._receiving.add(task)
+            task.add_done_callback(self._receiving.discard)
+        return Audience(group=group, world_size=size)
+
+    async def _receive(self, replica: Replica, request: UpdateRequest) -> None:
+        try:
+            await self._update(replica, request)
+            self._published.wake()
+        except RemoteError as error:
+            self._audience = ()
+            logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
+        except Unreachable as error:
+            self._audience = ()
+            logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
+            self.report_lost(replica)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool]:
+        """Bring every serving replica to `version` and compare its weights; name → whether they are equal."""
+        return dict(
+            await asyncio.gather(*(self._equal(replica, version, digests) for replica in self.serving()))
+        )
+
+    async def _equal(self, replica: Replica, version: Version, digests: dict[str, str]) -> tuple[str, bool]:
+        try:
+            if replica.version != version:
+                await self._update(replica, UpdateRequest(version=version, kv_on_swap=self._kv_on_swap))
+            state = await replica.engine.state(digests=True)
+        except DistillError as error:
+            logger.error("replica %s cannot show its weights: %s", replica.name, error)
+            return replica.name, False
+        return replica.name, state.version == version and state.digests == digests
+
+
+async def _unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
+    """`work`, given up when `lost` is set first (Unreachable)."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Unreachable(f"replica {name} was lost")
+        return await task
+    finally:
+        await _cancel([task, watch])
+
+
+async def _cancel(tasks: list[asyncio.Task[Any] | None]) -> None:
+    """Cancel and wait; errors of the tasks are not raised."""
+    live = [task for task in tasks if task is not None]
+    for task in live:
+        task.cancel()
+    await asyncio.gather(*live, return_exceptions=True)

@@ -1,0 +1,184 @@
+"""Keeps the replicas fed: prompts out under the capacity rule, completions in as each ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from distill.config import RolloutConfig
+from distill.control.books import Books
+from distill.control.records import AgainReason
+from distill.control.replicas import Answer, Fleet, Replica
+from distill.control.scoring import Finished
+from distill.control.state import Asked
+from distill.control.timeline import Timeline
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, unpack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Request:
+    """A request under way."""
+
+    replica: Replica
+    prompts: list[Asked]
+    missing: dict[str, Asked]
+    """Not answered yet."""
+    reason: AgainReason = "replica_lost"
+    """Why what is missing at the end was lost."""
+
+
+class Feeder:
+    """Runs for the length of the run. `finished` takes every completion that is worth scoring, at once.
+
+    Bounds: `RunState.room` new prompts, `max_in_flight` completions per replica. `steps`: what the run needs
+    in all; nothing is started beyond it.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        fleet: Fleet,
+        config: RolloutConfig,
+        steps: int,
+        finished: Callable[[Finished], None],
+        timeline: Timeline,
+        student_topk: int = 0,
+    ) -> None:
+        self._books = books
+        self._fleet = fleet
+        self._config = config
+        self._steps = steps
+        self._finished = finished
+        self._timeline = timeline
+        self._sampling = Sampling(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            stop_token_ids=config.stop_token_ids,
+            student_topk=student_topk,
+        )
+        self._again: deque[Asked] = deque()
+        self._closing = False
+        self.held = False
+        """No new request is sent while set."""
+
+    async def run(self) -> None:
+        """Feed until cancelled."""
+        waiting = list(self._books.state.asked.values())
+        self._again.extend(self._books.ask_again(waiting, "controller_restarted"))
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    self._feed(group)
+                    await self._fleet.wake.wait()
+            finally:
+                self._closing = True
+
+    def _feed(self, group: asyncio.TaskGroup) -> None:
+        while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
+            prompts = self._next(count)
+            request = _Request(replica, prompts, {asked.prompt.id: asked for asked in prompts})
+            self._load(replica, count)
+            task = group.create_task(self._ask(request))
+            replica.streams.add(task)
+            task.add_done_callback(partial(self._ended, request))
+
+    def _count(self, replica: Replica) -> int:
+        """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
+        config, state = self._config, self._books.state
+        needed = (self._steps - state.next_step) * config.batch - state.outstanding
+        new = max(0, min(needed, state.room(self._fleet.slowest())))
+        size = min(config.request_size, config.max_in_flight, len(self._again) + new)
+        return size if replica.in_flight + size <= config.max_in_flight else 0
+
+    def _next(self, count: int) -> list[Asked]:
+        again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+        return again + (self._books.issue(count - len(again)) if count > len(again) else [])
+
+    async def _ask(self, request: _Request) -> None:
+        """One request from its sending to its end; leaves in it what was not answered, and why."""
+        replica = request.replica
+        try:
+            await self._books.journal.commit()
+            async with asyncio.timeout(self._config.straggler_seconds):
+                async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
+                    async for answer in answers:
+                        self._answered(request, answer)
+        except TimeoutError:
+            request.reason = "straggler"
+        except (Unreachable, WireError) as error:
+            logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
+            self._fleet.report_lost(replica)
+        except RemoteError as error:
+            request.reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
+            logger.warning("replica %s refused a request: %s", replica.name, error)
+            self._fleet.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
+
+    def _ended(self, request: _Request, task: asyncio.Task[None]) -> None:
+        """Called once for every request, also for one that was cancelled before it began."""
+        request.replica.streams.discard(task)
+        self._load(request.replica, -len(request.missing))
+        if not self._closing:
+            self._put_back(list(request.missing.values()), request.reason)
+
+    def _load(self, replica: Replica, change: int) -> None:
+        replica.in_flight += change
+        self._timeline.level(replica.name, "generate", replica.in_flight)
+        if change < 0:
+            self._fleet.wake.wake()
+
+    def _message(self, prompts: list[Asked]) -> GenerateRequest:
+        return GenerateRequest(
+            sampling=self._sampling,
+            prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
+        )
+
+    def _put_back(self, prompts: list[Asked], reason: AgainReason) -> None:
+        self._again.extend(self._books.ask_again(prompts, reason))
+        self._fleet.wake.wake()
+
+    def _answered(self, request: _Request, answer: Answer) -> None:
+        asked = request.missing.pop(answer.id, None)
+        if asked is None:
+            raise WireError(f"replica {request.replica.name} answered {answer.id!r}, which it was not asked")
+        request.replica.refusals = 0
+        self._load(request.replica, -1)
+        self._take(asked, answer)
+
+    def _take(self, asked: Asked, answer: Answer) -> None:
+        prompt = asked.prompt.id
+        if isinstance(answer, GenerateFailed):
+            logger.warning("prompt %s was refused by its replica: %s", prompt, answer.error)
+            self._books.drop([prompt], "engine_failed", answer.error)
+        elif answer.finish_reason == "abort":
+            self._put_back([asked], "aborted")
+        elif answer.token_ids.shape[0] == 0:
+            self._books.drop([prompt], "empty", "a completion without tokens")
+        elif problem := fault(answer):
+            logger.warning("completion of %s cannot be used: %s", prompt, problem)
+            self._books.drop([prompt], "engine_failed", problem, answer.token_ids.shape[0])
+        else:
+            self._finished(Finished(asked, answer))
+
+
+def fault(answer: Generated) -> str | None:
+    """What makes a completion unusable; None: nothing."""
+    count = answer.token_ids.shape[0]
+    if answer.logprob.shape != (count,):
+        return f"{answer.logprob.shape} log-probabilities for {count} tokens"
+    if not np.isfinite(unpack(answer.logprob)).all():
+        return "a log-probability is not finite"
+    ends = [0, *(span.end for span in answer.spans)]
+    if [span.start for span in answer.spans] != ends[:-1] or ends[-1] != count:
+        return f"version spans do not cover the {count} tokens one after the other"
+    return None

@@ -1,0 +1,287 @@
+"""The state of a run: the journal's records applied in order, live as well as after a restart. Pure.
+
+Every prompt that was issued is in exactly one place: `asked` (in flight, being scored, or waiting to be asked
+again), `buffer`, a batch of `batches`, or dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distill.control.buffer import Buffer, Entry
+from distill.control.clock import Lineage, Lineages, capacity
+from distill.control.journal import Location
+from distill.control.records import (
+    AnyRecord,
+    AskedAgain,
+    Checkpointed,
+    Composed,
+    Dropped,
+    Evaluated,
+    Issued,
+    LineageOpened,
+    Opened,
+    Record,
+    Rollout,
+    Stepped,
+    Trace,
+    VersionApplied,
+    VersionPublished,
+)
+from distill.prompts.stream import Cursor, Prompt
+from sync.wire import EvalReport, Version
+
+
+@dataclass(slots=True)
+class Asked:
+    """A prompt without a scored completion."""
+
+    prompt: Prompt
+    number: int
+    """Place in the order of issue."""
+    attempts: int = 0
+    """Completions that an engine broke off or that took too long."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """A composed batch."""
+
+    version: Version
+    """The weights it is trained on top of, under the lineage that composed it."""
+    entries: list[Entry]
+    tokens: int
+    """Completion tokens."""
+    ages: list[int]
+    """Of each rollout, in versions."""
+
+
+@dataclass
+class Counters:
+    """Sums over the whole run, restarts included."""
+
+    issued: int = 0
+    generated_tokens: int = 0
+    """Completion tokens of scored and of dropped rollouts."""
+    scored: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rollouts by reason."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    asked_again: Counter[str] = field(default_factory=Counter)
+    age_sum: int = 0
+    """Over rollouts of composed batches."""
+    age_max: int = 0
+    composed: int = 0
+    """Rollouts in composed batches."""
+
+
+class RunState:
+    """See the module's text. Only `apply` changes it."""
+
+    def __init__(
+        self, batch: int, max_staleness: int, order: Literal["oldest", "arrival"] = "oldest"
+    ) -> None:
+        self.batch = batch
+        self.max_staleness = max_staleness
+        self.cursor = Cursor(0, 0)
+        self.asked: dict[str, Asked] = {}
+        self.buffer = Buffer(max_staleness, order)
+        self.batches: dict[Version, Batch] = {}
+        """By the version they were composed for."""
+        self.lineages = Lineages()
+        self.lineage: int | None = None
+        """The current one; None: no trainer has started."""
+        self.fingerprint: str | None = None
+        self.next_step = 0
+        """First step of the current lineage without a batch."""
+        self.reached: Version | None = None
+        """What the trainer has reached; None: it has not started."""
+        self.trained_tokens: dict[int, int] = {}
+        """Completion tokens of each step trained on the way of the current lineage."""
+        self.target: VersionPublished | None = None
+        """The version in the store that replicas follow; None: nothing published."""
+        self.published: list[VersionPublished] = []
+        self.applied: list[VersionApplied] = []
+        self.checkpoints: list[Version] = []
+        self.evaluations: list[EvalReport] = []
+        self.counters = Counters()
+        self.where: dict[str, Location] = {}
+        """Journal place of every prompt and rollout that a restart could need."""
+        self._apply: dict[type[Record], Callable] = {
+            Opened: self._opened,
+            Issued: self._issued,
+            AskedAgain: self._asked_again,
+            Rollout: self._scored,
+            Trace: self._traced,
+            Dropped: self._dropped,
+            Composed: self._composed,
+            LineageOpened: self._lineage_opened,
+            Stepped: self._stepped,
+            VersionPublished: self._version_published,
+            VersionApplied: self._version_applied,
+            Checkpointed: self._checkpointed,
+            Evaluated: self._evaluated,
+        }
+
+    # --- questions ----------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts in flight, being scored or buffered."""
+        return len(self.asked) + len(self.buffer)
+
+    def step_of(self, version: Version) -> int:
+        """A token's version as a step of the current lineage."""
+        return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
+
+    def room(self, applied: Version | None) -> int:
+        """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
+        step = 0 if applied is None else self.step_of(applied)
+        return capacity(step, self.max_staleness, self.batch, self.next_step * self.batch, self.outstanding)
+
+    def batch_of(self, step: int) -> Batch | None:
+        """The batch of `step` on the way of the current lineage; None: not composed, or forgotten."""
+        if self.lineage is None:
+            return None
+        return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
+
+    def plan_lineage(self, checkpoint: Version | None, fingerprint: str) -> LineageOpened:
+        """The lineage that a trainer starting from `checkpoint` opens."""
+        start = checkpoint.step if checkpoint else 0
+        origin, branch = self.lineages.origin_of(checkpoint), start
+        if origin is not None:
+            while self.available(Version(self.lineages.owner(origin, branch), branch)):
+                branch += 1
+        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint)
+
+    def available(self, version: Version) -> bool:
+        """Whether the batch composed for `version` can be handed out (again)."""
+        batch = self.batches.get(version)
+        return batch is not None and all(entry.id in self.where for entry in batch.entries)
+
+    # --- records ------------------------------------------------------------------------------------------
+
+    def apply(self, record: AnyRecord, location: Location | None = None) -> None:
+        """Change the state as `record` says; `location` is where the journal holds it."""
+        self._apply[type(record)](record, location)
+
+    def _opened(self, record: Opened, _: Location | None) -> None:
+        pass
+
+    def _issued(self, record: Issued, location: Location | None) -> None:
+        for prompt in record.prompts:
+            self.asked[prompt.id] = Asked(prompt, self.counters.issued)
+            self.counters.issued += 1
+            if location:
+                self.where[prompt.id] = location
+        self.cursor = Cursor(record.epoch, record.position)
+
+    def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
+        for prompt in record.ids if record.reason in ("aborted", "straggler") else ():
+            self.asked[prompt].attempts += 1
+        self.counters.asked_again[record.reason] += len(record.ids)
+
+    def _scored(self, record: Rollout, location: Location | None) -> None:
+        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record))
+        if location:
+            self.where[record.id] = location
+
+    def unload(self, rollout: str) -> None:
+        """Let memory go of a buffered rollout's arrays: the journal has them."""
+        self.buffer[rollout].rollout = None
+
+    def _traced(self, record: Trace, _: Location | None) -> None:
+        self._admit(Entry(record.id, record.number, 0, record.length, record.spans))
+
+    def _admit(self, entry: Entry) -> None:
+        self.asked.pop(entry.id)
+        self.where.pop(entry.id, None)
+        self.buffer.admit(entry)
+        self.counters.scored += 1
+        self.counters.generated_tokens += entry.length
+
+    def _dropped(self, record: Dropped, _: Location | None) -> None:
+        tokens = record.tokens
+        for rollout in record.ids:
+            if rollout in self.buffer:
+                tokens += self.buffer.remove([rollout])[0].length
+            else:
+                self.asked.pop(rollout)
+            self.where.pop(rollout, None)
+        self.counters.generated_tokens += record.tokens
+        self.counters.dropped[record.reason] += len(record.ids)
+        self.counters.dropped_tokens[record.reason] += tokens
+
+    def _composed(self, record: Composed, _: Location | None) -> None:
+        entries = self.buffer.remove(record.ids)
+        ages = [record.version.step - entry.oldest(self.step_of) for entry in entries]
+        tokens = sum(entry.length for entry in entries)
+        self.batches[record.version] = Batch(record.version, entries, tokens, ages)
+        self.next_step = record.version.step + 1
+        self.counters.composed += len(entries)
+        self.counters.age_sum += sum(ages)
+        self.counters.age_max = max([self.counters.age_max, *ages])
+
+    def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
+        self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
+        self.lineage = record.lineage
+        self.fingerprint = record.fingerprint
+        self.reached = Version(record.lineage, record.start)
+        self.next_step = record.branch
+        self.trained_tokens = {step: n for step, n in self.trained_tokens.items() if step < record.start}
+        self._take_back_lost_batches(record.lineage)
+
+    def _take_back_lost_batches(self, lineage: int) -> None:
+        """Rollouts of batches that are not on the way of `lineage` wait in the buffer again."""
+        for version in sorted(v for v in self.batches if self.lineages.owner(lineage, v.step) != v.lineage):
+            for entry in self.batches.pop(version).entries:
+                if entry.id in self.where:
+                    self.buffer.admit(entry)
+
+    def _stepped(self, record: Stepped, _: Location | None) -> None:
+        self.reached = record.version
+        batch = self.batch_of(record.version.step - 1)
+        if batch is not None:
+            self.trained_tokens[record.version.step - 1] = batch.tokens
+            for entry in batch.entries:
+                entry.rollout = None
+
+    def _version_published(self, record: VersionPublished, _: Location | None) -> None:
+        self.published.append(record)
+        if record.kind == "broadcast":
+            return
+        if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
+            self.target = record
+
+    def _version_applied(self, record: VersionApplied, _: Location | None) -> None:
+        self.applied.append(record)
+
+    def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
+        self.checkpoints.append(record.version)
+
+    def _evaluated(self, record: Evaluated, _: Location | None) -> None:
+        self.evaluations.append(record.report)
+
+    def forget_unavailable(self) -> None:
+        """After a replay: forget batches whose rollouts the journal no longer holds whole."""
+        for version in [v for v in self.batches if not self.available(v)]:
+            self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        for entry in self.batches.pop(version).entries:
+            self.where.pop(entry.id, None)
+
+    def forget_covered(self, keep_checkpoints: int) -> set[int]:
+        """Forget what the oldest kept checkpoint covers; returns the journal segments still needed.
+
+        Until `keep_checkpoints` of the current lineage's way are there, nothing is forgotten.
+        """
+        kept = [v for v in self.checkpoints if self.lineage is not None and self.step_of(v) == v.step]
+        if len(kept) >= keep_checkpoints:
+            covered = min(version.step for version in kept[-keep_checkpoints:])
+            for version in [v for v in self.batches if v.step < covered]:
+                self._forget(version)
+        return {location.segment for location in self.where.values()}

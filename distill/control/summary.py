@@ -1,0 +1,82 @@
+"""What a run did, as figures: the controller's part of summary.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from distill.control.evaluations import best
+from distill.control.records import VersionApplied, VersionPublished
+from distill.control.state import RunState
+from distill.control.timeline import Timeline
+from sync.wire import EvalReport
+
+
+def token_shares(state: RunState) -> dict[str, float]:
+    """Generated and trained completion tokens of the whole run, and their ratio."""
+    generated, trained = state.counters.generated_tokens, sum(state.trained_tokens.values())
+    return {"generated": generated, "trained": trained, "trained_share": trained / max(1, generated)}
+
+
+def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -> dict[str, Any]:
+    """The figures that state and timeline hold; seconds and bytes, medians where there are many."""
+    counters, reports = state.counters, state.evaluations
+    return {
+        "steps": 0 if state.reached is None else state.reached.step,
+        "lineages": len(state.lineages),
+        "tokens": {**token_shares(state), "dropped": dict(counters.dropped_tokens)},
+        "rollouts": {
+            "issued": counters.issued,
+            "scored": counters.scored,
+            "composed": counters.composed,
+            "open": state.outstanding,
+            "dropped": dict(counters.dropped),
+            "asked_again": dict(counters.asked_again),
+        },
+        "staleness": {
+            "mean": counters.age_sum / max(1, counters.composed),
+            "max": counters.age_max,
+            "limit": state.max_staleness,
+        },
+        "busy_seconds": timeline.busy_seconds(),
+        "idle_seconds": timeline.idle_seconds(),
+        "sync": sync_figures(state.published, state.applied),
+        "evaluations": [evaluation(report) for report in reports],
+        "best": evaluation(best(reports, "pass_rate" if metric == "pass_rate" else "reverse_kl")),
+    }
+
+
+def sync_figures(published: list[VersionPublished], applied: list[VersionApplied]) -> dict[str, Any]:
+    """Medians over versions and over updates of replicas; None where there was none."""
+    return {
+        "versions": len(published),
+        "bytes_full": _median(one.full_bytes for one in published),
+        "bytes_delta": _median(one.bytes for one in published if one.kind in ("delta", "lora")),
+        "bytes_read": _median(one.bytes for one in applied),
+        "publish_seconds": _median(one.seconds for one in published),
+        "stage_seconds": _median(one.stage_seconds for one in applied),
+        "pause_seconds": _median(one.pause_seconds for one in applied),
+        "apply_seconds": _median(one.apply_seconds for one in applied),
+        "total_seconds": _median(one.seconds for one in applied),
+        "updates": len(applied),
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """One SHA-256 for the digests of all tensors of a checkpoint, whatever their order."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def evaluation(report: EvalReport | None) -> dict[str, Any] | None:
+    """A report as plain JSON; None stays None."""
+    return None if report is None else {**msgspec.to_builtins(report), "version": str(report.version)}

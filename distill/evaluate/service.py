@@ -1,0 +1,256 @@
+"""The evaluator: a process that marks published versions on held-out prompts.
+
+    python -m distill.evaluate.service --config runs/NAME/roles/evaluator.json --port PORT
+
+The file is a RunConfig as JSON. It answers POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
+(ProbeRequest → ProbeReply), one at a time, and GET /health once its teachers are loaded.
+Exit status: 0 after a signal, 2 when the configuration cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from distill.config import EvaluationConfig, RunConfig
+from distill.control.evaluations import score
+from distill.evaluate.best import keep_best
+from distill.launch.run_folder import write_json
+from sync.errors import ConfigError, DistillError
+from sync.settings import ModelSource
+from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
+from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
+
+log = logging.getLogger("distill.evaluate.service")
+
+if TYPE_CHECKING:
+    from distill.evaluate.evaluation import Evaluation
+    from distill.prompts.held_out import PromptSplit
+
+Evaluate = Callable[[Version], "Evaluation"]
+Probe = Callable[[ProbeRequest], ProbeReply]
+
+
+class Bench(NamedTuple):
+    """What the loaded models can be asked."""
+
+    evaluate: Evaluate
+    probe: Probe
+
+
+class Weights(Protocol):
+    """Where the weights of a version come from."""
+
+    def folder(self, version: Version) -> Path:
+        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        ...
+
+
+def app(evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe) -> Starlette:
+    """The HTTP side: evaluations and probes run one after the other, in a thread."""
+    busy = asyncio.Lock()
+
+    async def evaluation(request: Request) -> Message:
+        wanted = await read_message(request, EvalRequest)
+        async with busy:
+            return await asyncio.to_thread(evaluate, wanted.version)
+
+    async def figures(request: Request) -> Message:
+        wanted = await read_message(request, ProbeRequest)
+        async with busy:
+            return await asyncio.to_thread(probe, wanted)
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    routes = [
+        Route("/v1/evaluate", _answered(evaluation), methods=["POST"]),
+        Route("/v1/probe", _answered(figures), methods=["POST"]),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(TokenGuard, token=token)])
+
+
+def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that refuses with 409 what cannot be done."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return reply(await question(request))
+        except DistillError as error:
+            log.error("%s", error)
+            return refuse(409, str(error))
+
+    return answer
+
+
+def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
+    """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here.
+
+    Version step 0 is the student that the configuration names; `tails` as in `evaluation.evaluate`.
+    """
+    import torch
+
+    from distill.evaluate.evaluation import Limits, evaluate
+    from distill.evaluate.models import end_ids, load_model
+    from distill.evaluate.plain import probe
+    from teacher_service.describe import load_tokenizer
+    from teacher_service.router import Router
+
+    settings = config.evaluation or EvaluationConfig()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    tokenizer = load_tokenizer(config.student)
+    split = _prompts(config, tokenizer)
+    teachers = {
+        name: load_model(source, tokenizer, settings.device) for name, source in config.teachers.items()
+    }
+    ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
+    limits = Limits(config.rollout.max_tokens, ends, settings.batch)
+    route = Router(config.teachers)
+
+    def evaluate_version(version: Version) -> Evaluation:
+        source: ModelSource = config.student
+        if version.step > 0:
+            source = source.model_copy(update={"path": str(weights.folder(version)), "revision": None})
+        student = load_model(source, tokenizer, settings.device)
+        return evaluate(
+            student,
+            teachers,
+            split.held_out,
+            limits,
+            route=route.route,
+            judge=split.judge,
+            seed=config.run.seed,
+            version=version,
+            tails=tails,
+        )
+
+    def probe_models(request: ProbeRequest) -> ProbeReply:
+        unknown = request.teachers.keys() - teachers.keys()
+        if unknown:
+            raise ConfigError(
+                f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
+            )
+        student = load_model(config.student, tokenizer, settings.device)
+        return probe(request, student, teachers, config.objective, config.rollout.temperature)
+
+    return Bench(evaluate_version, probe_models)
+
+
+def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
+    from distill.launch.preflight import longest_sequence
+    from distill.prompts.held_out import open_prompts
+
+    split = open_prompts(config, tokenizer, longest_sequence(config))
+    if not split.held_out:
+        raise ConfigError(
+            "no prompt can be held out for evaluation (at most a tenth of the rows is): "
+            "give more rows, or set evaluation = false"
+        )
+    return split
+
+
+class BestKeeper:
+    """Marks versions and keeps the best of them, by the configuration's metric, as the folder best/."""
+
+    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights) -> None:
+        self._evaluate, self._weights = evaluate, weights
+        self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
+        self._target = config.run_dir / "best"
+        self._record = config.run_dir / "best.json"
+
+    def __call__(self, version: Version) -> EvalReport:
+        report = self._evaluate(version).report
+        if self._is_best(report):
+            if version.step > 0:
+                keep_best(self._weights.folder(version), self._target)
+            write_json(self._record, {**msgspec.to_builtins(report), "version": str(version)})
+        return report
+
+    def _is_best(self, report: EvalReport) -> bool:
+        if not self._record.is_file():
+            return True
+        known = json.loads(self._record.read_text())
+        old = msgspec.convert({**known, "version": Version.parse(known["version"])}, EvalReport)
+        return score(report, self._metric) > score(old, self._metric)
+
+
+def serve(config: RunConfig, host: str, port: int) -> None:
+    """Load everything, then answer on host:port until SIGTERM or SIGINT."""
+    token = token_from_environment()
+    check_bind(host, token)
+    import setproctitle
+    import uvicorn
+
+    from distill.evaluate.followed import FollowedStore
+
+    setproctitle.setproctitle(f"distill evaluator {config.run.name}")
+    signal.signal(signal.SIGTERM, _leave)
+    weights = FollowedStore(config)
+    bench = build(config, weights)
+    keeper = BestKeeper(config, bench.evaluate, weights)
+    uvicorn.run(
+        app(keeper, token, bench.probe),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def main() -> int:
+    """Serve until told to stop; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distill.evaluate.service", description="Evaluate versions."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="a RunConfig as JSON")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s evaluator %(name)s: %(message)s",
+    )
+    try:
+        serve(read_config(options.config), options.host, options.port)
+    except DistillError as error:
+        log.error("%s", error)
+        return 2
+    return 0
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration in a JSON file. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise ConfigError(f"--config {path} is not a RunConfig: {error}") from None
+
+
+def _leave(*_: object) -> None:
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

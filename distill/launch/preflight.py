@@ -1,0 +1,142 @@
+"""What is checked before anything is started, and once the teachers answer: one clear message each."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from distill.config import RunConfig
+from distill.launch.probes import Finding
+from distill.launch.student import flag_name
+from distill.prompts.held_out import PromptSplit, open_prompts
+from student_trainer.objectives.needs import needs, student_topk
+from sync import tokenizers
+from sync.errors import ConfigError, DataError
+from sync.settings import ModelSource
+from sync.wire import TeacherInfo
+from teacher_service.describe import load_tokenizer
+from teacher_service.router import Router
+
+
+def check(config: RunConfig) -> PromptSplit:
+    """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
+    _check_folder(config.student, "student")
+    for name, teacher in config.teachers.items():
+        if not teacher.urls:
+            _check_folder(teacher, f"teachers.{name}")
+    _check_deepspeed(config.trainer.deepspeed)
+    _check_combinations(config)
+    router = Router(config.teachers)
+    tokenizer = load_tokenizer(config.student)
+    _check_tokenizers(config, tokenizer)
+    split = open_prompts(config, tokenizer, longest_sequence(config))
+    router.check({prompt.source for prompt in split.held_out} or {"default"})
+    return split
+
+
+def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
+    """What the objective needs and a teacher that answers cannot give."""
+    want = needs(config.objective)
+    asked = {
+        "topk": want.topk > 0,
+        "entropy": want.entropy,
+        "hidden": want.hidden,
+        "gather": student_topk(config.objective) > 0,
+    }
+    lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
+    figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
+    problem = (
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled", '
+        "or the transformers engine"
+    )
+    return Finding("marks", figure, problem if lacking else None)
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
+    limits = [context_length(config.student)]
+    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
+    engine_limit = given.get("max-model-len")
+    if isinstance(engine_limit, int) and engine_limit > 0:
+        limits.append(engine_limit)
+    for teacher in config.teachers.values():
+        if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
+            limits.append(teacher.max_length or context_length(teacher))
+    return min(limits)
+
+
+def context_length(source: ModelSource) -> int:
+    """Longest sequence that a model takes, in tokens. Raises ConfigError when its config cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
+    return int(config.get_text_config().max_position_embeddings)
+
+
+def _check_folder(source: ModelSource, key: str) -> None:
+    path = Path(source.path)
+    looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") != 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"{key}.path {source.path} holds no config.json: name a folder that save_pretrained wrote"
+            )
+    elif looks_local and source.path.count("/") > 0:
+        raise ConfigError(
+            f"{key}.path {source.path} does not exist: name a model folder, or a Hub id "
+            "such as Qwen/Qwen3-0.6B"
+        )
+
+
+def _check_deepspeed(path: Path) -> None:
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.deepspeed {path} cannot be read ({error.strerror}): name a DeepSpeed JSON file"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"trainer.deepspeed {path} holds no JSON object")
+
+
+def _check_combinations(config: RunConfig) -> None:
+    if config.rollout.top_p < 1:
+        raise ConfigError(
+            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
+            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+        )
+    if config.evaluation is not None and config.weights.road != "snapshot":
+        raise ConfigError(
+            f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
+            'set weights.road = "snapshot", or evaluation = false'
+        )
+    for name, teacher in config.teachers.items():
+        if config.evaluation is not None and teacher.prompt_transform is not None:
+            raise ConfigError(
+                f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
+                "set evaluation = false"
+            )
+    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
+
+
+def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
+    """Compare with every teacher whose tokenizer can be loaded here."""
+    for name, teacher in config.teachers.items():
+        if teacher.urls:
+            continue
+        lines = tokenizers.differences(tokenizer, load_tokenizer(teacher), ("student", f"teacher {name}"))
+        if lines:
+            raise DataError(
+                f"student {config.student.path} and teacher {teacher.path} have different tokenizers: "
+                f"{'; '.join(lines)}. Token ids must mean the same to both: choose models of one family"
+            )

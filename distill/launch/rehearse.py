@@ -1,0 +1,62 @@
+"""`distill preflight --engines`: every server of a run is started, asked, and stopped; nothing is trained.
+
+What it leaves is in a temporary folder that goes with it. The trainer is not started: a plain forward pass of
+the student stands in for it, and a run compares the trainer itself at its first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from distill.config import RunConfig
+from distill.control.replicas import HttpReplica
+from distill.evaluate.client import HttpEvaluator
+from distill.launch import live
+from distill.launch.probes import Finding
+from distill.launch.roles import Plan, is_local, plan_servers
+from distill.launch.run_folder import RunFolder
+from distill.launch.supervise import Supervisor
+from distill.prompts.held_out import PromptSplit
+from sync.transport import token_from_environment
+from teacher_service.client import TeacherClient
+from teacher_service.transform import load_transforms
+
+GRACE_SECONDS = 10.0
+"""For the servers to end by themselves."""
+
+
+async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
+    """Check with live engines. Raises ConfigError when a check failed, ChildFailed when a server did."""
+    token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
+    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
+        run = config.run.model_copy(update={"folder": Path(root)})
+        config = config.model_copy(update={"run": run})
+        with RunFolder.open(config, resume=False) as folder:
+            plan = plan_servers(config, folder, token)
+            supervisor = Supervisor(plan.children, folder.logs, restarts=0)
+            try:
+                await supervisor.start()
+                await supervisor.ready(config.run.start_seconds)
+                await _ask(config, split, plan, token, say)
+            finally:
+                await supervisor.stop(GRACE_SECONDS)
+
+
+async def _ask(
+    config: RunConfig, split: PromptSplit, plan: Plan, token: str | None, say: Callable[[Finding], None]
+) -> None:
+    teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+    replicas = {name: HttpReplica(url, token) for name, url in plan.replicas.items()}
+    evaluator = HttpEvaluator(plan.evaluator, token) if plan.evaluator else None
+    engines = live.Engines(teachers, evaluator, replicas, load_transforms(config.teachers))
+    try:
+        await live.check_engines(config, split, engines, say)
+    finally:
+        closing = [teacher.aclose() for teacher in teachers.values()]
+        closing += [replica.aclose() for replica in replicas.values()]
+        closing += [evaluator.aclose()] if evaluator else []
+        await asyncio.gather(*closing)

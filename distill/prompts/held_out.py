@@ -1,0 +1,113 @@
+"""Which prompts a run trains on, which it never does, and who judges completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from distill import tasks
+from distill.config import JsonlPrompts, RunConfig, TaskPrompts
+from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
+from distill.prompts.stream import Prompt, PromptSource
+from sync.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from distill.evaluate.evaluation import Judge
+
+LARGEST_SHARE = 0.1
+"""Of a table's rows that are held out at most."""
+SAMPLE = 256
+"""Prompts of each side of the split that are looked at where not all can be."""
+
+
+class PromptSplit(NamedTuple):
+    """Prompts of a run."""
+
+    train: PromptSource
+    held_out: list[Prompt]
+    judge: Judge | None
+    """None: nobody can tell whether a completion is right."""
+
+
+class Subset:
+    """Some rows of a table."""
+
+    def __init__(self, table: TableSource, rows: Sequence[int]) -> None:
+        self._table, self._rows = table, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest prompt."""
+        return max(self._table.length(int(row)) for row in self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._table[int(self._rows[index])]
+
+
+def sample_prompts(split: PromptSplit) -> list[Prompt]:
+    """Some prompts to try things with: held-out ones, then some to train on; the same every time."""
+    count = min(SAMPLE, len(split.train)) if isinstance(split.train, Sized) else SAMPLE
+    return split.held_out[:SAMPLE] + [split.train[i] for i in range(count)]
+
+
+def longest_prompt(split: PromptSplit) -> int:
+    """Tokens of the longest prompt: of all in a table, of a sample where there is no end to them."""
+    known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
+    return max(known, split.train.longest) if isinstance(split.train, Subset) else known
+
+
+def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit:
+    """Prompts as the config says, each at most `context` − rollout.max_tokens tokens long.
+
+    Raises DataError (file and line of a row that cannot be used) or ConfigError.
+    """
+    longest = context - config.rollout.max_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"rollout.max_tokens is {config.rollout.max_tokens} and the context is {context} tokens: "
+            "no room for a prompt is left; lower rollout.max_tokens"
+        )
+    wanted = config.evaluation.prompts if config.evaluation else 0
+    if isinstance(config.prompts, TaskPrompts):
+        return _task_prompts(config, tokenizer, longest, wanted)
+    encode = text_encoder(tokenizer, config.prompts.template)
+    if isinstance(config.prompts, JsonlPrompts):
+        table = read_jsonl(config.prompts, encode, longest)
+    else:
+        table = read_dataset(config.prompts, encode, longest)
+    return split_table(table, wanted, config.run.seed)
+
+
+def split_table(table: TableSource, wanted: int, seed: int) -> PromptSplit:
+    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
+
+    Raises DataError for an empty table.
+    """
+    if not len(table):
+        raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
+    order = np.random.default_rng(seed).permutation(len(table))
+    count = min(wanted, int(len(table) * LARGEST_SHARE))
+    held_out = [table[int(row)] for row in sorted(order[:count])]
+    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, None)
+
+
+def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) -> PromptSplit:
+    assert isinstance(config.prompts, TaskPrompts), "only called for tasks"
+    task, seed = tasks.load(config.prompts.task, config.prompts.options), config.run.seed
+    encode = text_encoder(tokenizer, "plain")
+    held_out = []
+    for index in range(wanted):
+        made = task.held_out(seed, index)
+        ids = list(encode(made.text) if made.token_ids is None else made.token_ids)
+        if len(ids) > longest:
+            raise DataError(
+                f"prompt {made.text!r:.60} of task {config.prompts.task} has {len(ids)} tokens, "
+                f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
+            )
+        held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
+    return PromptSplit(TaskSource(task, seed, encode), held_out, task.passes)

@@ -1,0 +1,116 @@
+"""Where figures go while a run goes on: one small protocol, a file, a display, wandb."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from distill.config import RunConfig
+from distill.control.timeline import Span
+from distill.report.redact import without_secrets
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes figures by name. Called in the controller's loop: must not block for long, must not raise."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of one optimizer step, or of an evaluation of the version that it made."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left; called once, last."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Spans:
+    """timeline.jsonl: one JSON object a line with role, what, start, end (seconds since the epoch)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, span: Span) -> None:
+        """Append one stretch of work or waiting."""
+        self._file.write(json.dumps(span._asdict()) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Memory:
+    """Keeps everything; for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self.lines.append((step, dict(figures)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Wandb:
+    """A wandb run in the run's folder; a resumed run continues under the same id."""
+
+    def __init__(self, config: RunConfig) -> None:
+        import wandb
+
+        tracking = config.tracking
+        self._run = wandb.init(
+            project=tracking.project,
+            entity=tracking.entity,
+            name=config.run.name,
+            id=config.run.name,
+            resume="allow",
+            tags=tracking.tags,
+            mode=wandb_mode(config),
+            dir=config.run_dir,
+            config=without_secrets(config.model_dump(mode="json")),
+            settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
+    """online only with a key; says so when it is turned down."""
+    mode = config.tracking.wandb
+    netrc = Path("~/.netrc").expanduser()
+    has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
+    if mode == "online" and not has_key:
+        log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
+        return "offline"
+    return mode
+
+
+def log_all(sinks: Sequence[Sink], step: int, figures: Mapping[str, Any]) -> None:
+    """Give the figures that are numbers to every sink."""
+    numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+    for sink in sinks:
+        sink.log(step, numbers)

@@ -1,0 +1,128 @@
+"""S3, Google Cloud Storage or Azure, through obstore.
+
+A key is created with a conditional put, which the service decides. A put whose answer was lost is repeated
+by the client and then finds itself: the object carries a random mark in its metadata, and a writer that meets
+its own mark has won. An object too large for one put is claimed by a small object first, `KEY@claim`, and
+then uploaded in parts; it appears when the last part is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from sync.errors import ConfigError, StoreError
+from sync.stores.base import check_key, missing, taken
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import from_url
+except ImportError as error:
+    raise ConfigError(
+        "store type 'object' needs the package obstore: pip install 'onpolicy-distill[s3]'"
+    ) from error
+
+_ONE_PUT: Final = 64 << 20
+_CLAIM: Final = "@claim"
+_MARK: Final = "writer"
+_RETRY: Final[Any] = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(minutes=3),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
+}
+
+
+class ObjectStore:
+    """Keys under a bucket's prefix; credentials come from the environment, `options` go to the client."""
+
+    def __init__(self, url: str, options: dict[str, str]) -> None:
+        self._url = url
+        plain = options.get("endpoint", "").startswith("http://")
+        client: Any = {"allow_http": True} if plain else None
+        with self._explained("open", url):
+            self._store = from_url(url, config=options, client_options=client, retry_config=_RETRY)
+
+    def create(self, key: str, data: bytes | Path) -> None:
+        check_key(key)
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        if size <= _ONE_PUT:
+            self._claim(key, key, data.read_bytes() if isinstance(data, Path) else bytes(data))
+            return
+        if self.exists(key):
+            raise taken(str(self), key)
+        self._claim(key + _CLAIM, key, b"")
+        with self._explained("write", key):
+            obstore.put(self._store, key, data, use_multipart=True)
+
+    def replace(self, key: str, data: bytes) -> None:
+        with self._explained("write", check_key(key)):
+            obstore.put(self._store, key, bytes(data))
+
+    def read(self, key: str) -> bytes:
+        with self._explained("read", check_key(key)):
+            return bytes(obstore.get(self._store, key).bytes())
+
+    def fetch(self, key: str, path: Path) -> None:
+        with self._explained("read", check_key(key)), path.open("wb") as file:
+            for chunk in obstore.get(self._store, key).stream(min_chunk_size=4 << 20):
+                file.write(chunk)
+
+    def list(self, prefix: str) -> list[str]:
+        """Services list by whole parts of a key, so the last part of `prefix` is compared here."""
+        with self._explained("list", prefix):
+            pages = obstore.list(self._store, prefix.rpartition("/")[0] or None, chunk_size=1000)
+            keys = [entry["path"] for page in pages for entry in page]
+        return sorted(key for key in keys if key.startswith(prefix) and not key.endswith(_CLAIM))
+
+    def delete(self, key: str) -> None:
+        with self._explained("delete", check_key(key)):
+            for name in (key, key + _CLAIM):
+                with _ignore_missing():
+                    obstore.delete(self._store, name)
+
+    def exists(self, key: str) -> bool:
+        with self._explained("look for", check_key(key)):
+            try:
+                obstore.head(self._store, key)
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return False
+            return True
+
+    def __str__(self) -> str:
+        return f"the store {self._url}"
+
+    def _claim(self, name: str, key: str, content: bytes) -> None:
+        """Create `name`, or raise AlreadyPublished for `key`."""
+        mark = uuid4().hex
+        with self._explained("write", key):
+            try:
+                obstore.put(self._store, name, content, mode="create", attributes={_MARK: mark})
+            except (exceptions.AlreadyExistsError, FileExistsError):
+                if obstore.get(self._store, name).attributes.get(_MARK) != mark:
+                    raise taken(str(self), key) from None
+
+    @contextmanager
+    def _explained(self, verb: str, key: str) -> Iterator[None]:
+        """obstore's errors as StoreError."""
+        try:
+            yield
+        except (exceptions.NotFoundError, FileNotFoundError):
+            raise missing(str(self), key) from None
+        except (exceptions.BaseError, OSError) as error:
+            raise StoreError(
+                f"cannot {verb} {key!r} in {self._url}: {str(error).splitlines()[0][:400]}; "
+                "check the address, the credentials and the network"
+            ) from error
+
+
+@contextmanager
+def _ignore_missing() -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.NotFoundError, FileNotFoundError):
+        return

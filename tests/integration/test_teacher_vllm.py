@@ -1,0 +1,169 @@
+"""vLLM as a teacher: a stock server by URL, and inside the teacher process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from sync.errors import RemoteError
+from sync.transport import Peer
+from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from teacher_service.batching import split
+from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
+from teacher_service.engines import build
+from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.replies import scored
+
+pytestmark = pytest.mark.engine
+VOCAB = 32
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": "",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 and its tokenizer."""
+    path = tmp_path_factory.mktemp("teacher")
+    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments], env=os.environ | ENVIRONMENT, stdout=file, stderr=file
+        )
+
+
+async def up(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with Peer(url) as peer:
+        for _ in range(1200):
+            if await peer.alive():
+                return
+            assert process.poll() is None
+            await asyncio.sleep(0.1)
+    raise AssertionError(f"{url} did not come up")
+
+
+@pytest.fixture(scope="module")
+def urls(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A stock vLLM server, and a teacher process with vLLM inside."""
+    tmp, ports = tmp_path_factory.mktemp("logs"), (free_port(), free_port())
+    found = (f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}")
+    args = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}
+    config = tmp / "teacher.json"
+    config.write_text(
+        json.dumps({"path": str(folder), "dtype": "float32", "engine": "vllm", "engine_args": args})
+    )
+    flags = "--dtype float32 --enforce-eager --distributed-executor-backend uni --gpu-memory-utilization 0.2"
+    server = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(ports[0])]
+    teacher = ["teacher_service", "--config", str(config), "--name", "v", "--port", str(ports[1])]
+    processes = [start(tmp / "server.log", *server, *flags.split()), start(tmp / "teacher.log", *teacher)]
+    try:
+        for url, process in zip(found, processes, strict=True):
+            asyncio.run(up(url, process))
+        yield found
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[ScoreSequence], list[np.ndarray]]:
+    """Sequences, and float64 [T, V] log-probabilities of each by a plain forward pass."""
+    rng = np.random.default_rng(0)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked, truth = [], []
+    for i in range(8):
+        ids = rng.integers(0, VOCAB, int(rng.integers(5, 40))).astype(np.int32)
+        asked.append(ScoreSequence(str(i), pack(ids), 3))
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, 2:-1]
+        truth.append(logits.double().log_softmax(-1).numpy())
+    return asked, truth
+
+
+def check(
+    expected: tuple[list[ScoreSequence], list[np.ndarray]], k: int, results: list[Scored | ScoreRefused]
+) -> None:
+    for sequence, logp, result in zip(*expected, results, strict=True):
+        assert isinstance(result, Scored)
+        ids = unpack(sequence.token_ids)
+        np.testing.assert_allclose(unpack(result.logprob), logp[np.arange(len(ids) - 3), ids[3:]], atol=1e-4)
+        if k:
+            assert result.topk_ids is not None
+            np.testing.assert_array_equal(unpack(result.topk_ids), np.argsort(-logp, axis=1)[:, :k])
+
+
+async def test_vllm_inside_the_process_equals_a_plain_forward_pass(
+    urls: tuple[str, str], expected: tuple[list[ScoreSequence], list[np.ndarray]]
+) -> None:
+    async with TeacherClient("v", [urls[1]]) as client:
+        check(expected, 5, await client.score(expected[0], Want(topk=5)))
+        if "gather" not in (await client.info()).can:
+            gather = ScoreSequence("a", pack(np.zeros(3, np.int32)), 2, pack(np.zeros((1, 2), np.int32)))
+            with pytest.raises(RemoteError, match="cannot give 'gather'"):
+                await client.score([gather])
+
+
+@pytest.mark.parametrize(("engine", "k"), [("vllm", 5), ("openai", 0)])
+def test_a_stock_server_by_url_equals_a_plain_forward_pass(
+    urls: tuple[str, str], expected: tuple[list[ScoreSequence], list[np.ndarray]], engine: str, k: int
+) -> None:
+    config = TeacherConfig.model_validate({"path": "toy", "engine": engine, "engine_url": urls[0]})
+    teacher = build(config, VOCAB)
+    assert ("topk" in teacher.facts.can) == (k > 0)
+    items = [Item(unpack(sequence.token_ids), sequence.start) for sequence in expected[0]]
+    outcomes = split(teacher.score(items, Asked(topk=k)), [item.positions for item in items])
+    results = [
+        scored(str(i), outcome, "f4") for i, outcome in enumerate(outcomes) if isinstance(outcome, Marks)
+    ]
+    check(expected, k, list(results))
+    teacher.close()

@@ -1,0 +1,130 @@
+"""The audit finds each planted breach, and nothing in a sound run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distill.control.audit import AuditReport, audit, check
+from distill.control.journal import Journal, Location
+from distill.control.records import (
+    AnyRecord,
+    Checkpointed,
+    Composed,
+    Dropped,
+    Issued,
+    LineageOpened,
+    Opened,
+    Rollout,
+    Stepped,
+    compacted,
+)
+from distill.prompts.stream import Prompt
+from student_trainer.ledger import Ledger
+from sync.errors import DataError
+from sync.wire import Scored, Version, VersionSpan, pack
+
+
+def rollout(name: str, version: Version) -> Rollout:
+    values, ids = pack(np.zeros(2, "f4")), pack(np.zeros(2, "i4"))
+    return Rollout(name, 0, ids, ids, values, [VersionSpan(version, 0, 2)], False, "t", Scored(name, values))
+
+
+def journal() -> list[AnyRecord]:
+    """Steps 0 and 1 of lineage 0; lineage 1 resumes at 1, replays step 1 and makes step 2."""
+    prompts = [Prompt(name, [1]) for name in "abcdefgh"]
+    return [
+        Opened("r", 0, 2, 1),
+        LineageOpened(0, None, 0, None, 0, "m"),
+        Issued(prompts, 0, 8),
+        *(rollout(name, Version(0, 0)) for name in "abcd"),
+        Composed(Version(0, 0), ["a", "b"]),
+        Composed(Version(0, 1), ["c", "d"]),
+        Checkpointed(Version(0, 1), "x"),
+        LineageOpened(1, Version(0, 1), 1, 0, 2, "m"),
+        *(rollout(name, Version(0, 1)) for name in "efg"),
+        Composed(Version(1, 2), ["e", "f"]),
+        Dropped(["g"], "too_old", 0),
+    ]
+
+
+LEDGER = {0: {1: ["a", "b"], 2: ["d", "c"]}, 1: {2: ["c", "d"], 3: ["f", "e"]}}
+
+
+def audited(records: list[AnyRecord], ledger: dict[int, dict[int, list[str]]] = LEDGER) -> AuditReport:
+    return check(((Location(0, i), record) for i, record in enumerate(records)), ledger)
+
+
+def test_a_sound_run_passes() -> None:
+    report = audited(journal())
+    assert report.ok
+    assert (report.prompts, report.scored, report.trained) == (8, 7, 6)
+    assert report.open_prompts == ["h"]
+    assert report.dropped == {"too_old": 1}
+    assert report.oldest == 1
+
+
+def test_a_rollout_trained_twice_along_the_ancestry_is_found() -> None:
+    report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["a", "e"]}})
+    assert report.trained_twice == ["a"]
+    assert report.not_as_composed == ["L001-v00000003"]
+    assert not report.ok
+
+
+def test_a_step_left_behind_by_the_branch_is_not_twice() -> None:
+    assert audited(journal(), {**LEDGER, 0: {1: ["a", "b"], 2: ["c", "d"]}}).ok
+
+
+def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
+    half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
+    assert audited(journal(), half).ok
+    reported = [*journal(), Stepped(Version(0, 2))]
+    assert audited(reported, half).not_as_composed == ["L000-v00000002"]
+
+
+def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
+    records = [r for r in journal() if not (isinstance(r, Composed) and r.version == Version(0, 1))]
+    assert audited(records).not_as_composed == ["L000-v00000002", "L001-v00000002"]
+
+
+def test_a_rollout_that_is_nowhere_is_found() -> None:
+    """Its batch was left behind by a branch, and its arrays were given up before."""
+    records = [compacted(record) for record in journal()]
+    records[10] = LineageOpened(1, Version(0, 1), 1, 0, 1, "m")
+    assert audited(records).lost == ["c", "d"]
+
+
+def test_a_rollout_older_than_the_bound_is_found() -> None:
+    records = [Opened("r", 0, 2, 0), *journal()[1:]]
+    assert set(audited(records).too_old) == {"c", "d", "e", "f"}
+
+
+def test_a_rollout_without_a_record_is_found() -> None:
+    report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["zz", "e"]}})
+    assert report.unrecorded == ["zz"]
+
+
+def test_a_journal_without_a_beginning_is_refused() -> None:
+    with pytest.raises(DataError, match="does not begin with the opening"):
+        audited(journal()[1:])
+    with pytest.raises(DataError, match="nothing to audit"):
+        audited([])
+
+
+async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
+    writer = Journal(tmp_path / "journal", "never")
+    list(writer.replay())
+    for record in journal():
+        writer.append(record)
+    await writer.commit()
+    writer.close()
+    for lineage, steps in LEDGER.items():
+        start, parent = (Version(0, 0), None) if lineage == 0 else (Version(1, 1), Version(0, 1))
+        lines = Ledger(tmp_path / "ledger", start, parent, rank=0)
+        for step, ids in steps.items():
+            lines.record(step, ids)
+    report = audit(tmp_path)
+    assert report.ok
+    assert report.trained == 6

@@ -1,0 +1,225 @@
+"""Each bad input through the real command line: one message, exit status 2, nothing started or left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distill.cli.main import main
+from distill.launch.run_folder import RunFolder
+from distill.loading import load
+from distill.tasks.both_ends import VOCABULARY
+from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+
+ROOT = Path(__file__).parents[3]
+Distill = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """student/ and teacher/ with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
+        new_model(recipe).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def distill(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Distill:
+    """Run a command on the quickstart's configuration; the message it leaves with."""
+    monkeypatch.chdir(ROOT)
+    ours = [f"student.path={models / 'student'}", f"teachers.sorter.path={models / 'teacher'}"]
+    ours += [f"run.folder={tmp_path / 'runs'}"]
+
+    def command(*overrides: str, name: str = "run", status: int = 2, more: tuple[str, ...] = ()) -> str:
+        settings = [word for override in [*ours, *overrides] for word in ("--set", override)]
+        with pytest.raises(SystemExit) as leaving:
+            main([name, "configs/quickstart.toml", *settings, *more])
+        captured = capsys.readouterr()
+        assert leaving.value.code == status, captured
+        assert "Traceback" not in captured.err
+        assert not list(tmp_path.glob("runs/*/journal/*"))
+        return captured.err if status else captured.out
+
+    return command
+
+
+def test_good_input_passes(distill: Distill) -> None:
+    assert "ready to run; endless prompts, 512 held out" in distill(name="preflight", status=0)
+
+
+def test_an_unknown_key(distill: Distill) -> None:
+    assert "run.stps is not a known key: did you mean 'steps'?" in distill("run.stps=3")
+
+
+def test_a_wrong_type(distill: Distill) -> None:
+    assert "rollout.batch = 'lots': input should be a valid integer" in distill("rollout.batch=lots")
+
+
+def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", "nowhere.toml"])
+    assert leaving.value.code == 2
+    assert "nowhere.toml cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
+    message = distill(f"student.path={tmp_path / 'none'}")
+    assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
+
+
+def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+    assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
+
+
+def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
+    other = tmp_path / "teacher"
+    shutil.copytree(models / "teacher", other)
+    path = other / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"] |= {"a": VOCABULARY.index("b"), "b": VOCABULARY.index("a")}
+    path.write_text(json.dumps(tokenizer))
+    message = distill(f"teachers.sorter.path={other}")
+    assert "have different tokenizers: vocabulary: 2 ids differ, the first is 3" in message
+    assert "choose models of one family" in message
+
+
+def config_with_jsonl(models: Path, tmp_path: Path, rows: str) -> Path:
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f"""
+[run]
+name = "mine"
+steps = 3
+folder = "{tmp_path / "runs"}"
+[student]
+path = "{models / "student"}"
+[teachers.sorter]
+path = "{models / "teacher"}"
+[prompts]
+type = "jsonl"
+path = "{tmp_path / "prompts.jsonl"}"
+template = "plain"
+[rollout]
+max_tokens = 12
+[trainer]
+deepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"
+"""
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ('{"prompt": "abcde>"}\n{"prompt": "abcde>"\n', r"prompts.jsonl:2: not JSON"),
+        ('{"prompt": "abcde>"}\n\n["abcde>"]\n', r"prompts.jsonl:3: a JSON list, not an object"),
+        ('{"text": "abcde>"}\n', r"prompts.jsonl:1: no field 'prompt'; the row has text"),
+        (
+            '{"prompt": "' + "a" * 60 + '"}\n',
+            r"prompts.jsonl:1: the prompt has 60 tokens, allowed are 1 to 52",
+        ),
+        ("", r"0 prompts were found"),
+    ],
+)
+def test_prompts_that_cannot_be_used(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, expected: str
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["preflight", str(config_with_jsonl(models, tmp_path, rows))])
+    assert leaving.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_completions_that_leave_no_room_for_a_prompt(distill: Distill) -> None:
+    assert "the context is 64 tokens: no room for a prompt is left" in distill("rollout.max_tokens=64")
+
+
+@pytest.mark.parametrize("limit", ["student.engine_args.max-model-len=20", "teachers.sorter.max_length=20"])
+def test_a_prompt_longer_than_the_engine_or_the_teacher_takes(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    config = config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n')
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", str(config), "--set", limit])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert "prompts.jsonl:2: the prompt has 10 tokens, allowed are 1 to 8" in said
+    assert "lower rollout.max_tokens" in said
+
+
+def test_nucleus_sampling(distill: Distill) -> None:
+    assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
+
+
+def test_a_deepspeed_file_that_is_missing_or_no_json(distill: Distill, tmp_path: Path) -> None:
+    assert "cannot be read (No such file" in distill("trainer.deepspeed=none.json")
+    (tmp_path / "ds.json").write_text("{")
+    assert "is not JSON" in distill(f"trainer.deepspeed={tmp_path / 'ds.json'}")
+
+
+def test_a_port_in_use(distill: Distill) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        number = server.getsockname()[1]
+        message = distill(f"student.port={number}")
+        assert f"student.port: port {number} of 127.0.0.1 is in use: choose another one, or 0" in message
+
+
+def test_no_free_disk(distill: Distill) -> None:
+    assert "run.min_free_disk_gib asks for 1e+06" in distill("run.min_free_disk_gib=1e6")
+
+
+def test_a_second_run_in_the_same_folder(distill: Distill, tmp_path: Path) -> None:
+    config = load(ROOT / "configs/quickstart.toml", [f"run.folder={tmp_path / 'runs'}"])
+    with RunFolder.open(config, resume=False):
+        assert f"is in use by process {os.getpid()}" in distill()
+
+
+def test_nothing_to_resume(distill: Distill) -> None:
+    assert "holds no run to resume" in distill(more=("--resume",))
+
+
+def test_another_machine_may_not_listen_without_a_token(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTILL_TOKEN", raising=False)
+    assert "no token is set" in distill("student.host=0.0.0.0")
+
+
+def test_two_teachers_that_both_take_the_rest(distill: Distill, models: Path) -> None:
+    assert "only one may take the rest" in distill(f'teachers.other={{path="{models / "teacher"}"}}')
+
+
+def test_evaluation_needs_the_store(distill: Distill) -> None:
+    assert 'set weights.road = "snapshot", or evaluation = false' in distill("weights.road=broadcast")
+
+
+def test_an_unknown_task(distill: Distill) -> None:
+    assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
+
+
+def test_control_names_what_is_not_joined(distill: Distill) -> None:
+    message = distill(name="control")
+    assert "set student.urls, teachers.sorter.urls, evaluation.placement.urls" in message
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, distill.cli.main; print(*{'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []

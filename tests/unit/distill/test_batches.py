@@ -1,0 +1,143 @@
+"""Shares of ranks and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.control.batches import compose
+from distill.control.records import Rollout
+from sync.errors import DataError
+from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
+
+
+def rollout(number: int, prompt: int, length: int, **marks: Array | None) -> Rollout:
+    """Tokens number·1000 + place; the first half from step 3, the rest from step 5."""
+    tokens = np.arange(prompt + length, dtype="i4") + 1000 * number
+    half = length // 2
+    spans = [VersionSpan(Version(0, 3), 0, half), VersionSpan(Version(0, 5), half, length)]
+    return Rollout(
+        f"r{number}",
+        number,
+        pack(tokens[:prompt]),
+        pack(tokens[prompt:]),
+        pack(np.full(length, -0.5 - number, "f4")),
+        [span for span in spans if span.end > span.start],
+        number % 2 == 1,
+        "t1",
+        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **marks),  # type: ignore[arg-type]
+    )
+
+
+def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[TrainBatch]:
+    return compose(rollouts, Version(0, 6), ranks, tokens, ["t0", "t1"], lambda version: version.step)
+
+
+def padded(rows: Rows) -> int:
+    lengths = unpack(rows.prompt_lens) + unpack(rows.completion_lens)
+    return int(lengths.max(initial=0)) * len(lengths)
+
+
+sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+@given(sizes=sizes, ranks=st.integers(1, 5), tokens=st.integers(1, 200))
+def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(
+    sizes: list[tuple[int, int]], ranks: int, tokens: int
+) -> None:
+    rollouts = [rollout(i, prompt, length) for i, (prompt, length) in enumerate(sizes)]
+    batches = shares(rollouts, ranks, tokens)
+    assert len(batches) == ranks
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert {batch.denominator for batch in batches} == {sum(length for _, length in sizes)}
+    rows = [micro for batch in batches for micro in batch.micro_batches]
+    ids = [i for micro in rows for i in micro.ids]
+    assert sorted(ids) == sorted(r.id for r in rollouts)
+    assert all(padded(micro) <= tokens or len(micro.ids) <= 1 for micro in rows)
+    assert sum(micro.behavior_logprob.shape[0] for micro in rows) == batches[0].denominator
+    counts = [sum(len(micro.ids) for micro in batch.micro_batches) for batch in batches]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_same_rollouts_give_the_same_bytes() -> None:
+    rollouts = [rollout(i, 2 + i % 3, 5 + i % 7) for i in range(20)]
+    assert [encode(b) for b in shares(rollouts, 3, 40)] == [encode(b) for b in shares(rollouts, 3, 40)]
+
+
+def test_flat_arrays_follow_the_rows() -> None:
+    topk = {
+        "topk_ids": pack(np.arange(8, dtype="i4").reshape(4, 2)),
+        "topk_logprob": pack(np.ones((4, 2), "f2")),
+    }
+    second = {name: pack(unpack(array)[:3]) for name, array in topk.items()}
+    (batch,) = shares([rollout(1, 2, 3, **second), rollout(0, 3, 4, **topk)], 1, 1000)
+    (rows,) = batch.micro_batches
+    assert rows.ids == ["r0", "r1"]
+    assert unpack(rows.tokens).tolist() == [0, 1, 2, 3, 4, 5, 6, 1000, 1001, 1002, 1003, 1004]
+    assert unpack(rows.prompt_lens).tolist() == [3, 2]
+    assert unpack(rows.completion_lens).tolist() == [4, 3]
+    assert unpack(rows.token_step).tolist() == [3, 3, 5, 5, 3, 5, 5]
+    assert unpack(rows.behavior_logprob).tolist() == [-0.5] * 4 + [-1.5] * 3
+    assert unpack(rows.teacher_logprob).tolist() == [-1.0] * 4 + [-2.0] * 3
+    assert unpack(rows.teacher).tolist() == [1, 1]
+    assert rows.truncated is not None
+    assert unpack(rows.truncated).tolist() == [0, 1]
+    assert rows.teacher_topk_ids is not None
+    assert unpack(rows.teacher_topk_ids).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5]]
+    assert rows.teacher_topk_logprob is not None
+    assert rows.teacher_topk_logprob.dtype == "f2"
+    assert rows.teacher_hidden is None
+    assert rows.reward is None
+
+
+def test_a_rank_without_rows_gets_empty_arrays_of_the_same_kinds() -> None:
+    hidden = Array("bf16", (2, 4), bytes(16))
+    first, second = shares([rollout(0, 1, 2, hidden=hidden)], 2, 10)
+    assert first.micro_batches[0].teacher_hidden == hidden
+    empty = second.micro_batches[0]
+    assert empty.ids == []
+    assert empty.teacher_hidden == Array("bf16", (0, 4), b"")
+    assert unpack(empty.token_step).tolist() == []
+    assert second.denominator == 2
+
+
+def test_lockstep_ranks_get_rows_of_like_length() -> None:
+    rollouts = [rollout(i, 1, 1 + i) for i in range(16)]
+    one, two = shares(rollouts, 2, 60)
+    for a, b in zip(one.micro_batches, two.micro_batches, strict=True):
+        assert abs(padded(a) - padded(b)) <= 16
+
+
+def test_teachers_of_unlike_width_do_not_share_a_micro_batch() -> None:
+    wide, narrow = Array("bf16", (2, 8), bytes(32)), Array("bf16", (2, 4), bytes(16))
+    (batch,) = shares([rollout(0, 1, 2, hidden=wide), rollout(1, 1, 2, hidden=narrow)], 1, 1000)
+    assert [rows.teacher_hidden.shape for rows in batch.micro_batches if rows.teacher_hidden] == [
+        (2, 4),
+        (2, 8),
+    ]
+
+
+def test_unlike_precisions_meet_in_single() -> None:
+    half, bits = pack(np.array([[1.5]], "f2")), Array("bf16", (1, 1), np.array([0x4020], "<u2").tobytes())
+    (batch,) = shares([rollout(0, 1, 1, hidden=half), rollout(1, 1, 1, hidden=bits)], 1, 1000)
+    (rows,) = batch.micro_batches
+    assert rows.teacher_hidden is not None
+    assert rows.teacher_hidden.dtype == "f4"
+    assert unpack(rows.teacher_hidden).tolist() == [[1.5], [2.5]]
+
+
+def test_rewards_travel_when_every_row_has_one() -> None:
+    import msgspec
+
+    rewarded = [msgspec.structs.replace(rollout(i, 1, 2), reward=float(i)) for i in range(2)]
+    (batch,) = shares(rewarded, 1, 100)
+    assert batch.micro_batches[0].reward is not None
+    assert unpack(batch.micro_batches[0].reward).tolist() == [0.0, 1.0]
+
+
+def test_rows_with_and_without_an_array_are_refused() -> None:
+    entropy = pack(np.zeros(2, "f4"))
+    with pytest.raises(DataError, match="1 of 2 rollouts lack an array"):
+        shares([rollout(0, 1, 2, entropy=entropy), rollout(1, 1, 2)], 1, 100)

@@ -1,0 +1,276 @@
+"""The books under every order of events and restarts: nothing lost, nothing twice, nothing too old."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.control.audit import check
+from distill.control.books import MAX_ATTEMPTS, Books
+from distill.control.journal import Journal, Location
+from distill.control.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
+from distill.control.segments import read_all, segment_numbers, segment_path
+from distill.control.state import Asked
+from distill.prompts.stream import Prompt, PromptStream
+from sync.errors import ConfigError
+from sync.wire import Scored, Version, VersionSpan, pack
+
+BATCH, STALENESS = 3, 2
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index])
+
+
+def opened(folder: Path) -> Books:
+    journal = Journal(folder, "never", segment_bytes=1500)
+    prompts = PromptStream(Numbers(), seed=0)
+    return Books.open(journal, prompts, run="r", seed=0, batch=BATCH, max_staleness=STALENESS)
+
+
+def rollout(asked: Asked, *versions: Version) -> Rollout:
+    spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
+    values, ids = pack(np.zeros(len(spans), "f4")), pack(np.zeros(len(spans), "i4"))
+    name = asked.prompt.id
+    return Rollout(name, asked.number, ids, ids, values, spans, False, "t", Scored(name, values))
+
+
+class Simulation:
+    """A run whose every event is drawn at random; `ledger` is the trainer's own record."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.books = opened(folder)
+        self.applied = Version(0, 0)
+        """What the one replica serves."""
+        self.trainer: Version | None = None
+        self.saved: list[Version] = []
+        self.ledger: dict[int, dict[int, list[str]]] = {}
+
+    async def event(self) -> None:
+        events = [self.generate, self.generate, self.score, self.score, self.train, self.train, self.follow]
+        if self.rng.random() < 0.08:
+            events = [self.kill_trainer, self.kill_controller, self.lose_prompts, self.drop, self.save]
+        await self.rng.choice(events)()
+
+    async def generate(self) -> None:
+        state = self.books.state
+        room = state.room(self.applied)
+        if room:
+            self.books.issue(self.rng.randint(1, room))
+        step = state.step_of(self.applied)
+        assert state.outstanding <= max(0, (step + STALENESS + 1 - state.next_step) * BATCH) or not room
+
+    async def score(self) -> None:
+        asked = list(self.books.state.asked.values())
+        some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
+        old = self.applied
+        await self.books.admit([rollout(one, old, self.applied) for one in some])
+
+    async def hello(self) -> None:
+        checkpoint = self.saved[-1] if self.saved else None
+        record = await self.books.open_lineage(checkpoint, "model")
+        self.trainer = Version(record.lineage, record.start)
+        self.ledger[record.lineage] = {}
+
+    async def train(self) -> None:
+        if self.trainer is None:
+            await self.hello()
+        assert self.trainer is not None
+        batch = self.books.state.batch_of(self.trainer.step)
+        if batch is None:
+            batch = await self.books.compose()
+        if batch is None:
+            return
+        rollouts = self.books.rollouts(batch)
+        assert len(rollouts) == BATCH
+        self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
+        self.ledger[self.trainer.lineage][self.trainer.step] = [one.id for one in rollouts]
+        self.books.write(Stepped(self.trainer))
+        self.books.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
+
+    async def follow(self) -> None:
+        target = self.books.state.target
+        if target and self.books.state.step_of(target.version) >= self.books.state.step_of(self.applied):
+            self.applied = target.version
+
+    async def kill_trainer(self) -> None:
+        self.trainer = None
+
+    async def kill_controller(self) -> None:
+        """SIGKILL: what was not committed is gone; sometimes the tail is torn, too."""
+        await self.books.journal.commit()
+        self.books.journal.close()
+        self.trainer = None
+        path = segment_path(self.folder, segment_numbers(self.folder)[-1])
+        with path.open("ab") as file:
+            file.write(b"DJ\x50\0\0\0"[: self.rng.randint(0, 6)])
+        before = self.books.state
+        self.books = opened(self.folder)
+        after = self.books.state
+        assert (after.cursor, after.counters, after.next_step) == (
+            before.cursor,
+            before.counters,
+            before.next_step,
+        )
+        assert list(after.asked) == list(before.asked)
+        assert after.buffer.ids() == before.buffer.ids()
+
+    async def lose_prompts(self) -> None:
+        self.books.ask_again(list(self.books.state.asked.values())[:2], "replica_lost")
+
+    async def drop(self) -> None:
+        self.books.drop(list(self.books.state.asked)[:1], "empty", "nothing came", 0)
+
+    async def save(self) -> None:
+        if self.trainer is not None and self.trainer.step:
+            self.saved.append(self.trainer)
+            self.books.write(Checkpointed(self.trainer, "somewhere"))
+            await self.books.journal.commit()
+            await self.books.tidy(keep_checkpoints=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_any_order_of_events_keeps_the_guarantees(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+
+    async def live() -> Simulation:
+        simulation = Simulation(folder, seed)
+        for _ in range(250):
+            await simulation.event()
+        await simulation.books.journal.commit()
+        simulation.books.journal.close()
+        return simulation
+
+    simulation = asyncio.run(live())
+    records = [(Location(s, o), record) for s, o, record in read_all(folder)]
+    report = check(records, simulation.ledger)
+    assert report.ok, report
+    assert report.oldest <= STALENESS
+    state = simulation.books.state
+    counted = len(state.asked) + len(state.buffer) + sum(state.counters.dropped.values())
+    assert state.counters.issued == counted + state.counters.composed
+    assert report.trained > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32), cut=st.integers(1, 1 << 20))
+def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+
+    async def live() -> None:
+        simulation = Simulation(folder, seed)
+        for _ in range(60):
+            await simulation.event()
+        await simulation.books.journal.commit()
+        simulation.books.journal.close()
+
+    asyncio.run(live())
+    path = segment_path(folder, segment_numbers(folder)[-1])
+    os.truncate(path, cut % (path.stat().st_size + 1))
+    if segment_numbers(folder) == [0] and path.stat().st_size < 40:
+        return
+
+    async def go_on() -> None:
+        books = opened(folder)
+        await books.open_lineage(None, "model")
+        room = books.state.room(None)
+        for asked in books.issue(max(BATCH, room)):
+            await books.admit([rollout(asked, Version(books.state.lineage or 0, books.state.next_step))])
+        assert await books.compose() is not None
+        books.journal.close()
+
+    asyncio.run(go_on())
+
+
+async def test_batches_whose_rollouts_were_forgotten_are_composed_anew(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.open_lineage(None, "model")
+    for step in range(4):
+        for asked in books.issue(BATCH):
+            await books.admit([rollout(asked, Version(0, step))])
+        assert await books.compose() is not None
+        books.write(Stepped(Version(0, step + 1)))
+    books.write(Checkpointed(Version(0, 2), "two"))
+    await books.journal.commit()
+    await books.tidy(keep_checkpoints=1)
+
+    record = await books.open_lineage(None, "model")
+    assert (record.start, record.branch) == (0, 0)
+    assert set(books.state.buffer.ids()) == {f"0:{i}:0" for i in range(6, 12)}
+    books.journal.close()
+
+
+async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    asked = books.issue(1)
+    for _ in range(MAX_ATTEMPTS - 1):
+        asked = books.ask_again(asked, "straggler")
+        assert len(asked) == 1
+    assert books.ask_again(asked, "straggler") == []
+    assert books.state.counters.dropped == {"straggler": 1}
+    assert books.state.counters.asked_again == {"straggler": MAX_ATTEMPTS}
+    books.journal.close()
+
+
+async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    asked = books.issue(2)
+    for _ in range(3 * MAX_ATTEMPTS):
+        asked = books.ask_again(asked, "replica_lost")
+    assert len(asked) == 2
+    books.journal.close()
+
+
+async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.open_lineage(None, "model")
+    for step in range(4):
+        for asked in books.issue(BATCH):
+            await books.admit([rollout(asked, Version(0, step))])
+        await books.compose()
+        books.write(Stepped(Version(0, step + 1)))
+    books.write(Checkpointed(Version(0, 3), "three"))
+    await books.journal.commit()
+    await books.tidy(keep_checkpoints=1)
+    books.journal.close()
+
+    again = opened(tmp_path)
+    assert Version(0, 0) not in again.state.batches
+    assert again.state.available(Version(0, 3))
+    kept = {entry.id for batch in again.state.batches.values() for entry in batch.entries}
+    assert set(again.state.where) == kept
+    assert again.state.trained_tokens == dict.fromkeys(range(4), BATCH)
+    record = await again.open_lineage(Version(0, 3), "model")
+    assert (record.start, record.branch) == (3, 4)
+    again.journal.close()
+
+
+async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.journal.commit()
+    books.journal.close()
+    prompts = PromptStream(Numbers(), seed=1)
+    with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
+        Books.open(Journal(tmp_path), prompts, run="r", seed=1, batch=BATCH, max_staleness=1)
+
+
+async def test_a_journal_names_its_run(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.journal.commit()
+    books.journal.close()
+    assert [record for _, _, record in read_all(tmp_path)] == [Opened("r", 0, BATCH, STALENESS)]

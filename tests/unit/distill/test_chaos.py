@@ -1,0 +1,88 @@
+"""Random deaths of everything in one process; the guarantees hold, and a program says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distill.control.audit import check
+from distill.control.controller import Controller
+from distill.control.journal import Location
+from distill.control.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.segments import read_all
+
+
+class Chaos:
+    """A run of `steps` whose parts are killed at random until it is done."""
+
+    def __init__(self, build: Callable[..., Controller], config: object, seed: int, kills: int) -> None:
+        self._build, self._config = build, config
+        self._rng = random.Random(seed)
+        self._kills = kills
+        self.replicas = {name: MemoryReplica(seed=i, token_seconds=0.0005) for i, name in enumerate("ab")}
+        self.teacher = MemoryTeacher()
+        self._control()
+        self.trainer = MemoryTrainer(self.controller.desk, ranks=2, checkpoint_every=3, step_seconds=0.002)
+        self._train()
+
+    def _control(self) -> None:
+        self.controller = self._build(self._config, replicas=self.replicas, teachers={"t": self.teacher})
+        self.controller.fleet._retry_seconds = 0.02
+        self._running = asyncio.create_task(self.controller.run())
+
+    def _train(self) -> None:
+        self.trainer.desk = self.controller.desk
+        self._training = asyncio.create_task(self.trainer.run())
+
+    async def _end(self, task: asyncio.Task) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _kill_trainer(self) -> None:
+        await self._end(self._training)
+        self._train()
+
+    async def _kill_controller(self) -> None:
+        await self._end(self._training)
+        await self._end(self._running)
+        self._control()
+        self._train()
+
+    async def _kill_replica(self) -> None:
+        replica = self._rng.choice(list(self.replicas.values()))
+        replica.die()
+        await asyncio.sleep(0.01)
+        replica.revive()
+
+    async def _kill_teacher(self) -> None:
+        self.teacher.up = False
+        await asyncio.sleep(0.005)
+        self.teacher.up = True
+
+    async def run(self) -> dict:
+        kills = [self._kill_trainer, self._kill_controller, self._kill_replica, self._kill_teacher]
+        for _ in range(self._kills):
+            await asyncio.sleep(self._rng.uniform(0.0, 0.04))
+            if self._training.done():
+                break
+            await self._rng.choice(kills)()
+        async with asyncio.timeout(20):
+            await self._training
+            return await self._running
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, seed: int) -> None:
+    settings = config(run={"steps": 15})
+    chaos = Chaos(controller, settings, seed, kills=10)
+    summary = await chaos.run()
+    assert summary["completed"]
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    report = check(records, chaos.trainer.ledger)
+    assert report.ok, report
+    assert report.trained == 15 * 8
+    assert report.oldest <= 2

@@ -1,0 +1,82 @@
+"""Steps of versions across lineages, ages, and the capacity rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from distill.control.clock import Lineage, Lineages, age, capacity
+from sync.wire import Version
+
+
+@pytest.fixture
+def tree() -> Lineages:
+    """0 runs to 47; 1 resumes at 40 and replays to 47; 2 goes back to 20 of 0, whose batches are gone."""
+    lineages = Lineages()
+    lineages.add(Lineage(0, start=0, origin=None, branch=0))
+    lineages.add(Lineage(1, start=40, origin=0, branch=47))
+    lineages.add(Lineage(2, start=20, origin=0, branch=20))
+    return lineages
+
+
+@pytest.mark.parametrize(
+    ("version", "lineage", "step"),
+    [
+        (Version(1, 50), 1, 50),
+        (Version(0, 45), 1, 45),  # trained on the batches that lineage 1 replays: the same weights
+        (Version(0, 49), 1, 47),  # left behind: counts as the branching point
+        (Version(0, 30), 2, 20),
+        (Version(1, 45), 2, 20),
+        (Version(2, 30), 1, 20),
+        (Version(1, 45), 0, 45),
+        (Version(1, 60), 0, 47),
+        (Version(9, 5), 0, 0),
+    ],
+)
+def test_a_version_counts_up_to_where_the_ways_part(
+    tree: Lineages, version: Version, lineage: int, step: int
+) -> None:
+    assert tree.step_in(version, lineage) == step
+    assert tree.holds(version, lineage) == (step == version.step)
+
+
+def test_age_is_counted_in_the_trainers_lineage(tree: Lineages) -> None:
+    assert age(Version(0, 45), Version(1, 48), tree) == 3
+    assert age(Version(0, 49), Version(1, 48), tree) == 1
+    assert age(Version(1, 45), Version(2, 22), tree) == 2
+
+
+def test_batches_belong_to_who_composed_them(tree: Lineages) -> None:
+    assert [tree.owner(1, step) for step in (0, 46, 47)] == [0, 0, 1]
+    assert [tree.owner(2, step) for step in (19, 20)] == [0, 2]
+
+
+def test_a_trainer_takes_over_the_newest_lineage_that_holds_its_checkpoint(tree: Lineages) -> None:
+    assert Lineages().origin_of(None) is None
+    assert tree.origin_of(None) == 2
+    assert tree.origin_of(Version(0, 20)) == 2
+    assert tree.origin_of(Version(0, 40)) == 1
+    assert tree.origin_of(Version(2, 25)) == 2
+
+
+def test_lineages_without_a_common_start_share_the_model_folder_alone() -> None:
+    lineages = Lineages()
+    lineages.add(Lineage(0, 0, None, 0))
+    lineages.add(Lineage(1, 0, 0, 0))
+    assert lineages.step_in(Version(0, 7), 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("applied", "staleness", "handed_out", "outstanding", "room"),
+    [
+        (0, 0, 0, 0, 8),  # synchronous: one batch at the start
+        (0, 0, 8, 0, 0),  # … and nothing until the next version is applied
+        (1, 0, 8, 0, 8),
+        (0, 4, 0, 0, 40),
+        (3, 4, 40, 20, 4),
+        (0, 4, 48, 0, 0),
+    ],
+)
+def test_what_may_start_can_be_trained_within_the_bound(
+    applied: int, staleness: int, handed_out: int, outstanding: int, room: int
+) -> None:
+    assert capacity(applied, staleness, 8, handed_out, outstanding) == room

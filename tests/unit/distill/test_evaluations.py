@@ -1,0 +1,103 @@
+"""When to evaluate, what is best, when to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from distill.config import EvaluationConfig
+from distill.control.books import Books
+from distill.control.evaluations import Evaluations, best, exhausted
+from distill.control.journal import Journal
+from distill.control.memory import MemoryEvaluator
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt, PromptStream
+from sync.errors import RemoteError, Unreachable
+from sync.wire import EvalReport, Version
+
+
+def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
+    return EvalReport(
+        version=Version(0, step),
+        reverse_kl=kl,
+        pass_rate=rate,
+        completions=1,
+        tokens=1,
+        truncated=0.0,
+        seconds=0.0,
+    )
+
+
+def test_the_best_is_the_lowest_kl_or_the_highest_pass_rate() -> None:
+    reports = [report(0, 1.0, 0.5), report(2, 0.3, 0.4), report(4, 0.3, 0.9), report(6, 0.5, None)]
+    assert best(reports, "reverse_kl") is reports[1]
+    assert best(reports, "pass_rate") is reports[2]
+    assert best([], "reverse_kl") is None
+
+
+@pytest.mark.parametrize(("patience", "over"), [(None, False), (2, True), (3, False)])
+def test_patience_counts_reports_after_the_best(patience: int | None, over: bool) -> None:
+    reports = [report(0, 1.0), report(2, 0.3), report(4, 0.4), report(6, 0.3)]
+    assert exhausted(reports, "reverse_kl", patience) is over
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index])
+
+
+def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, Books]:
+    books = Books.open(
+        Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, batch=1, max_staleness=0
+    )
+    config = EvaluationConfig(every=every)
+    silent = Evaluations(evaluator, config, books, Timeline(), lambda *_: None, lambda _: None, 0.005)
+    return silent, books
+
+
+@pytest.mark.parametrize(
+    ("every", "published", "seen"),
+    [
+        (4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 4, 8]),
+        (4, [0, 3, 6, 9], [0, 6, 9]),
+        (0, [0, 1, 2, 3], [0]),
+        (4, [5, 6], [5]),
+    ],
+)
+async def test_versions_are_evaluated_every_so_many_steps(
+    tmp_path: Path, every: int, published: list[int], seen: list[int]
+) -> None:
+    evaluator = MemoryEvaluator()
+    evaluations, books = bench(tmp_path, evaluator, every)
+    task = asyncio.create_task(evaluations.run())
+    for step in published:
+        evaluations.due(Version(0, step))
+        await asyncio.sleep(0.005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    books.journal.close()
+    assert [version.step for version in evaluator.seen] == seen
+
+
+@pytest.mark.parametrize(("error", "times"), [(Unreachable("gone"), 2), (RemoteError("no such version"), 1)])
+async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
+    tmp_path: Path, error: Exception, times: int
+) -> None:
+    class Failing(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            if not self.seen:
+                self.seen.append(version)
+                raise error
+            return await super().evaluate(version)
+
+    evaluator = Failing()
+    evaluations, books = bench(tmp_path, evaluator, 1)
+    task = asyncio.create_task(evaluations.run())
+    evaluations.due(Version(0, 1))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    books.journal.close()
+    assert len(evaluator.seen) == times

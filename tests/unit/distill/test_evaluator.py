@@ -1,0 +1,146 @@
+"""The evaluator's HTTP side and what it keeps, with evaluations made up by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from distill.evaluate.service import BestKeeper, app
+from distill.loading import validate
+from sync.errors import ConfigError, SnapshotError
+from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, decode, encode
+
+
+def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:
+    return EvalReport(
+        version=version, reverse_kl=kl, pass_rate=passed, completions=4, tokens=9, truncated=0.0, seconds=0.1
+    )
+
+
+class Found:
+    """What BestKeeper reads of an Evaluation."""
+
+    def __init__(self, marks: EvalReport) -> None:
+        self.report = marks
+
+
+class Folders:
+    """Weights protocol: one folder per version, holding its name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, version: Version) -> Path:
+        path = self.root / str(version)
+        path.mkdir(exist_ok=True)
+        (path / "weights").write_text(str(version))
+        return path
+
+
+def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -> BestKeeper:
+    config = validate(
+        {
+            "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
+            "student": {"path": "s"},
+            "teachers": {"t": {"path": "t"}},
+            "prompts": {"type": "task", "task": "both_ends"},
+            "rollout": {"max_tokens": 12},
+            "trainer": {"deepspeed": "x.json"},
+            "evaluation": {"metric": metric},
+        },
+        "x",
+    )
+    config.run_dir.mkdir(exist_ok=True)
+    evaluate: Any = lambda version: Found(report(version, *marks[version.step]))  # noqa: E731
+    return BestKeeper(config, evaluate, Folders(tmp_path))
+
+
+@pytest.mark.parametrize(("metric", "best"), [("reverse_kl", 20), ("pass_rate", 30)])
+def test_the_best_version_by_the_metric_is_kept_across_restarts(
+    tmp_path: Path, metric: str, best: int
+) -> None:
+    marks = {0: (1.0, 0.1), 10: (0.5, 0.5), 20: (0.2, 0.6), 30: (0.3, 0.7), 40: (0.4, 0.6)}
+    for step in marks:
+        keeper(tmp_path, marks, metric)(Version(0, step))
+    assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, best))
+    assert json.loads((tmp_path / "x" / "best.json").read_text())["version"] == str(Version(0, best))
+
+
+def test_nothing_is_copied_while_the_model_folder_is_the_best(tmp_path: Path) -> None:
+    keep = keeper(tmp_path, {0: (0.1, 0.1), 10: (0.5, 0.5)}, "reverse_kl")
+    keep(Version(0, 0))
+    keep(Version(0, 10))
+    assert not (tmp_path / "x" / "best").exists()
+
+
+async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return await client.post("/v1/evaluate", content=encode(EvalRequest(version=version)), headers=headers)
+
+
+def no_probe(request: ProbeRequest) -> ProbeReply:
+    if request.teachers:
+        raise ConfigError("no such teacher")
+    return ProbeReply(student=[], teachers={})
+
+
+def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app(evaluate, token, no_probe))
+    return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
+
+
+async def test_a_version_is_answered_with_its_report() -> None:
+    async with client_of(lambda version: report(version, 0.5)) as client:
+        answer = await post(client, Version(1, 60))
+        assert decode(answer.content, EvalReport) == report(Version(1, 60), 0.5)
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_version_that_cannot_be_had_is_refused_with_the_reason() -> None:
+    def evaluate(version: Version) -> EvalReport:
+        raise SnapshotError(f"{version} is not in the store")
+
+    async with client_of(evaluate) as client:
+        answer = await post(client, Version(1, 60))
+        assert answer.status_code == 409
+        assert "L001-v00000060 is not in the store" in answer.json()["error"]
+
+
+async def test_two_evaluations_never_run_at_the_same_time() -> None:
+    running, most = 0, 0
+
+    def evaluate(version: Version) -> EvalReport:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threads_meet.wait(0.05)
+        running -= 1
+        return report(version, 0.5)
+
+    import threading
+
+    threads_meet = threading.Event()
+    async with client_of(evaluate) as client:
+        answers = await asyncio.gather(*(post(client, Version(0, step)) for step in range(3)))
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert most == 1
+
+
+async def test_the_token_is_needed_but_for_health() -> None:
+    async with client_of(lambda version: report(version, 0.5), token="t0ken") as client:
+        assert (await post(client, Version(0, 1))).status_code == 401
+        assert (await post(client, Version(0, 1), "t0ken")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
+    async with client_of(lambda version: report(version, 0.5)) as client:
+        empty = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={})))
+        assert decode(empty.content, ProbeReply).teachers == {}
+        refused = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={"x": []})))
+        assert (refused.status_code, refused.json()["error"]) == (409, "no such teacher")

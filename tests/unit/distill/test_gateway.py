@@ -1,0 +1,190 @@
+"""The trainer's routes over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from distill.control.controller import Controller
+from distill.control.gateway import answered, exposition, listen
+from sync.errors import ConfigError, RemoteError
+from sync.transport import BlockingPeer
+from sync.wire import (
+    BatchRequest,
+    CheckpointSaved,
+    FinalDigests,
+    Head,
+    Message,
+    Ok,
+    Published,
+    StepReport,
+    Stop,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    Version,
+    Wait,
+)
+
+TOKEN = "secret"
+ANSWER = cast(type[TrainBatch], TrainBatch | Wait | Stop)
+
+
+def hello(world_size: int = 1, checkpoint: Version | None = None, model: str = "model") -> TrainerHello:
+    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model)
+
+
+def request(version: Version, rank: int = 0, world_size: int = 1) -> BatchRequest:
+    return BatchRequest(version=version, rank=rank, world_size=world_size)
+
+
+class Remote:
+    """A trainer's blocking client, called off the controller's loop."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.url = controller.url
+        self.peer = BlockingPeer(self.url, TOKEN, timeout=5.0)
+
+    async def call(self, path: str, body: Message | None, kind: type[Any] = Ok) -> Any:
+        return await asyncio.to_thread(self.peer.call, path, body, kind)
+
+    async def batch(self, version: Version, rank: int = 0, world_size: int = 1) -> Any:
+        return await self.call("/v1/batch", request(version, rank, world_size), ANSWER)
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return await client.get(self.url + path, headers=headers)
+
+
+@pytest.fixture
+async def remote(controller, config):
+    """A running controller and a trainer's client of it."""
+    run = controller(config(run={"steps": 2}, controller={"port": 0}), token=TOKEN)
+    run.desk._poll_seconds = 0.2
+    task = asyncio.create_task(run.run())
+    client = Remote(run)
+    yield client
+    client.peer.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) -> None:
+    run = controller(config(run={"steps": 2}), token=TOKEN)
+    task = asyncio.create_task(run.run())
+    client = Remote(run)
+    welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
+    assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"])
+    for step in range(2):
+        version, after = Version(0, step), Version(0, step + 1)
+        shares = await asyncio.gather(*(client.batch(version, rank, 2) for rank in range(2)))
+        assert all(isinstance(share, TrainBatch) for share in shares)
+        assert await client.batch(version, 0, 2) == shares[0]
+        await client.call(
+            "/v1/event", Published(version=after, kind="full", bytes=1, full_bytes=1, seconds=0.0)
+        )
+        await client.call("/v1/event", StepReport(version=after, metrics={}, seconds={"train": 0.1}))
+    stops = [await client.batch(Version(0, 2), rank, 2) for rank in range(2)]
+    assert stops == [Stop(reason="all steps are done", checkpoint=True)] * 2
+    await client.call("/v1/event", CheckpointSaved(version=Version(0, 2), path="c"))
+    await client.call("/v1/event", FinalDigests(version=Version(0, 2), digests={}))
+    summary = await asyncio.wait_for(task, 5)
+    client.peer.close()
+    assert summary["completed"] is True
+    assert summary["weights_identical"] is False  # the replica's digests are not empty
+
+
+async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> None:
+    await remote.call("/v1/hello", hello(), TrainerWelcome)
+    assert isinstance(await remote.batch(Version(0, 0)), TrainBatch)
+    assert isinstance(await remote.batch(Version(0, 1)), TrainBatch | Wait)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (request(Version(3, 0)), "not of the current lineage 0"),
+        (request(Version(0, 5)), "step 5 cannot be asked for"),
+        (request(Version(0, 0), 1), "rank 1 of 1 is not one of the 1 ranks"),
+        (request(Version(0, 0), 0, 4), "rank 0 of 4 is not one of the 1 ranks"),
+    ],
+)
+async def test_what_cannot_be_asked_is_refused(remote, asked: BatchRequest, message: str) -> None:
+    await remote.call("/v1/hello", hello(), TrainerWelcome)
+    with pytest.raises(RemoteError, match=f"409: .*{message}"):
+        await remote.call("/v1/batch", asked, ANSWER)
+
+
+async def test_batches_before_a_hello_are_refused(remote) -> None:
+    with pytest.raises(RemoteError, match="say hello again"):
+        await remote.batch(Version(0, 0))
+
+
+async def test_a_trainer_that_was_replaced_is_told(remote) -> None:
+    await remote.call("/v1/hello", hello(), TrainerWelcome)
+    second = await remote.call("/v1/hello", hello(), TrainerWelcome)
+    assert second.version == Version(1, 0)
+    with pytest.raises(RemoteError, match="another trainer has started"):
+        await remote.batch(Version(0, 0))
+
+
+async def test_another_model_and_a_strange_checkpoint_are_refused(remote) -> None:
+    with pytest.raises(RemoteError, match="belongs to no lineage"):
+        await remote.call("/v1/hello", hello(checkpoint=Version(4, 2)), TrainerWelcome)
+    await remote.call("/v1/hello", hello(), TrainerWelcome)
+    with pytest.raises(RemoteError, match="is not the run's model"):
+        await remote.call("/v1/hello", hello(model="other"), TrainerWelcome)
+
+
+async def test_a_teachers_head_is_passed_through(remote) -> None:
+    head = await remote.call("/v1/teachers/t/head", None, Head)
+    assert head.weight.shape == (50, 4)
+    with pytest.raises(RemoteError, match="no teacher 'x'; there are t"):
+        await remote.call("/v1/teachers/x/head", None, Head)
+
+
+async def test_a_body_that_is_no_message_is_refused(remote) -> None:
+    with pytest.raises(RemoteError, match=r"400: .* is not a"):
+        await remote.call("/v1/hello", Ok(), TrainerWelcome)
+
+
+async def test_every_route_but_health_needs_the_token(remote) -> None:
+    assert (await remote.get("/health")).status_code == 200
+    assert (await remote.get("/metrics")).status_code == 401
+    metrics = await remote.get("/metrics", authorization=f"Bearer {TOKEN}")
+    assert "distill_rollouts_outstanding" in metrics.text
+
+
+def test_metrics_are_prometheus_text() -> None:
+    assert "distill_tokens_trained 3.0" in exposition({"tokens/trained": 3.0})
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*choose another controller\.port"):
+            listen("127.0.0.1", port, None)
+
+
+def test_an_open_address_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="no token is set"):
+        listen("0.0.0.0", 0, None)
+
+
+async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
+    async def forever(_: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing ends this wait but cancellation")
+
+    poll = asyncio.create_task(answered(forever)(Request({"type": "http"})))
+    await asyncio.sleep(0)
+    poll.cancel()
+    assert (await poll).status_code == 503

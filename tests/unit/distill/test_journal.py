@@ -1,0 +1,230 @@
+"""The journal under crashes, damage and full disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.control.journal import Journal, Location
+from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
+from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
+from distill.prompts.stream import Prompt
+from sync.errors import DataError
+from sync.wire import Scored, Version, VersionSpan, pack
+
+
+def rollout(name: str, tokens: int = 3) -> Rollout:
+    values = pack(np.zeros(tokens, "f4"))
+    ids = pack(np.arange(tokens, dtype="i4"))
+    spans = [VersionSpan(Version(0, 1), 0, tokens)]
+    return Rollout(name, 0, ids, ids, values, spans, False, "t", Scored(name, values))
+
+
+def records(count: int) -> list[AnyRecord]:
+    issued = [Issued([Prompt(f"p{i}", [1, 2, 3])], 0, i + 1) for i in range(count)]
+    return [record for i in range(count) for record in (issued[i], rollout(f"p{i}"))]
+
+
+async def written(folder: Path, *entries: AnyRecord, segment_bytes: int = 1 << 20) -> list[Location]:
+    journal = Journal(folder, "batch", segment_bytes)
+    assert list(journal.replay()) == []
+    places = [journal.append(entry) for entry in entries]
+    await journal.commit(durable=True)
+    journal.close()
+    return places
+
+
+def replayed(folder: Path) -> list[AnyRecord]:
+    return [record for _, record in Journal(folder).replay()]
+
+
+async def test_records_come_back_in_order_and_from_their_places(tmp_path: Path) -> None:
+    entries = records(5)
+    places = await written(tmp_path, *entries)
+    assert replayed(tmp_path) == entries
+    journal = Journal(tmp_path)
+    assert [location for location, _ in journal.replay()] == places
+    assert [journal.read(place) for place in places] == entries
+
+
+async def test_segments_rotate_and_a_second_run_appends(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    assert len(segment_numbers(tmp_path)) > 3
+    journal = Journal(tmp_path, segment_bytes=300)
+    assert len(list(journal.replay())) == 12
+    place = journal.append(Dropped(["x"], "empty", 0))
+    await journal.commit()
+    assert journal.read(place) == Dropped(["x"], "empty", 0)
+    journal.close()
+    assert replayed(tmp_path) == [*records(6), Dropped(["x"], "empty", 0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 10_000))
+def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    entries = records(4)
+    asyncio.run(written(folder, *entries))
+    path = segment_path(folder, 0)
+    size = path.stat().st_size
+    os.truncate(path, cut % (size + 1))
+    found = replayed(folder)
+    assert found == entries[: len(found)]
+    ends = np.cumsum([len(SEGMENT_MAGIC), *(len(encode_entry(entry)) for entry in entries)])
+    assert len(found) == max(0, int((ends <= cut % (size + 1)).sum()) - 1)
+
+    async def go_on() -> None:
+        journal = Journal(folder)
+        list(journal.replay())
+        journal.append(Dropped(["x"], "empty", 0))
+        await journal.commit()
+        journal.close()
+
+    asyncio.run(go_on())
+    assert replayed(folder) == [*found, Dropped(["x"], "empty", 0)]
+
+
+async def test_the_torn_tail_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(tmp_path, *records(2))
+    path = segment_path(tmp_path, 0)
+    os.truncate(path, path.stat().st_size - 5)
+    with caplog.at_level(logging.WARNING):
+        assert len(replayed(tmp_path)) == 3
+    assert "unfinished record; they are cut off" in caplog.text
+
+
+@pytest.mark.parametrize("where", [6, 10, 14, 40])
+async def test_a_flipped_byte_in_the_middle_is_refused(tmp_path: Path, where: int) -> None:
+    await written(tmp_path, *records(3))
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[where] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"is damaged at byte 4, with sound records after it"):
+        replayed(tmp_path)
+    assert path.read_bytes() == data
+
+
+async def test_a_torn_tail_in_an_older_segment_is_refused(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    path = segment_path(tmp_path, 0)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(DataError, match=r"journal-00000000\.log is damaged"):
+        replayed(tmp_path)
+
+
+async def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    segment_path(tmp_path, 1).unlink()
+    with pytest.raises(DataError, match=r"journal-00000001\.log is missing"):
+        replayed(tmp_path)
+
+
+async def test_a_strange_file_is_refused(tmp_path: Path) -> None:
+    segment_path(tmp_path, 0).write_bytes(b"hello, world")
+    with pytest.raises(DataError, match="no journal segment"):
+        replayed(tmp_path)
+
+
+async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
+    await written(tmp_path, *records(2))
+    path = segment_path(tmp_path, 0)
+    os.truncate(path, path.stat().st_size - 5)
+    before = path.read_bytes()
+    assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
+    assert path.read_bytes() == before
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.log"))
+
+
+class FullDisk:
+    """Writes until `room` bytes are used up; a full disk takes part of what it is given."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def __call__(self, file: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = os.write(file, data[: self.room])
+        self.room -= count
+        return count
+
+
+async def test_a_full_disk_pauses_and_nothing_is_torn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(150)
+    journal = Journal(tmp_path, "never", retry_seconds=0.005, write=disk)
+    list(journal.replay())
+    for record in records(3):
+        journal.append(record)
+    commit = asyncio.create_task(journal.commit())
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(0.03)
+        assert not commit.done()
+        assert [record for _, _, record in read_all(tmp_path)] == []
+        journal.append(Composed(Version(0, 0), ["p0"]))
+        disk.room = 1 << 20
+        await commit
+    await journal.commit()
+    journal.close()
+    assert replayed(tmp_path) == [*records(3), Composed(Version(0, 0), ["p0"])]
+    assert caplog.text.count("disk full") == 1
+    assert "has room again" in caplog.text
+
+
+async def test_a_commit_cancelled_on_a_full_disk_is_made_up_for(tmp_path: Path) -> None:
+    disk = FullDisk(0)
+    journal = Journal(tmp_path, "never", retry_seconds=0.005, write=disk)
+    list(journal.replay())
+    journal.append(records(1)[0])
+    commit = asyncio.create_task(journal.commit())
+    await asyncio.sleep(0.01)
+    commit.cancel()
+    await asyncio.gather(commit, return_exceptions=True)
+    disk.room = 1 << 20
+    await journal.commit()
+    journal.close()
+    assert replayed(tmp_path) == records(1)[:1]
+
+
+async def test_another_error_of_the_disk_is_raised(tmp_path: Path) -> None:
+    def broken(_: int, data: memoryview) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    journal = Journal(tmp_path, "never", write=broken)
+    list(journal.replay())
+    journal.append(records(1)[0])
+    with pytest.raises(OSError, match="Input/output"):
+        await journal.commit()
+    journal.close()
+
+
+async def test_covered_segments_shrink_and_keep_what_an_audit_needs(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    journal = Journal(tmp_path, segment_bytes=300)
+    list(journal.replay())
+    journal.append(Dropped(["x"], "empty", 0))
+    await journal.commit()
+    before = size_of(tmp_path)
+    done = await journal.compact(needed={1}, done=set())
+    assert 0 in done
+    assert 1 not in done
+    assert await journal.compact(needed={1}, done=done) == set()
+    journal.close()
+    assert size_of(tmp_path) < before
+    found = replayed(tmp_path)
+    assert len(found) == 13
+    assert Trace("p0", 0, 3, [VersionSpan(Version(0, 1), 0, 3)], "t") in found
+    assert any(isinstance(record, Rollout) for record in found)

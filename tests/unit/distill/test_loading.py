@@ -1,0 +1,119 @@
+"""What a person reads when a configuration cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.loading import load, load_run_dir, merge, parse_override, validate
+from sync.errors import ConfigError
+
+LEAST: dict[str, Any] = {
+    "run": {"name": "x", "steps": 3},
+    "student": {"path": "s"},
+    "teachers": {"t": {"path": "t"}},
+    "prompts": {"type": "task", "task": "both_ends"},
+    "rollout": {"max_tokens": 12},
+    "trainer": {"deepspeed": "x.json"},
+}
+
+
+def problem(override: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(merge(LEAST, parse_override(override)), "my.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.stps=3", "my.toml: run.stps is not a known key: did you mean 'steps'?"),
+        ("studnt.path=3", "my.toml: studnt is not a known key: did you mean 'student'?"),
+        ("teachers.t.engin=3", "my.toml: teachers.t.engin is not a known key: did you mean 'engine'?"),
+        ("prompts.tsk=3", "my.toml: prompts.tsk is not a known key: did you mean 'task'?"),
+        ('objective={type="topk",kk=3}', "my.toml: objective.kk is not a known key: did you mean 'k'?"),
+        ('weights.store={type="xet",pth=3}', "my.toml: weights.store.pth is not a known key: did you mean"),
+        ("evaluation.placement.prt=3", "my.toml: evaluation.placement.prt is not a known key: did you mean"),
+        ("trainer.lora.rnk=3", "my.toml: trainer.lora.rnk is not a known key: did you mean 'rank'?"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, expected: str) -> None:
+    assert problem(override).startswith(expected)
+
+
+def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() -> None:
+    assert problem("buffer.zzzz=1").endswith("known here are fsync, max_staleness, order, score_batch")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
+        ("rollout.batch=0", "rollout.batch = 0: input should be greater than or equal to 1"),
+        (
+            "teachers.t.engine=x",
+            "teachers.t.engine = 'x': input should be 'transformers', 'vllm' or 'openai'",
+        ),
+        ("student.devices=3", "student.devices = 3: input should be a valid list"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_its_rule_and_what_the_field_is_for(override: str, expected: str) -> None:
+    message = problem(override)
+    assert expected in message
+    assert message.endswith(")")
+
+
+def test_a_missing_key_is_named() -> None:
+    raw = merge(LEAST, {})
+    raw["run"] = {"name": "x"}
+    with pytest.raises(ConfigError, match=r"run\.steps is missing: Optimizer steps"):
+        validate(raw, "my.toml")
+
+
+def test_every_wrong_key_is_reported_at_once() -> None:
+    raw = merge(merge(LEAST, parse_override("run.stps=3")), parse_override("rollout.batch=0"))
+    with pytest.raises(ConfigError) as caught:
+        validate(raw, "my.toml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_override_is_toml_and_else_a_string() -> None:
+    assert parse_override("a.b=3") == {"a": {"b": 3}}
+    assert parse_override("a.b=../model") == {"a": {"b": "../model"}}
+    assert parse_override('a."b.c"=1e-3') == {"a": {"b.c": 1e-3}}
+    assert parse_override("a=x=y") == {"a": "x=y"}
+
+
+@pytest.mark.parametrize("text", ["a.b", "=3", "a b c=3"])
+def test_an_override_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        parse_override(text)
+
+
+def test_evaluation_can_be_left_out() -> None:
+    assert validate(merge(LEAST, {"evaluation": False}), "x").evaluation is None
+
+
+def test_paths_come_back_absolute_and_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s").mkdir()
+    config = validate(LEAST, "x")
+    assert config.trainer.deepspeed == tmp_path / "x.json"
+    assert config.run.folder == tmp_path / "runs"
+    assert config.student.path == str(tmp_path / "s")
+    assert config.teachers["t"].path == "t"
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name an existing TOML file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML.*line 1"):
+        load(tmp_path / "bad.toml")
+
+
+def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name the folder of a run"):
+        load_run_dir(tmp_path)

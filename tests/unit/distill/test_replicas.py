@@ -1,0 +1,269 @@
+"""The fleet: joining, following, losing and broadcasting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from distill.control.memory import MemoryReplica, weights_of
+from distill.control.records import VersionApplied
+from distill.control.replicas import Fleet, Phase
+from distill.control.signals import Signal
+from sync.errors import RemoteError, Unreachable
+from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
+
+
+class World:
+    """A fleet, the version it should follow, and what it reported."""
+
+    def __init__(self, **replicas: MemoryReplica) -> None:
+        self.target: Version | None = None
+        self.applied: list[VersionApplied] = []
+        self.wake = Signal()
+        self.fleet = Fleet(
+            target=lambda: self.target,
+            step_of=lambda version: version.step,
+            applied=self.applied.append,
+            wake=self.wake,
+            poll_seconds=0.02,
+            retry_seconds=0.02,
+        )
+        for name, engine in replicas.items():
+            self.fleet.add(name, engine)
+
+    def publish(self, version: Version) -> None:
+        self.target = version
+        self.fleet.published()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(3):
+            while not condition():
+                await self.wake.wait(0.01)
+
+    def serving(self) -> list[str]:
+        return [replica.name for replica in self.fleet.serving()]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.fleet.run())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+
+async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
+    world = World(a=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        assert world.fleet.slowest() is None
+        assert world.applied == []
+
+
+async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
+    world = World(a=MemoryReplica())
+    world.target = Version(0, 7)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        late = MemoryReplica(up=False)
+        world.fleet.add("late", late)
+        await asyncio.sleep(0.03)
+        assert world.fleet.replicas["late"].phase is Phase.ABSENT
+        late.up = True
+        await world.until(lambda: "late" in world.serving())
+        assert late.updates == [Version(0, 7)]
+
+
+async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() -> None:
+    class Slow(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await asyncio.sleep(0.05)
+            return await super().update(request, timeout)
+
+    fast, slow = MemoryReplica(), Slow()
+    world = World(fast=fast, slow=slow)
+    world.target = Version(0, 0)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        for step in range(1, 6):
+            world.publish(Version(0, step))
+            await asyncio.sleep(0.01)
+        assert fast.version == Version(0, 5)
+        assert world.fleet.slowest() == slow.version != Version(0, 5)
+        await world.until(lambda: slow.version == Version(0, 5))
+        assert len(slow.updates) < len(fast.updates)
+    record = next(one for one in world.applied if one.replica == "slow")
+    assert (record.bytes, record.pause_seconds) == (10, 0.1)
+    assert record.seconds >= 0.05
+
+
+async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
+    engine = MemoryReplica()
+    world = World(a=engine)
+    world.target = Version(0, 5)
+    async with world.running():
+        await world.until(lambda: engine.version == Version(0, 5))
+        world.publish(Version(1, 3))
+        await asyncio.sleep(0.03)
+        assert engine.version == Version(0, 5)
+        world.publish(Version(1, 5))
+        await world.until(lambda: engine.version == Version(1, 5))
+
+
+async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> None:
+    class Refusing(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            if request.version.step == 2:
+                raise RemoteError("digest does not fit")
+            return await super().update(request, timeout)
+
+    engine = Refusing()
+    world = World(a=engine)
+    world.target = Version(0, 1)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 2))
+        await asyncio.sleep(0.03)
+        assert world.serving() == ["a"]
+        assert engine.version == Version(0, 1)
+        world.publish(Version(0, 3))
+        await world.until(lambda: engine.version == Version(0, 3))
+
+
+async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
+    engine = MemoryReplica()
+    world = World(a=engine)
+    world.target = Version(0, 1)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        engine.die()
+        await world.until(lambda: not world.serving())
+        world.publish(Version(0, 2))
+        engine.revive()
+        await world.until(lambda: world.serving() == ["a"])
+        assert engine.version == Version(0, 2)
+        assert world.fleet.replicas["a"].joined == 2
+
+
+async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> None:
+    engine = MemoryReplica()
+    world = World(a=engine)
+    world.target = Version(0, 4)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        engine.version = None
+        await world.until(lambda: engine.updates == [Version(0, 4), Version(0, 4)])
+
+
+async def test_the_streams_of_a_lost_replica_are_cancelled() -> None:
+    world = World(a=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        replica = world.fleet.replicas["a"]
+        stream = asyncio.create_task(asyncio.sleep(60))
+        replica.streams.add(stream)
+        world.fleet.report_lost(replica)
+        await asyncio.wait([stream], timeout=1)
+        assert stream.cancelled()
+
+
+async def test_a_replica_may_leave_while_the_run_goes_on() -> None:
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        await world.fleet.remove("a")
+        assert world.serving() == ["b"]
+
+
+async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> None:
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        a, b = world.fleet.replicas["a"], world.fleet.replicas["b"]
+        a.in_flight, b.in_flight = 5, 3
+        assert world.fleet.least_busy() is b
+        world.fleet.refused(b, 0.02)
+        assert world.fleet.least_busy() is a
+        await world.until(lambda: world.fleet.least_busy() is b)
+
+
+def broadcast(step: int, lineage: int = 0) -> Published:
+    return Published(
+        version=Version(lineage, step), kind="broadcast", bytes=1, full_bytes=1, seconds=0.0, rendezvous="h:1"
+    )
+
+
+async def test_a_broadcast_seats_every_live_replica() -> None:
+    seats: list[UpdateRequest] = []
+
+    class Listening(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            seats.append(request)
+            return await super().update(request, timeout)
+
+    world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        first = world.fleet.broadcast(broadcast(1))
+        assert first.world_size == 3
+        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
+        assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
+        assert world.fleet.broadcast(broadcast(2)).group == first.group
+        await world.until(lambda: world.fleet.slowest() == Version(0, 2))
+        other = world.fleet.broadcast(broadcast(2, lineage=1))
+        assert other.group != first.group
+
+
+async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
+    late = MemoryReplica(up=False)
+    world = World(a=MemoryReplica(), late=late)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        assert not world.fleet.listening()
+        late.revive()
+        await world.until(lambda: world.fleet.listening())
+        assert world.fleet.broadcast(broadcast(0)).world_size == 3
+        late.die()
+        await world.until(lambda: world.serving() == ["a"])
+        assert world.fleet.listening()
+
+
+async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
+    class Dying(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            self.die()
+            raise Unreachable("died in the middle")
+
+    dying = Dying()
+    world = World(a=MemoryReplica(), b=dying)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        first = world.fleet.broadcast(broadcast(1))
+        await world.until(lambda: world.serving() == ["a"])
+        second = world.fleet.broadcast(broadcast(2))
+        assert second.world_size == 2
+        assert second.group != first.group
+        dying.revive()
+        await world.until(lambda: world.fleet.replicas["b"].phase is Phase.CATCHING_UP)
+        assert world.serving() == ["a"]
+        assert world.fleet.broadcast(broadcast(3)).world_size == 3
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
+    class Altered(MemoryReplica):
+        async def state(self, digests: bool = False) -> ReplicaState:
+            state = await super().state(digests)
+            other = {"model.weight": "other"} if digests and planted else state.digests
+            return ReplicaState(version=state.version, requests=0, digests=other)
+
+    world = World(a=Altered(), b=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        final = Version(0, 9)
+        proof = await world.fleet.hold_exactly(final, weights_of(final))
+    assert proof == {"a": not planted, "b": True}

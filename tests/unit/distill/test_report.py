@@ -1,0 +1,98 @@
+"""The picture and the figures of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill.control.timeline import Span
+from distill.report.metrics import JsonLines, Memory, Spans, log_all
+from distill.report.picture import draw, middle_window, read_lines
+from distill.report.progress import evaluation_line, step_line
+from distill.report.results import before_and_after
+from sync.errors import DataError
+
+
+def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
+    folder.mkdir(parents=True)
+    lines, spans = JsonLines(folder / "metrics.jsonl"), Spans(folder / "timeline.jsonl")
+    for step in range(steps + 1):
+        if step:
+            figures = {"reverse_kl": 1 / step, "tokens/trained": step * 1e3, "staleness/mean": 2.0}
+            lines.log(step, {**figures, "staleness/max": 4.0, "seconds/wait": 0.1, "seconds/train": 0.2})
+            spans.write(Span("trainer", "train", step, step + 0.2))
+            spans.write(Span("student-0", "generate", step - 0.4, step + 0.1))
+        if step % 10 == 0:
+            lines.log(step, {"eval/reverse_kl": 1.0, **({"eval/pass_rate": step / 30} if passed else {})})
+    lines.close()
+    spans.close()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_run_is_drawn_with_and_without_a_pass_rate(tmp_path: Path, passed: bool) -> None:
+    write_run(tmp_path / "run", passed=passed)
+    path = draw(tmp_path / "run")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_cut_short_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=1)
+    (tmp_path / "run" / "timeline.jsonl").write_text("")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rever')
+    assert draw(tmp_path / "run").is_file()
+
+
+def test_a_folder_without_figures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="name the folder of a run"):
+        draw(tmp_path)
+
+
+def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a"')
+    assert read_lines(path) == [{"a": 1}]
+    path.write_text('{"a"\n{"a": 1}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:1"):
+        read_lines(path)
+
+
+def test_the_window_lies_in_the_middle_of_the_training() -> None:
+    spans = [{"what": "evaluate", "start": 0.0, "end": 99.0}]
+    spans += [{"what": "train", "start": float(t), "end": t + 0.5} for t in range(100, 200)]
+    start, end = middle_window(spans)
+    assert end - start == pytest.approx(12.0)
+    assert (start + end) / 2 == pytest.approx((100 + 199.5) / 2)
+
+
+def test_figures_go_to_every_sink_without_what_is_no_number(tmp_path: Path) -> None:
+    memory, lines = Memory(), JsonLines(tmp_path / "m.jsonl")
+    log_all([memory, lines], 3, {"a": 1, "b": None, "c": 0.5, "d": True})
+    lines.close()
+    assert memory.lines == [(3, {"a": 1.0, "c": 0.5, "d": 1.0})]
+    line = json.loads((tmp_path / "m.jsonl").read_text())
+    assert line.pop("time") > 0
+    assert line == {"step": 3, "a": 1.0, "c": 0.5, "d": 1.0}
+
+
+def test_the_table_shows_what_is_known() -> None:
+    summary = {
+        "before": {"reverse_kl": 1.25, "pass_rate": 0.2},
+        "after": {"reverse_kl": 0.17, "pass_rate": 0.815},
+    }
+    assert before_and_after(summary) == [
+        ("reverse KL (nats a token)", "1.250", "0.170"),
+        ("pass rate", "20.0%", "81.5%"),
+    ]
+    assert before_and_after({"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}) == [
+        ("reverse KL (nats a token)", "–", "0.500")
+    ]
+
+
+def test_lines_for_people_hold_the_figures() -> None:
+    figures = {"reverse_kl": 0.1234, "staleness/mean": 2.5, "seconds/wait": 0.25}
+    assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
+    assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60: reverse KL 0.500 nats a token"
+    assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")

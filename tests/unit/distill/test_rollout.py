@@ -1,0 +1,242 @@
+"""The feeder: capacity, requests, and completions that fail in every way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from distill.config import RolloutConfig
+from distill.control.books import Books
+from distill.control.journal import Journal
+from distill.control.memory import MemoryReplica
+from distill.control.replicas import Answer, Fleet
+from distill.control.rollout import Feeder, fault
+from distill.control.scoring import Finished
+from distill.control.signals import Signal
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt, PromptStream
+from sync.errors import Overloaded, RemoteError
+from sync.wire import Generated, GenerateFailed, GenerateRequest, Version, VersionSpan, pack
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index])
+
+
+class Bench:
+    """A feeder over books and replicas; nothing is scored."""
+
+    def __init__(self, folder: Path, *replicas: MemoryReplica, steps: int = 100, **config: Any) -> None:
+        self.books = Books.open(
+            Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, batch=8, max_staleness=1
+        )
+        self.wake = Signal()
+        self.fleet = Fleet(
+            target=lambda: None,
+            step_of=lambda version: version.step,
+            applied=lambda record: None,
+            wake=self.wake,
+            poll_seconds=0.02,
+            retry_seconds=0.02,
+        )
+        for number, engine in enumerate(replicas):
+            self.fleet.add(f"r{number}", engine)
+        fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
+        self.finished: list[Finished] = []
+        settings = RolloutConfig(**fields)
+        self.feeder = Feeder(
+            self.books, self.fleet, settings, steps, self.finished.append, Timeline(), student_topk=2
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(part) for part in (self.fleet.run(), self.feeder.run())]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.books.journal.close()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(3):
+            while not condition():
+                await self.wake.wait(0.01)
+
+
+async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, MemoryReplica())
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+        await asyncio.sleep(0.02)
+    assert bench.books.state.outstanding == len(bench.finished) == 16
+    assert bench.finished[0].answer.topk_ids is not None
+    assert bench.finished[0].answer.topk_ids.shape[1] == 2
+
+
+async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, MemoryReplica(), steps=1)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 8)
+        await asyncio.sleep(0.02)
+    assert bench.books.state.counters.issued == 8
+
+
+async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: Path) -> None:
+    sizes: list[tuple[int, int]] = []
+
+    class Counting(MemoryReplica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            sizes.append((self.seed, len(request.prompts)))
+            async for answer in super().generate(request):
+                yield answer
+
+    bench = Bench(
+        tmp_path,
+        Counting(seed=0, token_seconds=0.002),
+        Counting(seed=1, token_seconds=0.002),
+        max_in_flight=4,
+    )
+    bench.feeder.held = True
+    async with bench.running():
+        await bench.until(lambda: len(bench.fleet.serving()) == 2)
+        bench.feeder.held = False
+        bench.wake.wake()
+        await bench.until(lambda: len(sizes) >= 2)
+        assert sorted(sizes[:2]) == [(0, 4), (1, 4)]
+        assert all(replica.in_flight <= 4 for replica in bench.fleet.replicas.values())
+        await bench.until(lambda: len(bench.finished) == 16)
+
+
+async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: Path) -> None:
+    dying, other = MemoryReplica(token_seconds=0.01), MemoryReplica(seed=1)
+    bench = Bench(tmp_path, dying, other)
+    async with bench.running():
+        await bench.until(lambda: bench.fleet.replicas["r0"].in_flight > 0)
+        dying.die()
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert len({one.asked.prompt.id for one in bench.finished}) == 16
+    assert bench.books.state.counters.asked_again["replica_lost"] > 0
+    assert bench.fleet.replicas["r0"].in_flight == 0
+
+
+async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
+    class Stuck(MemoryReplica):
+        asked = 0
+
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            self.asked += 1
+            stuck = self.asked == 1
+            async for answer in super().generate(request):
+                yield answer
+                if stuck:
+                    await asyncio.sleep(60)
+
+    bench = Bench(tmp_path, Stuck(), straggler_seconds=0.05)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert bench.books.state.counters.asked_again == {"straggler": 3}
+
+
+def refuse(error: RemoteError) -> MemoryReplica:
+    class Refusing(MemoryReplica):
+        refused = False
+
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            if not self.refused:
+                self.refused = True
+                raise error
+            async for answer in super().generate(request):
+                yield answer
+
+    return Refusing()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "aborted")]
+)
+async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteError, reason: str) -> None:
+    bench = Bench(tmp_path, refuse(error))
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert bench.books.state.counters.asked_again == {reason: 4}
+
+
+def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
+    return MemoryReplica(spoil=lambda answer: change(answer) if answer.id == name else answer)
+
+
+def empty(answer: Generated) -> Answer:
+    return msgspec.structs.replace(
+        answer, token_ids=pack(np.zeros(0, "i4")), logprob=pack(np.zeros(0, "f4")), spans=[]
+    )
+
+
+def nan(answer: Generated) -> Answer:
+    return msgspec.structs.replace(answer, logprob=pack(np.full(answer.logprob.shape, np.nan, "f4")))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda answer: GenerateFailed(id=answer.id, error="prompt is too long"), "engine_failed"),
+        (nan, "engine_failed"),
+        (empty, "empty"),
+    ],
+)
+async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
+    tmp_path: Path, change: Callable[[Generated], Answer], reason: str
+) -> None:
+    bench = Bench(tmp_path, spoiled("0:3:0", change))
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert bench.books.state.counters.dropped == {reason: 1}
+    assert bench.books.state.counters.issued == 17
+
+
+async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -> None:
+    broken: list[str] = []
+
+    def abort_once(answer: Generated) -> Answer:
+        broken.append(answer.id)
+        return msgspec.structs.replace(answer, finish_reason="abort") if len(broken) == 1 else answer
+
+    bench = Bench(tmp_path, spoiled("0:3:0", abort_once))
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert broken == ["0:3:0", "0:3:0"]
+    assert bench.books.state.counters.asked_again == {"aborted": 1}
+
+
+async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, MemoryReplica())
+    bench.feeder.held = True
+    async with bench.running():
+        await bench.until(lambda: bool(bench.fleet.serving()))
+        await asyncio.sleep(0.02)
+        assert bench.books.state.counters.issued == 0
+
+
+def generated(tokens: int, *spans: tuple[int, int]) -> Generated:
+    return Generated(
+        id="p",
+        token_ids=pack(np.zeros(tokens, "i4")),
+        logprob=pack(np.zeros(tokens, "f4")),
+        spans=[VersionSpan(Version(0, 0), start, end) for start, end in spans],
+        finish_reason="stop",
+    )
+
+
+def test_spans_must_cover_the_tokens() -> None:
+    assert fault(generated(5, (0, 2), (2, 5))) is None
+    for spans in ([], [(0, 4)], [(1, 5)], [(0, 2), (3, 5)], [(0, 3), (2, 5)]):
+        assert "version spans do not cover the 5 tokens" in (fault(generated(5, *spans)) or "")
+    short = msgspec.structs.replace(generated(5, (0, 5)), logprob=pack(np.zeros(4, "f4")))
+    assert fault(short) == "(4,) log-probabilities for 5 tokens"

@@ -1,0 +1,131 @@
+"""Who may use a run's folder, what is written into it, and which ports are handed out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.evaluate.best import keep_best
+from distill.launch.ports import Ports
+from distill.launch.run_folder import RunFolder, check_disk
+from distill.loading import load_run_dir, merge, validate
+from distill.report.redact import HIDDEN, without_secrets
+from sync.errors import ConfigError
+
+
+def config(tmp_path: Path, **more: Any):
+    least = {
+        "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
+        "student": {"path": "s"},
+        "teachers": {"t": {"path": "t"}},
+        "prompts": {"type": "task", "task": "both_ends"},
+        "rollout": {"max_tokens": 12},
+        "trainer": {"deepspeed": "x.json"},
+    }
+    return validate(merge(least, more), "x")
+
+
+def begin(folder: RunFolder) -> None:
+    (folder.path / "journal").mkdir()
+    (folder.path / "journal" / "0").write_text("x")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}")
+    with RunFolder.open(config(tmp_path), resume=False), refused:
+        RunFolder.open(config(tmp_path), resume=False)
+    RunFolder.open(config(tmp_path), resume=False).close()
+
+
+def test_a_folder_with_a_run_is_only_entered_to_resume_it(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path), resume=False) as folder:
+        begin(folder)
+    with pytest.raises(ConfigError, match="go on with --resume"):
+        RunFolder.open(config(tmp_path), resume=False)
+    RunFolder.open(config(tmp_path), resume=True).close()
+
+
+def test_there_is_nothing_to_resume_in_a_new_folder_and_none_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunFolder.open(config(tmp_path), resume=True)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_is_refused_with_both_figures(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"GiB free, run\.min_free_disk_gib asks for 1e\+09"):
+        check_disk(tmp_path, 1e9)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be made \(Not a directory\)"):
+        RunFolder.open(config(tmp_path / "file"), resume=False)
+
+
+def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_path: Path) -> None:
+    env = {"WANDB_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"}
+    settings = config(tmp_path, student={"path": "s", "env": env})
+    with RunFolder.open(settings, resume=False) as folder:
+        kept = json.loads((folder.path / "config.json").read_text())
+        role = folder.write_role("student", settings.student)
+    assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
+    assert "s3cret" not in (tmp_path / "x" / "config.json").read_text()
+    assert json.loads(role.read_text())["path"] == "s"
+    assert "s3cret" not in role.read_text()
+    assert load_run_dir(tmp_path / "x").run == settings.run
+
+
+def test_only_free_form_tables_are_searched_for_secrets() -> None:
+    raw = {
+        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
+        "options": {"secret_access_key": "x", "a": "b"},
+    }
+    assert without_secrets(raw) == {
+        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
+        "options": {"secret_access_key": HIDDEN, "a": "b"},
+    }
+
+
+def test_a_port_in_use_is_named_with_its_setting() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        number = server.getsockname()[1]
+        with (
+            Ports() as ports,
+            pytest.raises(ConfigError, match=rf"student\.port: port {number} of 127.0.0.1 is in use"),
+        ):
+            ports.take("127.0.0.1", number, "student.port")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with (
+        Ports() as ports,
+        pytest.raises(ConfigError, match=r"student\.port: cannot listen on 203\.0\.113\.1"),
+    ):
+        ports.take("203.0.113.1", 0, "student.port")
+
+
+def test_no_port_is_handed_out_twice_and_all_can_be_bound_afterwards() -> None:
+    with Ports() as ports:
+        numbers = [ports.take("127.0.0.1", 0, "x") for _ in range(50)]
+    assert len(set(numbers)) == 50
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", numbers[0]))
+
+
+def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    (tmp_path / "one" / "more").write_text("")
+    keep_best(tmp_path / "one", tmp_path / "best")
+    keep_best(tmp_path / "two", tmp_path / "best")
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights"]
+    assert (tmp_path / "best" / "weights").read_text() == "two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "one", "two"]

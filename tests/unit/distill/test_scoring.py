@@ -1,0 +1,225 @@
+"""Completions to teachers and marks back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill.control.memory import MemoryTeacher
+from distill.control.records import Rollout
+from distill.control.scoring import Finished, Scoring
+from distill.control.signals import Signal
+from distill.control.state import Asked
+from distill.control.timeline import Timeline
+from distill.prompts.stream import Prompt
+from sync.errors import Overloaded
+from sync.wire import (
+    Array,
+    Generated,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    Version,
+    VersionSpan,
+    Want,
+    pack,
+    unpack,
+)
+
+
+def finished(number: int, source: str = "default", topk: int = 0, length: int = 2) -> Finished:
+    prompt = Prompt(f"p{number}", [7, number], source, "gold")
+    return Finished(
+        Asked(prompt, number),
+        Generated(
+            id=prompt.id,
+            token_ids=pack(np.arange(length, dtype="i4")),
+            logprob=pack(np.full(length, -0.5, "f4")),
+            spans=[VersionSpan(Version(0, 0), 0, length)],
+            finish_reason="length",
+            topk_ids=pack(np.full((length, topk), 3, "i4")) if topk else None,
+        ),
+    )
+
+
+class Bench:
+    """A Scoring with teachers in memory, and what came out of it."""
+
+    def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
+        self.rollouts: list[Rollout] = []
+        self.refused: list[tuple[str, str]] = []
+        self.changed = Signal()
+        self.scoring = Scoring(
+            teachers,
+            more.pop("route", lambda source: "t"),
+            want,
+            batch,
+            scored=self._scored,
+            refused=lambda one, problem: self.refused.append((one.asked.prompt.id, problem)),
+            timeline=Timeline(),
+            **more,
+        )
+
+    async def _scored(self, rollouts: list[Rollout]) -> None:
+        self.rollouts += rollouts
+        self.changed.wake()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.scoring.run())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(3):
+            while not condition():
+                await self.changed.wait(0.01)
+
+    async def score(self, *work: Finished) -> None:
+        async with self.running():
+            for one in work:
+                self.scoring.put(one)
+            await self.until(lambda: len(self.rollouts) + len(self.refused) == len(work))
+
+
+async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None:
+    teacher = MemoryTeacher()
+    bench = Bench({"t": teacher}, Want(topk=2, entropy=True))
+    await bench.score(*(finished(i) for i in range(10)))
+    assert teacher.requests == [4, 4, 2]
+    first = bench.rollouts[0]
+    assert (first.id, first.number, first.teacher, first.truncated) == ("p0", 0, "t", True)
+    assert unpack(first.prompt).tolist() == [7, 0]
+    assert first.scored.topk_ids is not None
+    assert first.scored.topk_ids.shape == (2, 2)
+    assert {one.id for one in bench.rollouts} == {f"p{i}" for i in range(10)}
+
+
+async def test_samples_go_to_the_teacher_of_their_source() -> None:
+    teachers = {"math": MemoryTeacher(), "code": MemoryTeacher()}
+    bench = Bench(teachers, route=lambda source: source)
+    await bench.score(finished(0, "math"), finished(1, "code"), finished(2, "math"))
+    assert {one.id: one.teacher for one in bench.rollouts} == {"p0": "math", "p1": "code", "p2": "math"}
+
+
+async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
+    bench = Bench({"t": MemoryTeacher()})
+    await bench.score(finished(0, topk=3))
+    assert bench.rollouts[0].scored.gathered is not None
+    assert bench.rollouts[0].scored.gathered.shape == (2, 3)
+    assert bench.rollouts[0].topk_ids is not None
+
+
+async def test_a_teacher_may_see_another_prompt() -> None:
+    seen: list[ScoreSequence] = []
+
+    class Watching(MemoryTeacher):
+        async def score(
+            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        ) -> list[Scored | ScoreRefused]:
+            seen.extend(sequences)
+            return await super().score(sequences, want, deadline)
+
+    bench = Bench({"t": Watching()}, transforms={"t": lambda prompt: [9, 9, 9, *prompt.token_ids]})
+    await bench.score(finished(5))
+    assert unpack(seen[0].token_ids).tolist() == [9, 9, 9, 7, 5, 0, 1]
+    assert seen[0].start == 5
+    assert unpack(bench.rollouts[0].prompt).tolist() == [7, 5]
+
+
+async def test_a_task_rewards_each_completion() -> None:
+    bench = Bench({"t": MemoryTeacher()}, judge=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
+    await bench.score(finished(0), finished(1, length=4))
+    assert {one.id: one.reward for one in bench.rollouts} == {"p0": 2.5, "p1": 4.5}
+
+
+async def test_one_refused_sequence_does_not_cost_the_others() -> None:
+    bench = Bench({"t": MemoryTeacher(refuses=lambda name: name == "p1")})
+    await bench.score(*(finished(i) for i in range(4)))
+    assert bench.refused == [("p1", "teacher t: too long for this teacher")]
+    assert len(bench.rollouts) == 3
+
+
+async def test_a_request_refused_as_a_whole_is_halved_down_to_the_culprit() -> None:
+    bench = Bench({"t": MemoryTeacher(rejects=lambda name: name == "p2")})
+    await bench.score(*(finished(i) for i in range(4)))
+    assert bench.refused == [("p2", "teacher t: one sequence cannot be read")]
+    assert {one.id for one in bench.rollouts} == {"p0", "p1", "p3"}
+
+
+async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
+    teacher = MemoryTeacher(up=False)
+    bench = Bench({"t": teacher})
+    async with bench.running():
+        bench.scoring.put(finished(0))
+        await asyncio.sleep(0.03)
+        assert bench.rollouts == []
+        teacher.up = True
+        await bench.until(lambda: len(bench.rollouts) == 1)
+
+
+async def test_a_full_teacher_is_asked_when_it_says() -> None:
+    class Full(MemoryTeacher):
+        asked = 0
+
+        async def score(
+            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        ) -> list[Scored | ScoreRefused]:
+            self.asked += 1
+            if self.asked == 1:
+                raise Overloaded("full", 0.01)
+            return await super().score(sequences, want, deadline)
+
+    bench = Bench({"t": Full()})
+    await bench.score(finished(0))
+    assert len(bench.rollouts) == 1
+
+
+@pytest.mark.parametrize(
+    ("marks", "problem"),
+    [
+        ({"logprob": pack(np.zeros(1, "f4"))}, "logprob was asked for 2 positions and came as shape"),
+        ({"logprob": pack(np.array([0, np.nan], "f4"))}, "a log-probability is not finite"),
+        (
+            {"logprob": pack(np.zeros(2, "f4")), "hidden": Array("bf16", (3, 4), bytes(24))},
+            "hidden was asked",
+        ),
+        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden was asked for 2 positions and came as nothing"),
+    ],
+)
+async def test_marks_that_cannot_be_used_are_refused(marks: dict[str, Array], problem: str) -> None:
+    class Sloppy(MemoryTeacher):
+        async def score(
+            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        ) -> list[Scored | ScoreRefused]:
+            return [Scored(sequence.id, **marks) for sequence in sequences]
+
+    bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
+    await bench.score(finished(0))
+    assert problem in bench.refused[0][1]
+
+
+async def test_a_busy_teacher_gets_full_requests_only() -> None:
+    class Slow(MemoryTeacher):
+        async def score(
+            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        ) -> list[Scored | ScoreRefused]:
+            await asyncio.sleep(0.03)
+            return await super().score(sequences, want, deadline)
+
+    teacher = Slow()
+    bench = Bench({"t": teacher}, linger=0.0)
+    async with bench.running():
+        bench.scoring.put(finished(0))
+        await asyncio.sleep(0.01)
+        for i in range(1, 6):
+            bench.scoring.put(finished(i))
+            await asyncio.sleep(0)
+        await bench.until(lambda: len(bench.rollouts) == 6)
+    assert sorted(teacher.requests) == [1, 1, 4]

@@ -1,0 +1,127 @@
+"""The command line and the environment of a student replica."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from distill.config import StudentConfig
+from distill.launch import student
+from distill.launch.student import command, flags
+from sync.errors import ConfigError
+from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
+from sync.stores.config import ObjectStoreConfig
+from sync.transport import TOKEN_VARIABLE
+
+REPLICA = ReplicaConfig(run="r", store_path=Path("store"), mirror=Path("mirrors/0"))
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "cuda"])
+def cpu(request, monkeypatch):
+    monkeypatch.setattr(student, "runs_on_cpu", lambda: request.param)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    return request.param
+
+
+def built(index: int = 0, host: str = "127.0.0.1", **config) -> tuple[list[str], dict[str, str]]:
+    return command(StudentConfig(path="m", **config), REPLICA, index, host, 8000)
+
+
+def test_engine_arguments_become_words():
+    assert flags("enforce-eager", True) == ["--enforce-eager"]
+    assert flags("enforce-eager", False) == ["--no-enforce-eager"]
+    assert flags("max-logprobs", -1) == ["--max-logprobs=-1"]
+    assert flags("allowed-origins", ["a", "b"]) == ["--allowed-origins", "a", "b"]
+    assert flags("hf-overrides", {"a": 1}) == ["--hf-overrides", '{"a": 1}']
+
+
+def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
+    line, _ = built(3, engine_args={"tensor_parallel_size": 2, "--enforce-eager": True, "seed": 9})
+    assert line[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    for word in (
+        "--model=m",
+        "--dtype=bfloat16",
+        "--host=127.0.0.1",
+        "--port=8000",
+        "--logprobs-mode=processed_logprobs",
+        "--no-enable-prefix-caching",
+        "--middleware=sync.replica.middleware.ReplicaMiddleware",
+        "--worker-extension-cls=sync.replica.worker.WorkerExtension",
+        "--tensor-parallel-size=2",
+        "--enforce-eager",
+        "--seed=9",
+    ):
+        assert line.count(word) == 1
+    assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "distill"}
+    assert not any(word.startswith("--distributed-executor-backend") for word in line)
+
+
+def test_replicas_sample_differently_unless_told(cpu):
+    assert "--seed=0" in built(0)[0]
+    assert "--seed=1" in built(1)[0]
+
+
+def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
+    line, environment = built()
+    assert ("--distributed-executor-backend=uni" in line) == cpu
+    assert ("--gpu-memory-utilization=0.2" in line) == cpu
+    assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == cpu
+    assert "--gpu-memory-utilization=0.5" in built(engine_args={"gpu-memory-utilization": 0.5})[0]
+
+
+def test_the_environment_is_quiet_safe_and_the_users_last(cpu):
+    _, environment = built(1, devices=["0", "1,2"], env={"OMP_NUM_THREADS": "7", "MINE": "x"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert (environment["OMP_NUM_THREADS"], environment["MINE"]) == ("7", "x")
+    assert (environment["PYTHONSAFEPATH"], environment["VLLM_NO_USAGE_STATS"]) == ("1", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in built()[1]
+
+
+def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
+    line, environment = built(host="0.0.0.0")
+    assert "sesame" not in " ".join(line) + str(environment)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"engine_args": {"host": "0.0.0.0"}}, r"student\.host"),
+        ({"engine_args": {"trust_remote_code": True}}, r"student\.trust_remote_code"),
+        ({"engine_args": {"logprobs-mode": "raw_logprobs"}}, "processed_logprobs"),
+        ({"devices": ["0"], "index": 1}, "replica 1"),
+        ({"host": "0.0.0.0"}, TOKEN_VARIABLE),
+    ],
+)
+def test_what_would_be_wrong_is_refused_with_its_remedy(cpu, config, says):
+    with pytest.raises(ConfigError, match=says):
+        built(**config)
+
+
+def test_revision_and_remote_code_are_passed_when_set(cpu):
+    line, _ = built(revision="abc", trust_remote_code=True)
+    assert {"--revision=abc", "--tokenizer-revision=abc", "--trust-remote-code"} <= set(line)
+    assert not any("revision" in word or "trust" in word for word in built()[0])
+
+
+def test_a_replica_reads_back_its_configuration(monkeypatch):
+    config = ReplicaConfig(
+        run="r",
+        store=ObjectStoreConfig(type="object", url="s3://b/p"),
+        store_path=Path("s"),
+        mirror=Path("m"),
+        fingerprint="f",
+    )
+    for name, value in config.environment().items():
+        monkeypatch.setitem(os.environ, name, value)
+    assert ReplicaConfig.from_environment() == config
+
+
+def test_a_missing_or_malformed_configuration_is_named(monkeypatch):
+    monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="not set"):
+        ReplicaConfig.from_environment()
+    monkeypatch.setenv(REPLICA_VARIABLE, '{"run": 1}')
+    with pytest.raises(ConfigError, match="mirror"):
+        ReplicaConfig.from_environment()

@@ -1,0 +1,103 @@
+"""The task that sorts from both ends: its prompts, its judge, its models' vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from distill import tasks
+from distill.tasks import both_ends
+from distill.tasks.both_ends import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
+from sync.errors import ConfigError
+
+
+class Asked(NamedTuple):
+    text: str
+    answer: str | None = None
+
+
+def ids(text: str, end: bool = True) -> list[int]:
+    return [VOCABULARY.index(letter) for letter in text] + [EOS_ID] * end
+
+
+TASK = both_ends.make()
+
+
+def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
+    passing = {
+        "".join(order)
+        for order in itertools.permutations("bdkmz")
+        if TASK.passes(Asked("kdzmb>"), ids("".join(order)))
+    }
+    assert len(passing) == 2**4
+    assert {"bdkmz", "zmkdb", "bzdmk"} <= passing
+    assert "bdzkm" in passing
+    assert "dbkmz" not in passing
+
+
+@pytest.mark.parametrize("answer", ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"])
+def test_what_leaves_out_repeats_or_adds_fails(answer: str) -> None:
+    assert not TASK.passes(Asked("kdzmb>"), ids(answer))
+
+
+def test_an_answer_must_end() -> None:
+    assert not TASK.passes(Asked("kdzmb>"), ids("bdkmz", end=False))
+    assert not TASK.passes(Asked("kdzmb>"), ids("bdkmz") + [EOS_ID])
+    assert not TASK.passes(Asked("kdzmb>"), [])
+
+
+def test_prompts_are_five_to_nine_distinct_letters_and_the_same_each_time() -> None:
+    made = [TASK.prompt(3, index) for index in range(300)]
+    assert made == [TASK.prompt(3, index) for index in range(300)]
+    assert made != [TASK.prompt(4, index) for index in range(300)]
+    lengths = {len(one.text) - 1 for one in made}
+    assert lengths == {5, 6, 7, 8, 9}
+    for one in made:
+        letters = one.text[:-1]
+        assert one.text[-1] == ">"
+        assert len(set(letters)) == len(letters)
+        assert [VOCABULARY[i] for i in one.token_ids or []] == list(one.text)
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    assert not any(is_held_out(TASK.prompt(seed, index).text) for seed in range(3) for index in range(200))
+    assert all(is_held_out(TASK.held_out(seed, index).text) for seed in range(3) for index in range(200))
+
+
+def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -> None:
+    asked_BN, answer_BN, other_BN = examples(np.random.default_rng(0), 2000, 6)
+    for asked, answer, other in zip(asked_BN[:200], answer_BN, other_BN, strict=False):
+        text = "".join(LETTERS[i] for i in asked) + ">"
+        assert not is_held_out(text)
+        assert TASK.passes(Asked(text), ids("".join(LETTERS[i] for i in answer)))
+        left = set(asked.tolist())
+        for taken, spurned in zip(answer.tolist(), other.tolist(), strict=True):
+            assert {taken, spurned} == {min(left), max(left)}
+            left.remove(taken)
+    first_is_smallest = (answer_BN[:, 0] == asked_BN.min(1)).mean()
+    assert abs(first_is_smallest - 0.5) < 5 * math.sqrt(0.25 / len(asked_BN))
+
+
+def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
+    from distill.tasks.making import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    assert tokenizer.encode("kdz>") == ids("kdz>", end=False)
+    assert tokenizer.decode(ids("kdz")) == "kdz<eos>"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (1, 0, None)
+    assert tokenizer.get_vocab() == {token: i for i, token in enumerate(VOCABULARY)}
+
+
+def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
+    assert tasks.load("both_ends").prompt(0, 0) == TASK.prompt(0, 0)
+    assert tasks.load("distill.tasks.both_ends").prompt(0, 0) == TASK.prompt(0, 0)
+    with pytest.raises(ConfigError, match=r"'sudoku' cannot be loaded"):
+        tasks.load("sudoku")
+    with pytest.raises(ConfigError, match=r"'distill\.config' cannot be loaded"):
+        tasks.load("distill.config")
+    with pytest.raises(ConfigError, match=r"prompts\.options do not fit"):
+        tasks.load("both_ends", {"digits": 3})

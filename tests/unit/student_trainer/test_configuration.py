@@ -1,0 +1,165 @@
+"""DeepSpeed's JSON with overrides, the launcher's command line, what objectives need, names of tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from student_trainer import launch
+from student_trainer.__main__ import read_config
+from student_trainer.config import TrainerConfig
+from student_trainer.engine import deepspeed_config
+from student_trainer.model import head_shape
+from student_trainer.objectives.config import (
+    JSD,
+    SFT,
+    ForwardTopK,
+    Full,
+    Sampled,
+    SkewReverse,
+    StudentTopK,
+    TopK,
+)
+from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.registry import build, discount
+from student_trainer.weights import check_names
+from sync.errors import ConfigError
+from sync.wire import Want
+
+JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))
+
+
+def config(path: Path, **trainer: Any) -> TrainerConfig:
+    settings = {"deepspeed": str(path), **trainer}
+    base = {"run": "r", "run_dir": "r", "controller_url": "http://c", "student": {"path": "s"}, "steps": 1}
+    return TrainerConfig.model_validate({**base, "trainer": settings})
+
+
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+def test_every_deepspeed_json_of_the_project_is_accepted(path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    merged = deepspeed_config(config(path).trainer)
+    assert DeepSpeedConfig(merged).zero_config.stage == 3
+
+
+def test_overrides_reach_any_field_and_keep_the_rest() -> None:
+    overrides = {"optimizer.params.lr": 0.5, "activation_checkpointing.partition_activations": True}
+    merged = deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+    assert merged["optimizer"]["params"]["lr"] == 0.5
+    assert merged["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert merged["activation_checkpointing"] == {"partition_activations": True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"zero_optimization.stage": 2}, "stage is 2"),
+        ({"fp16.enabled": True}, "fp16 skips steps"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
+        ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
+    ],
+)
+def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+
+
+def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.json cannot be read \(No such file"):
+        deepspeed_config(config(tmp_path / "missing.json").trainer)
+    for text, message in (("{", "is not JSON"), ("[]", "must be a JSON object"), ("{}", "stage is None")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            deepspeed_config(config(tmp_path / "bad.json").trainer)
+    (tmp_path / "bad.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    with pytest.raises(ConfigError, match="no optimizer section"):
+        deepspeed_config(config(tmp_path / "bad.json").trainer)
+
+
+def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text('{"run": "r", "stepps": 3}')
+    with pytest.raises(ConfigError, match="stepps"):
+        read_config(tmp_path / "trainer.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "none.json")
+
+
+def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
+    assert argv[1:3] == ["-m", "student_trainer.launch"]
+    hosts, _ = launch.command(config(JSONS[0], hostfile="hosts"), Path("t.json"))
+    assert hosts[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
+    assert argv[argv.index("--num_accelerators") + 1] == "3"
+    assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
+    assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
+    assert (env["PYTHONSAFEPATH"], env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["A"]) == (
+        "1",
+        "2",
+        "PASSIVE",
+        "b",
+    )
+
+
+def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv, _ = launch.command(config(JSONS[0], ranks=2, devices="4,6"), Path("t.json"))
+    assert argv[argv.index("--include") + 1] == "localhost:4,6"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
+    argv, _ = launch.command(config(JSONS[0], ranks=2), Path("t.json"))
+    assert argv[argv.index("--include") + 1] == "localhost:1,2"
+    with pytest.raises(ConfigError, match="every rank needs a device"):
+        launch.command(config(JSONS[0], ranks=2, devices="4"), Path("t.json"))
+
+
+def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
+    wants = {
+        Sampled(): (Want(entropy=True), 0),
+        TopK(k=7): (Want(topk=7, entropy=True), 0),
+        StudentTopK(k=5): (Want(entropy=True), 5),
+        ForwardTopK(k=9): (Want(topk=9, entropy=True), 0),
+        Full(): (Want(hidden=True), 0),
+        JSD(): (Want(hidden=True), 0),
+        SkewReverse(): (Want(hidden=True), 0),
+        SFT(): (Want(entropy=True), 0),
+    }
+    for objective, (want, k) in wants.items():
+        assert callable(build(objective))
+        assert needs(objective) == want
+        assert student_topk(objective) == k
+    assert discount(TopK(discount=0.5)) == 0.5
+    assert discount(Full()) == 0.0
+
+
+def test_what_the_controller_imports_brings_no_torch() -> None:
+    code = "import sys, student_trainer.objectives.needs, student_trainer.launch, student_trainer.ledger"
+    code += ", student_trainer.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_head_shapes_of_model_families() -> None:
+    from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+
+    assert head_shape(LlamaConfig(), 9, 0.5).temperature == 0.5
+    assert head_shape(LlamaConfig(), 9, 1.0).scale == 1.0
+    assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
+    assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
+    assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
+
+
+def test_models_that_rename_their_tensors_when_saved_are_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    size: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        plain, fused = LlamaForCausalLM(LlamaConfig(**size)), MixtralForCausalLM(MixtralConfig(**size))
+    check_names(plain, {name: tuple(p.shape) for name, p in plain.named_parameters()})
+    with pytest.raises(ConfigError, match="fused experts"):
+        check_names(fused, {name: tuple(p.shape) for name, p in fused.named_parameters()})

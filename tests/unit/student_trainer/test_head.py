@@ -1,0 +1,104 @@
+"""The chunked head's memory, precision, and its several teachers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from student_trainer.head import HeadShape, HeadWeights, Supervision, chunked_loss
+from student_trainer.objectives.full import full
+from student_trainer.objectives.terms import Targets
+
+C, V, H = 96, 40, 6
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Supervision]:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(C, H, generator=g), torch.randn(V, H, generator=g)
+    token = torch.randint(0, V, (C,), generator=g)
+    targets = Targets(token, torch.full((C,), -3.0), torch.full((C,), -3.0), token >= 0)
+    heads = tuple(
+        HeadWeights(torch.randn(V, 3 + i, generator=g), None, HeadShape(V)) for i in range(teachers)
+    )
+    teacher_hidden = torch.randn(C, 2 + teachers, generator=g)
+    return hidden, weight, Supervision(targets, torch.arange(C) % teachers, teacher_hidden, heads)
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
+    hidden, weight, supervision = work()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with LargestTensor() as largest:
+        loss, _ = chunked_loss(
+            leaves[0], HeadWeights(leaves[1], None, HeadShape(V)), supervision, full, chunk
+        )
+        loss.backward()
+    assert largest.elements <= max(chunk * V, C * H, V * H)
+    assert largest.elements < C * V
+
+
+def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
+    hidden, weight, supervision = work(teachers=3)
+    head = HeadWeights(weight, None, HeadShape(V))
+    value, _ = chunked_loss(hidden.requires_grad_(), head, supervision, full, 16)
+    logp = (hidden @ weight.t()).log_softmax(1)
+    expected = 0.0
+    assert supervision.teacher_hidden_CG is not None
+    for index, teacher in enumerate(supervision.heads):
+        mine = supervision.teacher_C == index
+        own = supervision.teacher_hidden_CG[mine][:, : teacher.weight_VH.shape[1]]
+        logq = (own @ teacher.weight_VH.t()).log_softmax(1)
+        expected += float((logp[mine].exp() * (logp[mine] - logq)).sum().detach())
+    assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_bf16_head_sums_in_fp32() -> None:
+    hidden, weight, supervision = work()
+    rounded = hidden.bfloat16(), weight.bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in rounded]
+        head = HeadWeights(leaves[1], None, HeadShape(V))
+        value, _ = chunked_loss(leaves[0], head, supervision, full, 8)
+        value.backward()
+        results.append(
+            (float(value.detach()), [leaf.grad.float() for leaf in leaves if leaf.grad is not None])
+        )
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        assert float((one - other).abs().max()) <= 2.0**-8 * float(other.abs().max())
+
+
+def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
+    hidden, weight, supervision = work()
+    padded = torch.cat([weight, torch.full((4, H), 50.0)]).requires_grad_()
+    whole = weight.clone().requires_grad_()
+    values = [
+        chunked_loss(hidden, HeadWeights(leaf, None, HeadShape(V)), supervision, full, 16)[0]
+        for leaf in (whole, padded)
+    ]
+    for value in values:
+        value.backward()
+    assert torch.equal(values[0], values[1])
+    assert padded.grad is not None
+    assert whole.grad is not None
+    assert torch.equal(padded.grad[:V], whole.grad)
+    assert not padded.grad[V:].any()

@@ -1,0 +1,313 @@
+"""The loop's order of events, its endings, and the roads that versions take; all in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from student_trainer.controller import HttpController, SilentController
+from student_trainer.ledger import Ledger, read
+from student_trainer.loop import Outcome, Trainer, train
+from student_trainer.ranks import Ranks
+from student_trainer.roads import Background, NoRoad, SnapshotRoad
+from student_trainer.source import HttpSource, MemorySource
+from sync.errors import DataError, StoreError, Unreachable
+from sync.weights.publish import PublishReport
+from sync.wire import (
+    CheckpointSaved,
+    Message,
+    Ok,
+    Published,
+    Rows,
+    StepReport,
+    Stop,
+    TrainBatch,
+    TrainerWelcome,
+    Version,
+    Wait,
+    pack,
+)
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[])
+
+
+def batch(step: int) -> TrainBatch:
+    nothing = pack(np.zeros(0, np.int32))
+    rows = Rows([f"r{step}"], nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    return TrainBatch(version=Version(0, step), denominator=1, micro_batches=[rows])
+
+
+class Story:
+    """Records what the loop does, in order."""
+
+    def __init__(
+        self, tmp_path: Path, batches: list[TrainBatch], checkpoint: bool = False, **more: Any
+    ) -> None:
+        self.lines: list[str] = []
+        self.controller = SilentController(WELCOME)
+        self.folder = tmp_path / "ledger"
+        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0}
+        self.trainer = Trainer(
+            version=Version(0, 0),
+            step=self._step,
+            save=self._save,
+            source=MemorySource(batches, checkpoint),
+            controller=self.controller,
+            road=_Road(self.lines),
+            ledger=Ledger(self.folder, Version(0, 0), None, 0),
+            ranks=ALONE,
+            interrupted=threading.Event(),
+            **settings | more,
+        )
+
+    def _step(self, batch: TrainBatch) -> dict[str, float]:
+        self.lines.append(f"step {batch.version.step}")
+        return {"loss": 1.0}
+
+    def _save(self, version: Version) -> Path:
+        self.lines.append(f"save {version.step}")
+        return Path("there")
+
+    def told(self) -> list[str]:
+        return [f"{type(event).__name__} {event.version.step}" for event in self.controller.told]  # type: ignore[attr-defined]
+
+
+class _Road(NoRoad):
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def publish(self, version: Version, anchor: bool) -> None:
+        self._lines.append(f"publish {version.step}")
+
+
+def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0), batch(1)], checkpoint_every=2)
+    assert train(story.trainer) is Outcome.STOP
+    assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
+    assert story.told() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
+    assert read(story.folder)[0].steps == {1: ["r0"], 2: ["r1"]}
+    report = story.controller.told[0]
+    assert isinstance(report, StepReport)
+    assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
+
+
+def test_versions_between_two_publications_stay_here(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(step) for step in range(5)], publish_every=2)
+    train(story.trainer)
+    assert [line for line in story.lines if line.startswith("publish")] == ["publish 2", "publish 4"]
+
+
+def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0)], checkpoint=True)
+    assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
+    assert story.told() == ["StepReport 1", "CheckpointSaved 1"]
+
+
+def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(step) for step in range(5)])
+    original = story.trainer.step
+
+    def stepping(part: TrainBatch) -> dict[str, float]:
+        if part.version.step == 1:
+            story.trainer.interrupted.set()
+        return original(part)
+
+    story.trainer.step = stepping
+    assert train(story.trainer) is Outcome.INTERRUPTED
+    assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
+    assert isinstance(story.controller.told[-1], CheckpointSaved)
+
+
+def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0)])
+    story.trainer.source = _Wrong()
+    with pytest.raises(DataError, match="batch is for L000-v00000007, the trainer is at L000-v00000000"):
+        train(story.trainer)
+
+
+class _Wrong(MemorySource):
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def poll(self, version: Version, interrupted: threading.Event) -> TrainBatch:
+        return batch(7)
+
+
+# --- HTTP, with a peer in memory -----------------------------------------------------------------------
+
+
+class FakePeer:
+    """Answers in order, each after `delay` seconds; keeps what it was asked."""
+
+    def __init__(self, answers: list[Message | Exception], delay: float = 0.0) -> None:
+        self.asked: list[tuple[str, Message | None]] = []
+        self._answers, self._delay = answers, delay
+
+    def call(self, path: str, body: Message | None, kind: Any, timeout: float | None = None) -> Any:
+        time.sleep(self._delay)
+        self.asked.append((path, body))
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
+    peer = FakePeer([batch(0), batch(1), Wait(), Stop(reason="", checkpoint=False)])
+    source, never = HttpSource(peer, 1, 2), threading.Event()  # type: ignore[arg-type]
+    assert source.poll(Version(0, 0), never) == batch(0)
+    source.expect(Version(0, 1))
+    deadline = time.monotonic() + 5.0
+    while len(peer.asked) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(peer.asked) == 2
+    assert source.poll(Version(0, 1), never) == batch(1)
+    assert source.poll(Version(0, 2), never) == Wait()
+    assert isinstance(source.poll(Version(0, 2), never), Stop)
+    requests = [body for _, body in peer.asked]
+    assert [(r.version.step, r.rank, r.world_size) for r in requests] == [
+        (0, 1, 2),
+        (1, 1, 2),
+        (2, 1, 2),
+        (2, 1, 2),
+    ]  # type: ignore[union-attr]
+    source.close()
+
+
+def test_a_signal_ends_the_wait_for_a_batch() -> None:
+    source, asked = HttpSource(FakePeer([Wait()], delay=1.0), 0, 1), threading.Event()  # type: ignore[arg-type]
+    threading.Timer(0.05, asked.set).start()
+    assert source.poll(Version(0, 0), asked) == Wait()
+    source.close()
+
+
+def test_a_controller_that_is_gone_ends_the_trainer() -> None:
+    source = HttpSource(FakePeer([Unreachable("gone")]), 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(Unreachable, match="gone"):
+        source.poll(Version(0, 0), threading.Event())
+    source.close()
+
+
+def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
+    events = [StepReport(version=Version(0, step), metrics={}, seconds={}) for step in range(3)]
+    peer = FakePeer([Ok(), Ok(), Unreachable("gone")])
+    controller = HttpController(peer)  # type: ignore[arg-type]
+    for event in events:
+        controller.tell(event)
+    with pytest.raises(Unreachable, match="gone"):
+        controller.close()
+    assert [body for _, body in peer.asked] == events
+
+
+def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
+    controller = HttpController(FakePeer([Ok()], delay=2.0))  # type: ignore[arg-type]
+    controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    started = time.monotonic()
+    controller.close(patience=0.05)
+    assert time.monotonic() - started < 1.5
+
+
+# --- roads --------------------------------------------------------------------------------------------------
+
+
+class FakePublisher:
+    """Publishes into a list; fails as often as told."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.failures = failures
+
+    def anchor(
+        self, version: Version, parent: Version | None, folder: Path | None, shards: Any, kind: Any
+    ) -> PublishReport:
+        assert folder is not None
+        assert folder.is_dir()
+        return self._report(kind, version)
+
+    def delta(self, version: Version, shards: Any) -> PublishReport:
+        return self._report("delta", version)
+
+    def _report(self, kind: Any, version: Version) -> PublishReport:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("disk full")
+        self.done.append((kind, version.step))
+        return PublishReport(version, kind, 5, 10, 0.1, anchor_due=version.step == 2)
+
+
+class FakeWeights:
+    def __init__(self, adapters: bool = False) -> None:
+        self.adapters = adapters
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+
+def _export(folder: Path) -> None:
+    folder.mkdir(parents=True)
+
+
+def road(
+    tmp_path: Path, publisher: FakePublisher, adapters: bool = False
+) -> tuple[SnapshotRoad, SilentController]:
+    controller = SilentController(WELCOME)
+    return SnapshotRoad(
+        publisher, FakeWeights(adapters), _export, tmp_path / "scratch", controller, 0
+    ), controller  # type: ignore[arg-type]
+
+
+def go(road: SnapshotRoad, *steps: int) -> None:
+    for step in steps:
+        road.settle()
+        road.publish(Version(0, step), road.anchor_due)
+    road.settle()
+
+
+def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path) -> None:
+    publisher = FakePublisher()
+    path, controller = road(tmp_path, publisher)
+    path.start(Version(0, 0), None)
+    go(path, 1, 2, 3, 4)
+    assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
+    assert [event.kind for event in controller.told if isinstance(event, Published)] == [
+        "full", "delta", "delta", "full", "delta",
+    ]  # fmt: skip
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_adapters_always_go_whole(tmp_path: Path) -> None:
+    publisher = FakePublisher()
+    path, _ = road(tmp_path, publisher, adapters=True)
+    path.start(Version(0, 0), None)
+    go(path, 1, 2)
+    assert publisher.done == [("lora", 0), ("lora", 1), ("lora", 2)]
+
+
+def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Path) -> None:
+    publisher = FakePublisher()
+    path, controller = road(tmp_path, publisher)
+    path.start(Version(0, 0), None)
+    publisher.failures = 1
+    go(path, 1, 2)
+    assert publisher.done == [("full", 0), ("full", 2)]
+    assert [event.version.step for event in controller.told if isinstance(event, Published)] == [0, 2]
+
+
+def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
+    path, _ = road(tmp_path, FakePublisher(failures=3))
+    with pytest.raises(StoreError, match="disk full"):
+        go(path, 1, 2, 3)
+
+
+def test_other_errors_of_a_publication_are_not_forgiven() -> None:
+    background = Background()
+    background.submit(Version(0, 1), lambda: [][1])
+    with pytest.raises(IndexError):
+        background.wait()

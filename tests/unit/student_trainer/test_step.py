@@ -1,0 +1,253 @@
+"""A whole step without DeepSpeed: any packing gives the same gradient; a student at its teacher stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from student_trainer.batch import collate
+from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.model import Student, check_head, head_shape
+from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, StudentTopK, TopK
+from student_trainer.objectives.registry import build, discount
+from student_trainer.ranks import Ranks
+from student_trainer.step import Aim, train_step
+from sync.errors import ConfigError, DataError
+from sync.wire import Rows, TrainBatch, Version, pack
+
+VOCAB, PADDED = 21, 24
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def student(seed: int, chunk: int = 64) -> Student:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
+    model = LlamaForCausalLM(config)
+    return Student(model, head_shape(config, VOCAB, 1.0), chunk)
+
+
+class PlainEngine:
+    """What DeepSpeed's engine does, in one process: adds gradients up to the boundary, then one SGD step."""
+
+    def __init__(self, student: Student, learning_rate: float) -> None:
+        self.student = student
+        self.gradients: list[torch.Tensor] = []
+        self._optimizer = torch.optim.SGD(student.parameters(), lr=learning_rate)
+        self.boundaries: list[bool] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.student(*arguments)
+
+    def set_gradient_accumulation_boundary(self, last: bool) -> None:
+        self.boundaries.append(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.gradients = [p.grad.clone() for p in self.student.parameters() if p.grad is not None]
+        self._optimizer.step()
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+    def get_global_grad_norm(self) -> float:
+        return float(torch.cat([g.flatten() for g in self.gradients]).norm())
+
+
+@torch.no_grad()
+def marked_rows(teacher: Student, indices: list[int], step: int = 3) -> Rows:
+    """Rollouts whose every mark is computed from `teacher` one row at a time, without any padding."""
+    prompts, completions, log_rows, hidden_rows = [], [], [], []
+    for index in indices:
+        g = np.random.default_rng(index)
+        prompt = g.integers(0, VOCAB, 2 + index % 3)
+        completion = g.integers(0, VOCAB, 1 + (3 * index) % 7)
+        tokens = torch.from_numpy(np.concatenate([prompt, completion]))[None]
+        hidden = teacher.model.model(input_ids=tokens).last_hidden_state[0, len(prompt) - 1 : -1]
+        log_rows.append((hidden @ teacher.head.weight.t())[:, :VOCAB].log_softmax(1))
+        hidden_rows.append(hidden)
+        prompts.append(prompt)
+        completions.append(completion)
+    logq_CV = torch.cat(log_rows)
+    token_C = torch.from_numpy(np.concatenate(completions))
+    best = logq_CV.topk(5, dim=1)
+    own = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, (len(token_C), 1))) % (VOCAB - 3)
+    own = own + torch.arange(3)
+    count = len(token_C)
+    flat = [part for pair in zip(prompts, completions, strict=True) for part in pair]
+    return Rows(
+        ids=[str(index) for index in indices],
+        tokens=pack(np.concatenate(flat).astype(np.int32)),
+        prompt_lens=pack(np.array([len(p) for p in prompts], np.int32)),
+        completion_lens=pack(np.array([len(c) for c in completions], np.int32)),
+        behavior_logprob=pack(np.full(count, -2.0, np.float32)),
+        token_step=pack(np.full(count, step - 1, np.int32)),
+        teacher=pack(np.zeros(len(indices), np.int32)),
+        teacher_logprob=pack(logq_CV.gather(1, token_C[:, None])[:, 0].numpy()),
+        teacher_topk_ids=pack(best.indices.numpy().astype(np.int32)),
+        teacher_topk_logprob=pack(best.values.numpy()),
+        teacher_hidden=pack(torch.cat(hidden_rows).numpy()),
+        truncated=pack(np.array([i % 2 for i in indices], np.uint8)),
+    )
+
+
+def own_topk(rows: Rows) -> Rows:
+    """The same rows with S sent as the student's top-k."""
+    import msgspec
+
+    moved = {
+        "student_topk_ids": rows.teacher_topk_ids,
+        "student_topk_teacher_logprob": rows.teacher_topk_logprob,
+        "teacher_topk_ids": None,
+        "teacher_topk_logprob": None,
+    }
+    return msgspec.structs.replace(rows, **moved)
+
+
+def aim(config: ObjectiveConfig, teacher: Student) -> Aim:
+    heads: tuple[HeadWeights, ...] = ()
+    if isinstance(config, Full):
+        heads = (HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
+    return Aim(build(config), discount(config), heads, VOCAB)
+
+
+def batch(parts: list[Rows]) -> TrainBatch:
+    tokens = sum(part.behavior_logprob.shape[0] for part in parts)
+    return TrainBatch(version=Version(0, 3), denominator=tokens, micro_batches=parts)
+
+
+OBJECTIVES = [Full(), Sampled(), Sampled(discount=0.9), TopK(k=5), TopK(k=5, discount=0.5)]
+
+
+@pytest.mark.parametrize("config", OBJECTIVES, ids=str)
+def test_packing_padding_and_chunks_do_not_change_the_gradient(config: ObjectiveConfig) -> None:
+    teacher, found, metrics = student(1), [], []
+    indices = [0, 1, 2, 3, 4, 5, 6, 7]
+    packings = [[indices], [[i] for i in indices], [indices[:1], indices[1:6], indices[6:]], [indices[::-1]]]
+    for packing in packings:
+        for chunk in (3, 64):
+            engine = PlainEngine(student(2, chunk), 0.1)
+            parts = [marked_rows(teacher, part) for part in packing]
+            metrics.append(train_step(engine, batch(parts), aim(config, teacher), ALONE))
+            assert engine.boundaries == [False] * (len(parts) - 1) + [True]
+            found.append(engine.gradients)
+    size = max(float(g.abs().max()) for g in found[0])
+    assert size > 1e-3
+    for gradients, other in zip(found[1:], metrics[1:], strict=True):
+        for one, two in zip(found[0], gradients, strict=True):
+            assert float((one - two).abs().max()) <= 1e-6 * max(1.0, size)
+        for name in ("loss", "reverse_kl", "student_entropy", "rho_mean", "tokens", "truncation_rate"):
+            assert other[name] == pytest.approx(metrics[0][name], rel=1e-5)
+
+
+def test_a_rank_without_rows_adds_nothing() -> None:
+    teacher = student(1)
+    rows, nothing = marked_rows(teacher, [1, 2]), marked_rows(teacher, [0])
+    empty = pack(np.zeros(0, np.int32)), pack(np.zeros(0, np.float32))
+    nothing = Rows([], empty[0], empty[0], empty[0], empty[1], empty[0], empty[0], empty[1])
+    found = []
+    for parts in ([rows], [rows, nothing]):
+        engine = PlainEngine(student(2), 0.1)
+        train_step(engine, batch(parts), aim(Sampled(), teacher), ALONE)
+        found.append(engine.gradients)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("config", [*OBJECTIVES, StudentTopK(k=5)], ids=str)
+def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config: ObjectiveConfig) -> None:
+    teacher = student(1)
+    rows = marked_rows(teacher, [0, 1, 2, 3, 4])
+    if isinstance(config, StudentTopK):
+        rows = own_topk(rows)
+    engine = PlainEngine(student(1), 0.1)
+    metrics = train_step(engine, batch([rows]), aim(config, teacher), ALONE)
+    assert abs(metrics["loss"]) < 1e-6
+    for before, after in zip(teacher.parameters(), engine.student.parameters(), strict=True):
+        assert float((after - before).norm().detach()) <= 1e-6 * float(before.norm().detach())
+
+
+def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> None:
+    teacher = student(1)
+    rows = marked_rows(teacher, list(range(8)))
+    hidden = np.frombuffer(rows.teacher_hidden.data, np.float32).reshape(rows.teacher_hidden.shape)
+    import msgspec
+
+    shifted = msgspec.structs.replace(rows, teacher_hidden=pack(np.roll(hidden, 1, axis=0)))
+    kl = []
+    for part in (rows, shifted):
+        metrics = train_step(PlainEngine(student(1), 0.0), batch([part]), aim(Full(), teacher), ALONE)
+        kl.append(metrics["reverse_kl"])
+    assert abs(kl[0]) < 1e-6
+    assert kl[1] > 1e-2
+
+
+def test_metrics_follow_from_the_rows() -> None:
+    teacher = student(1)
+    rows = marked_rows(teacher, [1, 2, 5])
+    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), aim(TopK(k=5), teacher), ALONE)
+    tokens = 4 + 7 + 2
+    assert metrics["tokens"] == tokens
+    assert metrics["rows"] == 3
+    assert metrics["truncation_rate"] == pytest.approx(2 / 3)
+    assert metrics["eos_rate"] == pytest.approx(1 / 3)
+    assert metrics["age_mean"] == metrics["age_max"] == 1
+    assert metrics["tokens_per_slot"] == pytest.approx(tokens / (3 * 11))
+    assert 0 < metrics["effective_sample_size"] < 1
+    assert 0 <= metrics["topk_overlap"] <= 1
+    assert "mismatch_kl" not in metrics
+
+
+def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
+    teacher = student(1)
+    rows = marked_rows(teacher, [1, 2, 5], step=4)
+    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), aim(Sampled(), teacher), ALONE)
+    assert metrics["mismatch_kl"] > 0
+    assert metrics["age_max"] == 0
+
+
+def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
+    import msgspec
+
+    rows = marked_rows(student(1), [1, 2])
+    with pytest.raises(DataError, match=r"tokenizer has 5 ids.*share one tokenizer"):
+        collate(rows, 3, 5)
+    with pytest.raises(DataError, match="per-token lengths"):
+        collate(msgspec.structs.replace(rows, teacher_logprob=pack(np.zeros(3, np.float32))), 3, VOCAB)
+    with pytest.raises(DataError, match="must add up"):
+        collate(msgspec.structs.replace(rows, tokens=pack(np.zeros(3, np.int32))), 3, VOCAB)
+    broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
+    with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
+        collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
+    with pytest.raises(DataError, match="both or neither"):
+        collate(msgspec.structs.replace(rows, teacher_topk_logprob=None), 3, VOCAB)
+    stranger = msgspec.structs.replace(rows, teacher=pack(np.array([0, 3], np.int32)))
+    with pytest.raises(DataError, match="scored by teacher 3, the trainer knows 1"):
+        train_step(PlainEngine(student(1), 0.1), batch([stranger]), aim(Full(), student(1)), ALONE)
+    with pytest.raises(DataError, match="at least one supervised token"):
+        nothing = TrainBatch(version=Version(0, 0), denominator=0, micro_batches=[])
+        train_step(PlainEngine(student(1), 0.1), nothing, aim(Sampled(), student(1)), ALONE)
+
+
+def test_our_head_is_checked_against_the_models_own() -> None:
+    good = student(1)
+    assert check_head(good, good, torch.device("cpu")) < 1e-5
+    wrong = student(1)
+    wrong.head.shape = HeadShape(VOCAB, soft_cap=1.0)
+    with pytest.raises(ConfigError, match="head differs from the model's own logits"):
+        check_head(wrong, wrong, torch.device("cpu"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    teacher = student(1)
+    broken = student(2)
+    with torch.no_grad():
+        broken.head.weight[0] = torch.nan
+    with pytest.raises(DataError, match="the loss of step 4 is nan"):
+        train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), aim(Full(), teacher), ALONE)

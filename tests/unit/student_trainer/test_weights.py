@@ -1,0 +1,90 @@
+"""What is published has the names, shapes and bits of the folder that is saved; whole models and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from student_trainer.config import LoRAConfig
+from student_trainer.engine import with_adapters
+from student_trainer.head import HeadShape
+from student_trainer.model import Student, check_head
+from student_trainer.ranks import Ranks
+from student_trainer.weights import Weights
+from sync.stores.memory import MemoryStore
+from sync.weights.checkpoint import bits, fingerprint, tensors
+from sync.weights.publish import Publisher
+from sync.wire import Version
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing to write."""
+
+
+def model(dtype: torch.dtype, tied: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size: dict[str, Any] = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "intermediate_size": 10,
+        "num_hidden_layers": 1,
+    }
+    config = LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    weights = Weights(Student(model(dtype, tied), HeadShape(11), 8), ALONE)
+    weights.save_folder(tmp_path / "out", NoTokenizer())
+    assert fingerprint(tmp_path / "out") == weights.fingerprint
+    saved, shards = bits(tensors(tmp_path / "out")), weights.snapshot()
+    assert saved.keys() == shards.keys() == weights.digests().keys()
+    assert ("lm_head.weight" in saved) is not tied
+    assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
+
+
+def test_a_snapshot_does_not_follow_the_weights() -> None:
+    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
+    shards = Weights(student, ALONE).snapshot()
+    before = {name: shard.copy() for name, shard in shards.items()}
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1.0)
+    assert all(np.array_equal(before[name], shards[name]) for name in shards)
+
+
+def test_ranks_share_a_tensor_without_gaps() -> None:
+    """Slices as ZeRO-3 cuts them: shards of one length, padded at the end."""
+    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
+    for parameter in student.parameters():
+        length = -(-parameter.numel() // 3)
+        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.zeros(length)  # type: ignore[attr-defined]
+    parts = [Weights(student, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
+    for pieces in zip(*parts, strict=True):
+        ends = [piece.start + piece.count for piece in pieces]
+        assert [piece.start for piece in pieces] == [0, *ends[:-1]]
+        assert ends[-1] == int(np.prod(pieces[0].shape))
+
+
+def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
+    wrapped = with_adapters(model(torch.bfloat16, tied=True), LoRAConfig(rank=2, alpha=4.0), 0)
+    student = Student(wrapped, HeadShape(11), 8)
+    assert check_head(student, student, torch.device("cpu")) < 0.1
+    weights = Weights(student, ALONE)
+    assert all("lora_" in name for name in weights.shapes)
+    weights.save_folder(tmp_path / "out", NoTokenizer())
+    assert (tmp_path / "out/adapter_config.json").is_file()
+    publisher = Publisher(MemoryStore(), "run", weights.fingerprint, weights.slices)
+    report = publisher.anchor(Version(0, 0), None, tmp_path / "out", weights.snapshot(), "lora")
+    assert report.kind == "lora"

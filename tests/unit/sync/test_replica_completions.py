@@ -1,0 +1,97 @@
+"""Engine outputs become wire messages; prompts that cannot be completed are named."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sync.errors import WireError
+from sync.replica.completions import (
+    Completion,
+    Limits,
+    generated,
+    parse_spans,
+    prompt_problem,
+    sampling_problem,
+)
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Version, VersionSpan, unpack
+
+LIMITS = Limits(vocab_size=10, max_length=5)
+
+
+def completion(length: int, k: int, reason: str | None = "length", versions=None) -> Completion:
+    columns = np.arange(length * (1 + k)).reshape(length, 1 + k)
+    return Completion(
+        token_ids=np.arange(length, dtype=np.int32),
+        logprob=-columns.astype(np.float32),
+        ids=columns.astype(np.int32),
+        versions=[("default", 0, length)] if versions is None else versions,
+        finish_reason=reason,
+    )
+
+
+def test_labels_of_versions_become_spans_and_the_engines_own_label_is_step_zero():
+    spans = parse_spans([("default", 0, 3), ("L002-v00000007", 3, 3), ("L002-v00000008", 3, 5)], 5)
+    assert spans == [VersionSpan(Version(0, 0), 0, 3), VersionSpan(Version(2, 8), 3, 5)]
+    assert parse_spans([], 0) == []
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [[], [("default", 0, 4)], [("default", 1, 5)], [("default", 0, 2), ("default", 3, 5)], [("new", 0, 5)]],
+)
+def test_spans_that_do_not_cover_every_token_once_are_refused(labels):
+    with pytest.raises(WireError):
+        parse_spans(labels, 5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [([], "no tokens"), ([10], "10"), ([3, -1], "-1"), ([1] * 5, "5 tokens"), ([0, 9, 1, 2], None)],
+)
+def test_prompts_that_cannot_be_completed_are_named(tokens, says):
+    problem = prompt_problem(GeneratePrompt("a", tokens), LIMITS)
+    assert problem is None if says is None else says in problem
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (Sampling(max_tokens=0), "max_tokens"),
+        (Sampling(max_tokens=1, temperature=0), "temperature"),
+        (Sampling(max_tokens=1, temperature=math.nan), "temperature"),
+        (Sampling(max_tokens=1, top_p=1.5), "top_p"),
+        (Sampling(max_tokens=1, student_topk=-1), "student_topk"),
+        (Sampling(max_tokens=1), None),
+    ],
+)
+def test_impossible_sampling_is_named(sampling, says):
+    problem = sampling_problem(sampling)
+    assert problem is None if says is None else says in problem
+
+
+def test_the_first_column_is_the_sampled_token_and_the_others_are_the_topk():
+    answer = generated("a", completion(3, 2), student_topk=2)
+    assert isinstance(answer, Generated)
+    assert unpack(answer.logprob).tolist() == [0, -3, -6]
+    assert unpack(answer.topk_ids).tolist() == [[1, 2], [4, 5], [7, 8]]
+    assert generated("a", completion(3, 0), student_topk=0).topk_ids is None
+
+
+def test_ids_without_probability_and_columns_beyond_the_vocabulary_are_minus_one():
+    found = completion(2, 2)
+    found.logprob[1, 2] = -np.inf
+    answer = generated("a", found, student_topk=4)
+    assert unpack(answer.topk_ids).tolist() == [[1, 2, -1, -1], [4, -1, -1, -1]]
+
+
+def test_an_aborted_completion_may_be_empty_and_nothing_else_may():
+    assert unpack(generated("a", completion(0, 2, "abort", []), 2).topk_ids).shape == (0, 2)
+    assert isinstance(generated("a", completion(0, 0, "stop", []), 0), GenerateFailed)
+
+
+@pytest.mark.parametrize("reason", [None, "error", "repetition"])
+def test_an_end_that_is_no_completion_is_a_failure_with_its_reason(reason):
+    answer = generated("a", completion(3, 0, reason), 0)
+    assert isinstance(answer, GenerateFailed)
+    assert repr(reason) in answer.error

@@ -1,0 +1,177 @@
+"""Engines over HTTP servers, against hand-written servers that answer from a table."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sync.errors import ConfigError, DataError, Unreachable
+from teacher_service.config import TeacherConfig
+from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.openai import CompletionsServer, connect
+from teacher_service.engines.table import TableEngine, random_table
+from teacher_service.engines.upstream import Upstream
+from teacher_service.engines.vllm import ByUrl
+
+V = 11
+TABLE = random_table(V)
+TRUTH = TableEngine(TABLE)
+CONFIG = TeacherConfig(path="m", engine="vllm", engine_url="http://teacher")
+ITEMS = [
+    Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
+    Item(np.array([10, 0], np.int32), 1, np.array([[7, 7]], np.int32)),
+]
+
+
+class Server:
+    """A vLLM server: prompt_logprobs up to `max_logprobs`, gathering and echo when told so."""
+
+    def __init__(self, max_logprobs: int = 8, gather: bool = True, echo: bool = False, tables: bool = True):
+        self.max_logprobs, self.gather, self.echo, self.tables = max_logprobs, gather, echo, tables
+        self.fail = 0
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.fail:
+            self.fail -= 1
+            return httpx.Response(503, text="loading")
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served", "max_model_len": 33}]})
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if request.url.path == "/v1/completions":
+            return self._completions(body)
+        return self._generate(body)
+
+    def _completions(self, body: dict[str, Any]) -> httpx.Response:
+        k = body.get("prompt_logprobs", -1)
+        if k > self.max_logprobs:
+            return httpx.Response(
+                400, json={"error": {"message": f"greater than max allowed: {self.max_logprobs}"}}
+            )
+        choices = [self._choice(i, ids, k) for i, ids in enumerate(body["prompt"])]
+        return httpx.Response(200, json={"choices": choices[::-1]})
+
+    def _choice(self, index: int, ids: list[int], k: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index}
+        if k >= 0 and self.tables:
+            choice["prompt_logprobs"] = [None, *(_table(a, b, k) for a, b in itertools.pairwise(ids))]
+        if self.echo:
+            values = [None, *(float(TABLE[a, b]) for a, b in itertools.pairwise(ids)), -0.5]
+            choice["logprobs"] = {"token_logprobs": values}
+        return choice
+
+    def _generate(self, body: dict[str, Any]) -> httpx.Response:
+        if not self.gather:
+            return httpx.Response(
+                400, json={"error": "prompt_logprob_token_ids requires the V2 model runner"}
+            )
+        asked = body["sampling_params"]
+        ids, start = body["token_ids"], asked["prompt_logprob_start"]
+        rows = [
+            [float("-inf") if v < 0 else TABLE[ids[start + i], v] for v in row]
+            for i, row in enumerate(asked["prompt_logprob_token_ids"])
+        ]
+        assert len(rows) == len(ids) - 1 - start
+        file = io.BytesIO()
+        np.save(file, np.array(rows, np.float32))
+        text = base64.b64encode(file.getvalue()).decode()
+        return httpx.Response(200, json={"prompt_token_id_logprobs": text})
+
+
+def _table(previous: int, token: int, k: int) -> dict[str, dict[str, float]]:
+    order = np.argsort(-TABLE[previous])
+    rank = {int(v): r + 1 for r, v in enumerate(order)}
+    return {
+        str(v): {"logprob": float(TABLE[previous, v]), "rank": rank[v]} for v in {token, *order[:k].tolist()}
+    }
+
+
+def upstream(handler: Callable[[httpx.Request], httpx.Response], patience: float = 0.3) -> Upstream:
+    return Upstream("http://teacher", patience=patience, transport=httpx.MockTransport(handler))
+
+
+def same(got: Marks, expected: Marks) -> None:
+    for name in Marks.__slots__:
+        one, other = getattr(got, name), getattr(expected, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            np.testing.assert_allclose(one, other, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(topk=3), Asked(topk=8, gather=2), Asked(gather=2)])
+def test_a_vllm_server_gives_the_tables_marks(asked: Asked) -> None:
+    engine = ByUrl(upstream(Server()), CONFIG, V)
+    same(engine.score(ITEMS, asked), TRUTH.score(ITEMS, asked))
+    assert engine.head() is None
+    engine.close()
+
+
+def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
+    full, old = (ByUrl(upstream(Server(n, gather)), CONFIG, V) for n, gather in ((8, True), (0, False)))
+    assert (full.facts.can, full.facts.max_topk, full.facts.max_length) == (
+        ("topk", "gather", "prompt"),
+        8,
+        32,
+    )
+    assert (old.facts.can, old.facts.max_topk) == (("prompt",), 0)
+
+
+def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
+    server = Server()
+    ByUrl(upstream(server), CONFIG, V).score(ITEMS, Asked())
+    assert server.bodies[-1] == {
+        "model": "served",
+        "prompt": [[1, 2, 3, 4], [10, 0]],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 0,
+    }
+
+
+@pytest.mark.parametrize("server", [Server(echo=True, tables=False), Server(echo=False), Server(echo=True)])
+def test_a_completions_server_gives_sampled_marks_in_either_dialect(server: Server) -> None:
+    engine = CompletionsServer(upstream(server), CONFIG, V)
+    same(engine.score(ITEMS, Asked()), TRUTH.score(ITEMS, Asked()))
+    assert engine.facts.can == ("prompt",)
+
+
+def test_a_server_without_prompt_logprobs_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="returns no log-probabilities of the prompt"):
+        CompletionsServer(upstream(Server(tables=False)), CONFIG, V)
+    with pytest.raises(ConfigError, match="needs engine_url"):
+        connect(TeacherConfig(path="m", engine="openai"), V)
+
+
+def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_gone() -> None:
+    server = Server()
+    engine = ByUrl(upstream(server, patience=5), CONFIG, V)
+    server.fail = 2
+    same(engine.score(ITEMS, Asked()), TRUTH.score(ITEMS, Asked()))
+    gone = upstream(lambda request: httpx.Response(503))
+    with pytest.raises(Unreachable, match="no answer"):
+        gone.get("/v1/models")
+
+
+def test_a_length_beyond_the_servers_is_refused() -> None:
+    config = CONFIG.model_copy(update={"max_length": 33})
+    with pytest.raises(ConfigError, match="max_length = 33, but the server takes 32"):
+        ByUrl(upstream(Server()), config, V)
+
+
+def test_answers_for_other_tokens_are_not_taken_for_marks() -> None:
+    def retokenised(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return Server()(request)
+        return httpx.Response(200, json={"choices": [{"index": 0, "prompt_logprobs": [None] * 9}]})
+
+    with pytest.raises(DataError, match="re-tokenises"):
+        ByUrl(upstream(retokenised), CONFIG, V)._completions(ITEMS[:1], 0)
