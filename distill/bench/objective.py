@@ -50,7 +50,7 @@ def run(
     """
     from distill.bench.objective_figure import draw
     from distill.bench.toy import open_world
-    from distill.run_folder import write_json
+    from distill.launch.run_folder import write_json
 
     _check(objectives, seeds, lags)
     world, name = open_world(models, held_out)
@@ -145,7 +145,7 @@ def _about(world: World, setup: Setup, seeds: int, lags: Sequence[int], target_k
     import torch
 
     from distill.bench.learning import evaluated
-    from distill.results import versions
+    from distill.report.results import versions
     from distill.tasks import spellings
 
     start, teacher = (evaluated(world, model, 0) for model in (world.student, world.teacher))

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.evaluation import LanguageModel, Limits, Sampled, sample
-from distill.models import load_model
-from distill.prompts import Prompt
+from distill.evaluate.evaluation import LanguageModel, Limits, Sampled, sample
+from distill.evaluate.models import load_model
+from distill.prompts.stream import Prompt
 from distill.tasks import Task, TaskPrompt, spellings
 from student_trainer.objectives.config import ObjectiveConfig
 from student_trainer.objectives.needs import needs

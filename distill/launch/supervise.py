@@ -22,18 +22,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from distill.launch.child import KILL_EVERYTHING
 from sync.errors import DistillError
 from sync.transport import Peer
 
 log = logging.getLogger(__name__)
 
 GUARDIAN = "distill.launch.child"
+GUARDIAN_SECONDS = 10.0
+"""Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 LONGEST_PAUSE_SECONDS = 30.0
-KILL_SECONDS = 3.0
-"""For a guardian to kill all that is below it."""
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
 
@@ -51,6 +50,8 @@ class ChildSpec:
     """Healthy when GET /health answers 200; None: see `joined`."""
     joined: Callable[[], bool] | None = None
     """For a child without a server: whether it has reported for work; None: healthy once it runs."""
+    prepare: Callable[[], None] = lambda: None
+    """Called before every start."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
@@ -83,6 +84,7 @@ class Child:
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
         self.phase = Phase.STARTING
+        self.spec.prepare()
         guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -112,12 +114,6 @@ class Child:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-
-    def kill(self) -> None:
-        """Have the guardian kill everything below it, other sessions too; it ends a moment later."""
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(KILL_EVERYTHING)
 
     def describe_end(self) -> str:
         """How it ended, with the last lines it wrote."""
@@ -193,22 +189,23 @@ class Supervisor:
         waits = [asyncio.create_task(c.process.wait()) for c in alive if c.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=max(0.0, grace))
-        late = [child for child in alive if child.status is None]
-        for child in late:
-            log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
-            child.kill()
-        if late:
-            await asyncio.wait(waits, timeout=KILL_SECONDS)
+        for child in alive:
+            if child.status is None:
+                log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
+        self.kill()
+        if waits:
+            await asyncio.wait(waits, timeout=GUARDIAN_SECONDS)
         for child in alive:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*waits)
         self._close()
 
     def kill(self) -> None:
-        """End every child now, without waiting."""
+        """Have the guardians kill all that is below them, now, without waiting."""
         for child in self.children.values():
             child.phase = Phase.ENDED
-            child.kill()
+        if self._write_end >= 0:
+            os.write(self._write_end, b"k")
 
     def _close(self) -> None:
         for end in (self._read_end, self._write_end):
