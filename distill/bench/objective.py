@@ -165,7 +165,7 @@ def _about(world: World, setup: Setup, seeds: int, lags: Sequence[int], target_k
     }
 
 
-def lines(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as a Markdown table, with what is needed to read it."""
     setup, start, teacher = report["setup"], report["student_at_start"], report["teacher"]
     head = [
@@ -179,7 +179,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         "| ms a step | teacher's B a token |",
         f"|{' --- |' * 9}",
     ]
-    return head + [_line(row) for row in report["rows"]]
+    return "\n".join(head + [_line(row) for row in report["rows"]])
 
 
 def _line(row: dict[str, Any]) -> str:
