@@ -344,6 +344,7 @@ class Controller:
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
+            stranded=self._changed.wake,
             start_seconds=self.config.run.start_seconds,
         )
         for name, engine in parts.replicas.items():
@@ -374,6 +375,8 @@ class Controller:
             published=self._published,
             saved=self._saved,
             opened=self._opened,
+            supervised=self.config.objective.max_supervised_tokens,
+            wants_broadcast=self.fleet.wants_broadcast,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

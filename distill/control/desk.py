@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class Desk:
-    """Bound to one controller. `changed` is woken by a new batch, a stop and an event.
+    """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
+    `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
 
     `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
     or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
@@ -57,17 +58,21 @@ class Desk:
         published: Callable[[Published], Audience | None],
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
+        supervised: int | None = None,
+        wants_broadcast: Callable[[], bool] = lambda: False,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
         self._books = books
         self._steps = steps
         self._micro_batch_tokens = micro_batch_tokens
         self._teachers = teachers
+        self._supervised = supervised
         self._changed = changed
         self._reported = reported
         self._published = published
         self._saved = saved
         self._opened = opened
+        self._wants_broadcast = wants_broadcast
         self._poll_seconds = poll_seconds
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
@@ -159,6 +164,8 @@ class Desk:
             if step <= self.ready and (step <= self._given or not self.withheld):
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
+            if self._wants_broadcast():
+                return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
                 return encode(Wait())
@@ -198,7 +205,13 @@ class Desk:
         version = Version(state.lineage, step)
         rollouts = self._books.rollouts(batch)
         return compose(
-            rollouts, version, self._world_size, self._micro_batch_tokens, self._teachers, state.step_of
+            rollouts,
+            version,
+            self._world_size,
+            self._micro_batch_tokens,
+            self._teachers,
+            state.step_of,
+            self._supervised,
         )
 
     async def event(self, event: Event) -> Ok | Audience:

@@ -102,6 +102,7 @@ def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
         store=config.weights.store,
         store_path=config.run_dir / "store",
         mirror=config.run_dir / "mirrors" / f"student-{index}",
+        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
         timeout_seconds=config.weights.timeout_seconds,
     )
 

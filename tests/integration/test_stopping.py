@@ -36,7 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "run.steps": STEPS,
         "run.grace_seconds": GRACE_SECONDS,
         "student.path": folder / "student",
-        "teachers.teacher.path": folder / "teacher",
+        "teachers.sorter.path": folder / "teacher",
         "rollout.batch": 32,
         "trainer.ranks": 1,
         "evaluation.prompts": 64,

@@ -79,6 +79,15 @@ def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
 
 
+def test_a_missing_model_folder_that_could_be_a_hub_id(
+    distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
+
+
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
@@ -210,6 +219,15 @@ def test_evaluation_needs_the_store(distill: Distill) -> None:
 
 def test_an_unknown_task(distill: Distill) -> None:
     assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
+
+
+@pytest.mark.parametrize("role", ["student", "teacher", "train"])
+def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, role: str) -> None:
+    missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.sorter")]
+    more = ("--controller", "http://127.0.0.1:1") if role == "train" else ()
+    assert f"{tmp_path / 'none'} does not exist: name a model folder" in distill(
+        *missing, name=role, more=more
+    )
 
 
 def test_control_names_what_is_not_joined(distill: Distill) -> None:

@@ -10,20 +10,24 @@ import itertools
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import student_trainer
+from student_trainer.ranks import Ranks
+from sync.wire import Rows, TrainBatch, Version, pack
 
 V = 6
 EXACT = 1e-12
 ORDER = ("objectives.terms", "objectives.importance", "objectives.sampled", "objectives.hybrid")
 ORDER += ("objectives.forward_topk", "objectives.full", "objectives.jsd", "objectives.skew", "objectives.sft")
-ORDER += ("objectives.diagnostics", "batch", "head")
+ORDER += ("objectives.mixture", "objectives.diagnostics", "batch", "head", "rewards")
 ROOT = Path(student_trainer.__file__).parent
 
 
@@ -250,6 +254,70 @@ def diagnostics_are_their_definitions(lib: Any) -> None:
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
 
 
+def a_mixture_is_its_two_terms(lib: Any) -> None:
+    """λ·∇KL − ∇E[R − b] for any μ; with a cap, what it leaves of each sampled token."""
+    rho, cap = (THETA.log_softmax(0) - STALE).exp(), 1.1
+    weights = torch.full((V,), 0.3, dtype=torch.float64)
+    for mixed in (None, cap):
+        loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=mixed)
+        mass = STALE.exp() * (rho if mixed is None else rho.clamp(max=mixed)) * FUTURE
+        task = mass - THETA.softmax(0) * mass.sum()
+        goal = targets(lib, TEACHER, STALE, [], coefficient_N=weights, advantage_N=FUTURE)
+        _, gradient, reverse = expected(loss, goal, STALE)
+        same(gradient, 0.3 * through_softmax(d_of()) - task)
+        same(reverse, kl_of())
+        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], advantage_N=FUTURE), STALE)
+        same(gradient, through_softmax(d_of()) - task)
+        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], coefficient_N=weights), STALE)
+        same(gradient, 0.3 * through_softmax(d_of()))
+
+
+def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
+    """Three rewards of mean 2 over 1 + 2 + 3 tokens, beside four tokens without one: N = 10, M = 6."""
+    nothing, i4, f4 = pack(np.zeros(0, "i4")), np.int32, np.float32
+    rows = [
+        Rows(["r"] * len(counts), nothing, nothing, pack(np.array(counts, i4)), nothing, nothing, nothing,
+             nothing, reward=None if reward is None else pack(np.array(reward, f4)))
+        for counts, reward in (([1, 2], [0.0, 5.0]), ([4], None), ([3], [1.0]))
+    ]  # fmt: skip
+    batch = TrainBatch(version=Version(0, 0), denominator=10, micro_batches=rows)
+    rewards = lib.rewards_of(batch, Ranks(0, 1, torch.device("cpu")))
+    assert (rewards.mean, rewards.tokens) == (2.0, 6.0)
+    same(lib.advantages(rows[0], rewards, 10), torch.tensor([-2.0, 3.0, 3.0]) * 10 / 6, 1e-6)
+    assert lib.advantages(rows[1], rewards, 10) is None
+    same(lib.advantages(rows[2], rewards, 10), -torch.ones(3) * 10 / 6, 1e-6)
+
+
+def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 5, generator=g), torch.randn(V, 5, generator=g)
+    teacher = torch.randn(7, V, generator=g).log_softmax(1)
+    token, whose = torch.arange(7) % V, torch.tensor([0, 2, 2, 0, 0, 2, 0])
+    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
+    head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
+    work = lib.Supervision(goal, whose, teacher, (head, head, head), 3)
+    logp = (hidden @ weight.t()).log_softmax(1)
+    kl = (logp.exp() * (logp - teacher)).sum(1)
+    for chunk in (2, 7):
+        _, stats = lib.chunked_loss(
+            hidden, lib.HeadWeights(weight, None, lib.HeadShape(V)), work, lib.full, chunk
+        )
+        wanted = [kl[whose == 0].sum(), 0.0, kl[whose == 2].sum(), 4.0, 0.0, 3.0]
+        same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
+
+
+def a_score_gap_shows_dense_marks_of_another_position(lib: Any) -> None:
+    live = THETA.log_softmax(0).expand(V, V)
+    sound = targets(lib, TEACHER, STALE, [0, 3, -1])
+    for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
+        sums = lib.diagnose(live, goal)
+        same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
+        assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
+        sent = lib.Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
+        gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
+        same(lib.diagnose(live, sent)["score_gap"], gap[list(asked)].sum())
+
+
 def a_chunked_head_is_a_whole_head(lib: Any) -> None:
     """Loss and gradients through every setting of the head, against plain autograd."""
     g = torch.Generator().manual_seed(0)
@@ -302,6 +370,10 @@ CHECKS = (
     sft_is_the_forward_kl_on_teacher_samples,
     a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
     the_gradient_depends_on_the_teacher,
+    a_mixture_is_its_two_terms,
+    rewards_are_centred_and_divided_by_their_own_tokens,
+    each_teachers_reverse_kl_is_summed_alone,
+    a_score_gap_shows_dense_marks_of_another_position,
     diagnostics_are_their_definitions,
     a_chunked_head_is_a_whole_head,
 )
@@ -418,6 +490,25 @@ MUTANTS = [
     ("objectives.skew", "logp_NV - logm_NV", "logm_NV - logp_NV"),
     ("objectives.sft", "targets.teacher_logp_N - at(", "at(logp_NV, targets.token_N) - 0 * at("),
     ("objectives.terms", "token_N.unsqueeze(1)).squeeze(1)", "token_N.roll(1).unsqueeze(1)).squeeze(1)"),
+    ("objectives.mixture", "targets.coefficient_N * loss_N", "loss_N"),
+    ("objectives.mixture", "loss_N - (weight_N", "loss_N + (weight_N"),
+    ("objectives.mixture", "(weight_N * targets.advantage_N)", "targets.advantage_N"),
+    ("objectives.mixture", "rho_cap, None)", "None, None)"),
+    ("objectives.mixture", "loss_N = loss_N - (weight", "loss_N = -(weight"),
+    ("rewards", "- rewards.mean)", ")"),
+    ("rewards", "* denominator / rewards.tokens", ""),
+    ("rewards", "total / rollouts", "total"),
+    ("rewards", "unpack(rows.completion_lens).sum()", "1"),
+    (
+        "objectives.diagnostics",
+        '"score_gap_tokens": hit_NK.sum()',
+        '"score_gap_tokens": 0 * hit_NK.sum() + 6',
+    ),
+    ("objectives.diagnostics", "torch.where(hit_NK, gap_NK, 0.0)", "gap_NK"),
+    ("objectives.diagnostics", "targets.token_N) - targets.teacher_logp_N)", "targets.token_N))"),
+    ("head", "torch.stack([kl_N, torch.ones_like(kl_N)])", "torch.stack([kl_N, kl_N])"),
+    ("head", "stats[RHO_MAX + 1 :] += value", "stats[RHO_MAX + 1 :] = value"),
+    ("head", "hidden, work.heads, work.teachers)", "hidden, work.heads, 0)"),
     ("objectives.diagnostics", "rho_N - 1.0 - ", "rho_N - 1.0 + "),
     ("objectives.diagnostics", '"rho_squared": rho_N.square()', '"rho_squared": rho_N'),
     ("objectives.diagnostics", '"student_entropy": -', '"student_entropy": '),
