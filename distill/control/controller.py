@@ -31,14 +31,7 @@ from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
 from sync.errors import ConfigError, DistillError, Overloaded
-from sync.wire import (
-    Audience,
-    CheckpointSaved,
-    Published,
-    StepReport,
-    TrainerWelcome,
-    unpack,
-)
+from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +239,6 @@ class Controller:
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
         self._rollbacks_left -= 1
-        self._guard.forget()
         set_back(back.to)
         self.desk.roll_back(back)
 
@@ -256,6 +248,7 @@ class Controller:
         self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
 
     def _opened(self, welcome: TrainerWelcome) -> None:
+        self._guard.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()

@@ -285,6 +285,7 @@ class _Launcher:
         )
 
     def _before_trainer(self) -> None:
+        self._joined = False
         for version in self._back_to:
             self._folder.set_back(version)
 
