@@ -224,3 +224,16 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     assert preflight.check(configure(models, **sections)).judge is not None
     with pytest.raises(ConfigError, match='prompts of type "jsonl" have no reward: take prompts of a task'):
         preflight.check(configure(models, prompts=jsonl, **sections))
+
+
+def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Path) -> None:
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    teachers = {"t": {"path": str(models / "teacher"), "follow_student_every": 4}}
+    sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
+    with pytest.raises(ConfigError, match='objective "full" keeps its head'):
+        preflight.check(configure(models, **sections))
+    sections["objective"] = {"type": "topk"}
+    assert preflight.check(configure(models, **sections)).held_out
+    off = {"evaluation": False, "weights": {"road": "broadcast"}}
+    with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
+        preflight.check(configure(models, **sections, **off))
