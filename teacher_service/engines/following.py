@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -51,7 +52,8 @@ class FollowingEngine:
     ) -> None:
         self._load, self._versions, self._every = load, versions, every
         self._engine, self._lock = load(None), threading.Lock()
-        self.facts = self._engine.facts
+        facts = self._engine.facts
+        self.facts = replace(facts, can=tuple(mark for mark in facts.can if mark != "hidden"))
         self.version: Version | None = None
         """What it serves; None: the folder of its configuration."""
         self._over = threading.Event()
