@@ -245,4 +245,4 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
     message = distill("objective.teacher_coefficients.math=2.0")
-    assert "objective.teacher_coefficients names math, the teachers are teacher: use their names" in message
+    assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
