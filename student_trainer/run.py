@@ -60,7 +60,7 @@ def run(config: TrainerConfig) -> None:
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
-    controller = HttpController(peer)
+    controller = HttpController(peer, config.trainer.init_timeout_seconds)
     welcome = introduce(controller, start, fingerprint, ranks)
     source = HttpSource(
         BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),

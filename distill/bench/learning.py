@@ -18,7 +18,7 @@ from distill.bench.toy import Delayed, World, Written, copy_of, mark, rows_of, w
 from distill.bench.trials import Point, Result, Setup, Trial
 from distill.evaluate.evaluation import LanguageModel, evaluate
 from student_trainer.batch import MicroBatch, collate
-from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.head import RHO_MAX, HeadShape, HeadWeights
 from student_trainer.model import Job, Student, head_shape
 from student_trainer.objectives.config import SFT, ObjectiveConfig
 from student_trainer.objectives.needs import needs, student_topk
@@ -67,8 +67,7 @@ class Learner:
         self._objective = build(objective)
         self.clock = Clock()
         self.steps = self.tokens = self.bytes = 0
-        self.effective_samples = 0.0
-        """Sum over steps of the effective sample size, as a share of the tokens."""
+        self._sums = dict.fromkeys(STATS, 0.0)
 
     def step(self) -> None:
         """Write, mark, train."""
@@ -107,8 +106,19 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        rho, squared = (float(stats[STATS.index(name)]) for name in ("rho", "rho_squared"))
-        self.effective_samples += rho**2 / (squared * micro.counts.tokens)
+        for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
+            self._sums[name] += value
+
+    @property
+    def effective_samples(self) -> float:
+        """Effective sample size of the importance weights, as a share of the tokens trained on."""
+        return self._sums["rho"] ** 2 / (self._sums["rho_squared"] * self.tokens)
+
+    @property
+    def support_mass(self) -> float | None:
+        """Mean mass that the student gave to the tokens of S; None: the objective has no S."""
+        tokens = self._sums["support_tokens"]
+        return self._sums["student_mass"] / tokens if tokens else None
 
     def _job(self, micro: MicroBatch) -> Job:
         heads: tuple[HeadWeights, ...] = ()
@@ -153,5 +163,6 @@ def learn(world: World, setup: Setup, trial: Trial, objective: ObjectiveConfig) 
         wall_seconds=wall,
         cpu_seconds=cpu,
         teacher_bytes=learner.bytes / learner.tokens,
-        effective_samples=learner.effective_samples / learner.steps,
+        effective_samples=learner.effective_samples,
+        support_mass=learner.support_mass,
     )

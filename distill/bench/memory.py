@@ -25,7 +25,7 @@ FULL_ARRAYS: Final = 6
 """[tokens, vocabulary] fp32 arrays that full logits may need at once, to judge what fits."""
 FREE_SHARE: Final = 0.35
 """Of the free memory that a measurement may take."""
-GOAL: Final = 0.15
+OBJECTIVES: Final = ("sampled", "topk", "full")
 
 Measure = Callable[[Case], Cost]
 
@@ -41,7 +41,7 @@ def in_child(case: Case) -> Cost:
 
 def run(
     folder: Path,
-    objectives: Sequence[str] = ("sampled", "topk", "full"),
+    objectives: Sequence[str] = OBJECTIVES,
     *,
     tokens: int = 8192,
     vocabulary: int = 151_936,
@@ -138,7 +138,7 @@ def _free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def lines(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
     mark = " *" if any(row["full_is_continued"] for row in report["rows"]) else ""
     head = [
@@ -155,7 +155,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"| {row['full_seconds']:.1f} | {row['time_ratio']:.2f}× |"
         for row in report["rows"]
     ]
-    return head + body + _footnote(report)
+    return "\n".join(head + body + _footnote(report))
 
 
 def _footnote(report: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distill.bench.toy import World
 
 log = logging.getLogger(__name__)
-FIRST_RATE, RATE_FACTOR, REACH = 1e-3, 2.0, 3
+FIRST_RATE, RATE_FACTOR, REACH = 5e-4, 2.0, 3
 """The ladder: FIRST_RATE · RATE_FACTOR^rung, |rung| <= REACH."""
 
 RunTrial = Callable[[Trial], Result]
@@ -35,10 +35,10 @@ def run(
     *,
     seeds: int = 3,
     lags: Sequence[int] = (0,),
-    tokens: int = 60_000,
-    target_kl: float = 0.5,
+    tokens: int = 50_000,
+    target_kl: float = 0.7,
     k: int = 64,
-    rows: int = 128,
+    rows: int = 64,
     held_out: int = 512,
     models: Path = Path(".cache"),
 ) -> dict[str, Any]:
@@ -126,6 +126,7 @@ def summary(results: Sequence[Result], target_kl: float) -> dict[str, Any]:
             part: spread([r.cpu_seconds[part] for r in results]).mean for part in results[0].cpu_seconds
         },
         "teacher_bytes_per_token": results[0].teacher_bytes,
+        "support_mass": results[0].support_mass,
         "effective_samples": spread([result.effective_samples for result in results]).mean,
         "curves": [[point._asdict() for point in result.points] for result in results],
     }
@@ -164,7 +165,7 @@ def _about(world: World, setup: Setup, seeds: int, lags: Sequence[int], target_k
     }
 
 
-def lines(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as a Markdown table, with what is needed to read it."""
     setup, start, teacher = report["setup"], report["student_at_start"], report["teacher"]
     head = [
@@ -178,7 +179,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         "| ms a step | teacher's B a token |",
         f"|{' --- |' * 9}",
     ]
-    return head + [_line(row) for row in report["rows"]]
+    return "\n".join(head + [_line(row) for row in report["rows"]])
 
 
 def _line(row: dict[str, Any]) -> str:

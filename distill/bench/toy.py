@@ -1,7 +1,7 @@
 """The parts of a distillation step in one process, each the pipeline's own: write, mark, rows of a batch.
 
-Completions come from `distill.evaluation.sample`, marks from the teacher service's transformers engine, and
-both become the wire arrays that a trainer rank is sent.
+Completions come from `distill.evaluate.evaluation.sample`, marks from the teacher service's transformers
+engine, and both become the wire arrays that a trainer rank is sent.
 
 Letters in shapes: B completions, T longest of them, C completion tokens, K ids per token, V vocabulary.
 """

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.report import read_lines
+from distill.report.picture import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ class Setup:
 
     models: str
     """Name of the folder of the made models: it changes with their recipe."""
-    tokens: int = 100_000
+    tokens: int = 50_000
     """Completion tokens that a student is trained on."""
-    rows: int = 128
+    rows: int = 64
     """Completions of one step."""
     k: int = 64
-    evaluations: int = 8
+    evaluations: int = 5
     """After the one at the start."""
     held_out: int = 512
     """Prompts of an evaluation."""
@@ -73,7 +73,9 @@ class Result:
     teacher_bytes: float
     """Per token, of the arrays that a teacher sends."""
     effective_samples: float
-    """Effective sample size of the importance weights as a share of the tokens, mean over steps."""
+    """Effective sample size of the importance weights, as a share of the tokens."""
+    support_mass: float | None
+    """Mean mass that the student gave to the k tokens; None: the objective has none."""
 
 
 class TrialFile:

@@ -17,7 +17,7 @@ import numpy as np
 from distill.control.desk import Desk
 from distill.control.replicas import Answer
 from distill.control.signals import Signal
-from sync.errors import RemoteError, Unreachable
+from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
     BatchRequest,
@@ -263,7 +263,12 @@ class MemoryTrainer:
         event = Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
         if self.broadcasts:
             event = msgspec.structs.replace(event, kind="broadcast", rendezvous="nowhere:1")
-        await self.desk.event(event)
+        while True:
+            try:
+                await self.desk.event(event)
+                return
+            except Overloaded:  # nobody listens to a broadcast yet
+                await asyncio.sleep(0.01)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version

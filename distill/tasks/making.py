@@ -20,6 +20,7 @@ from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model,
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, rows=64, rate=4e-3, muon=True, both_choices=True)
 STUDENT = Recipe(96, 2, 3, 1, 256, steps=240, rows=64, rate=4e-3, muon=False, both_choices=False)
@@ -31,20 +32,27 @@ def make_models(folder: Path, seed: int) -> Models:
     return made_once(folder / f"both_ends-{digest}", lambda unfinished: _make_pair(unfinished, seed))
 
 
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, no token before or after a text."""
+    return make_tokenizer(VOCABULARY, ".", EOS, PAD)
+
+
+def untaught(recipe: Recipe) -> Qwen3ForCausalLM:
+    """Random weights, fp32."""
+    return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
+
+
 def _make_pair(folder: Path, seed: int) -> None:
-    tokenizer = make_tokenizer(VOCABULARY, ".", EOS, PAD)
-    save_pair(folder, tokenizer, teacher=_taught(TEACHER, seed), student=_taught(STUDENT, seed))
+    teacher, student = _taught(TEACHER, seed), _taught(STUDENT, seed)
+    save_pair(folder, letter_tokenizer(), teacher=teacher, student=student)
 
 
 def _taught(recipe: Recipe, seed: int) -> Any:
-    def new() -> Any:
-        return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
-
     def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
         letters = both_ends.letters_at(step)
         return _loss(model, recipe, *both_ends.examples(rng, recipe.rows, letters))
 
-    return teach(recipe, seed, new, loss)
+    return teach(recipe, seed, lambda: untaught(recipe), loss)
 
 
 def _loss(

@@ -69,12 +69,12 @@ class Spellings:
 
     def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
         left = {character for character in prompt.text if character in LETTERS}
-        whole = len(left) + 1
-        for token in completion:
+        *letters, last = completion or [PAD_ID]
+        for token in letters:
             if letter_of(token) not in choices(left):
                 return False
-            left.discard(letter_of(token))
-        return len(completion) == whole
+            left.remove(letter_of(token))
+        return not left and last == EOS_ID
 
 
 def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=600, rows=64, rate=6e-3, muon=True, both_choices=True)
-STUDENT = Recipe(96, 2, 3, 1, 256, steps=400, rows=64, rate=4e-3, muon=True, both_choices=False)
+STUDENT = Recipe(96, 2, 3, 1, 256, steps=600, rows=64, rate=4e-3, muon=True, both_choices=False)
 TOKEN_PATTERN: Final = "[a-z][0-9]+|."
 RARE_SHARE: Final = 0.2
 """Of the teacher's lessons that are spelled evenly, so that it has seen every spelling."""
@@ -42,7 +42,7 @@ START_SHARES: Final = (0.9, 0.3, 0.3)
 
 
 def make_models(folder: Path, seed: int) -> Models:
-    """Teacher and student of `seed`, from `folder` when they were made before (80 s of one core else)."""
+    """Teacher and student of `seed`, from `folder` when they were made before (90 s of one core else)."""
     digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, spellings.__file__, both_ends.__file__))
     return made_once(folder / f"spellings-{digest}", lambda unfinished: _make_pair(unfinished, seed))
 

@@ -17,7 +17,7 @@ from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -28,8 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/ and teacher/ with random weights."""
     folder = tmp_path_factory.mktemp("models")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     return folder
 
 
@@ -241,3 +241,8 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
+
+
+def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
+    message = distill("objective.teacher_coefficients.math=2.0")
+    assert "objective.teacher_coefficients names math, the teachers are teacher: use their names" in message
