@@ -36,7 +36,7 @@ class Patient:
     """One run: `command` starts it, with --resume put behind it goes on."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, patience: float = 300.0) -> None:
-        """`patience`: seconds that anything waited for may take."""
+        """`patience`: seconds that anything waited for may take, and the longest between two steps."""
         self.run_dir = run_dir
         self._command, self._patience = list(command), patience
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -165,8 +165,10 @@ class Patient:
 
     def _ended(self) -> int:
         assert self._launcher is not None, "started before"
-        deadline = time.monotonic() + self._patience
+        step, deadline = self.step(), time.monotonic() + self._patience
         while self._launcher.poll() is None:
+            if (now := self.step()) != step:
+                step, deadline = now, time.monotonic() + self._patience
             if time.monotonic() > deadline:
                 raise DistillError(f"the run does not end; the end of {self._log}:\n{self._said()}")
             self._players()
