@@ -28,7 +28,7 @@ from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, publish, train
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
-from student_trainer.objectives.registry import build, discount
+from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
 from student_trainer.signals import StopSignals, die_with_parent
@@ -153,7 +153,16 @@ def step_function(
     heads: tuple[HeadWeights, ...] = ()
     if needs(config.objective).hidden:
         heads = tuple(teacher_head(controller.head(name), vocab, ranks.device) for name in welcome.teachers)
-    aim = Aim(build(config.objective), discount(config.objective), heads, vocab)
+    objective = config.objective
+    aim = Aim(
+        build(objective),
+        discount(objective),
+        heads,
+        vocab,
+        tuple(welcome.teachers),
+        coefficients(objective, welcome.teachers),
+        objective.task is not None,
+    )
     return lambda batch: train_step(loaded.engine, batch, aim, ranks)
 
 

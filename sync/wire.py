@@ -402,6 +402,9 @@ class TrainBatch(Message, frozen=True):
 class Wait(Message, frozen=True):
     """No batch yet; ask again."""
 
+    publish: bool = False
+    """First broadcast the current weights again: a replica waits for them."""
+
 
 class Stop(Message, frozen=True):
     """No more batches: save what is asked and leave."""

@@ -238,11 +238,12 @@ def export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
 ) -> None:
-    """Write a published version as a Hugging Face folder."""
+    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
     from distill.cli.sync import export_version
 
-    typer.echo(f"{export_version(run_dir, version, target)} is in {target}")
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
 
 
 @app.command()
@@ -317,8 +318,16 @@ def sync_ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
 
 
 @sync_app.command("verify")
-def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Read every version back as a replica would."""
+def sync_verify(
+    run_dir: RunDir,
+    engines: Annotated[bool, typer.Option("--engines", help="Prove it with two vLLM replicas")] = False,
+    versions: Annotated[int, typer.Option(help="Random versions of that proof", min=1)] = 50,
+    json_file: JsonFile = None,
+) -> None:
+    """Read every version back as a replica would; or prove with engines that random versions arrive whole."""
+    if engines:
+        _prove(run_dir, versions, json_file)
+        return
     from distill.cli.sync import verification
 
     found = []
@@ -329,6 +338,23 @@ def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
     broken = [one for one in found if one["problem"]]
     if broken:
         raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
+    import asyncio
+    import tempfile
+
+    from distill.loading import load_run_dir
+    from distill.proof import figures, lines, prove
+
+    student = load_run_dir(run_dir).student
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
+        proof = asyncio.run(prove(student, Path(work) / "work", versions))
+    for line in lines(proof):
+        typer.echo(line)
+    _write_json(json_file, figures(proof))
+    if not proof.holds:
+        raise DistillError("the weights did not arrive as they left: see above")
 
 
 @sync_app.command("gc")
@@ -352,9 +378,10 @@ def sync_export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
 ) -> None:
     """The same as `distill export`."""
-    export(run_dir, target, version)
+    export(run_dir, target, version, adapter)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The evaluator's own copy of the weights: any published version as a model folder."""
+"""The evaluator's own copy of the weights: any published version as a model or adapter folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FollowedStore:
         self._mirror = Mirror(config.run_dir / "mirrors" / "evaluator", store, config.run.name)
 
     def folder(self, version: Version) -> Path:
-        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
         if self._mirror.version != version:
             self._mirror.promote(self._mirror.stage(version))
         assert self._mirror.path is not None, "a version was promoted"

@@ -33,6 +33,7 @@ def check(config: RunConfig) -> PromptSplit:
     _check_tokenizers(config, tokenizer)
     split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
+    _check_reward(config, split)
     return split
 
 
@@ -121,6 +122,17 @@ def _check_combinations(config: RunConfig) -> None:
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
+    unknown = config.objective.teacher_coefficients.keys() - config.teachers.keys()
+    if unknown:
+        raise ConfigError(
+            f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
+            f"{', '.join(config.teachers)}: use their names"
+        )
+    if config.trainer.lora is not None and config.weights.road != "snapshot":
+        raise ConfigError(
+            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
+            'through a store: set weights.road = "snapshot"'
+        )
     for name, teacher in config.teachers.items():
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
@@ -129,6 +141,14 @@ def _check_combinations(config: RunConfig) -> None:
             )
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
+
+
+def _check_reward(config: RunConfig, split: PromptSplit) -> None:
+    if config.objective.task is not None and split.judge is None:
+        raise ConfigError(
+            f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
+            "take prompts of a task that judges completions, or leave objective.task out"
+        )
 
 
 def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:

@@ -56,5 +56,6 @@ async def _ask(
     try:
         await live.check_engines(config, split, engines, say)
     finally:
-        closing = [peer.aclose() for peer in (*teachers.values(), *replicas.values())]
+        closing = [teacher.aclose() for teacher in teachers.values()]
+        closing += [replica.aclose() for replica in replicas.values()]
         await asyncio.gather(*closing, *([evaluator.aclose()] if evaluator else []))

@@ -17,7 +17,7 @@ from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -28,8 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/ and teacher/ with random weights."""
     folder = tmp_path_factory.mktemp("models")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     return folder
 
 

@@ -253,6 +253,23 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         assert world.fleet.broadcast(broadcast(3)).world_size == 3
 
 
+async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
+    back = MemoryReplica()
+    world = World(a=MemoryReplica(), back=back)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.fleet.broadcast(broadcast(1))
+        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        assert not world.fleet.wants_broadcast()
+        back.die()
+        await world.until(lambda: world.serving() == ["a"])
+        back.revive()
+        await world.until(world.fleet.wants_broadcast)
+        assert world.fleet.broadcast(broadcast(1)).world_size == 2
+        await world.until(lambda: len(world.serving()) == 2)
+        assert not world.fleet.wants_broadcast()
+
+
 @pytest.mark.parametrize("planted", [False, True])
 async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
     class Altered(MemoryReplica):
