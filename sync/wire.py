@@ -386,6 +386,8 @@ class Rows(msgspec.Struct, frozen=True):
     """f4 [R]: the task's reward, None when the task has none"""
     truncated: Array | None = None
     """u1 [R]: 1 where the completion ended at the token limit"""
+    by_teacher: Array | None = None
+    """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
 
 
 class TrainBatch(Message, frozen=True):

@@ -44,7 +44,7 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     place = config.teachers[name]
     check_folder(place, f"teachers.{name}")
     host, port = _listen(place, index, f"teachers.{name}")
-    return roles.teacher_child(place, name, index, _role(config, f"teacher-{name}", place), host, port)
+    return roles.teacher_child(config, name, index, _role(config, f"teacher-{name}", place), host, port)
 
 
 def evaluator(config: RunConfig) -> ChildSpec:

@@ -134,6 +134,8 @@ def _check_combinations(config: RunConfig) -> None:
             'through a store: set weights.road = "snapshot"'
         )
     for name, teacher in config.teachers.items():
+        if teacher.follow_student_every is not None:
+            _check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
@@ -141,6 +143,20 @@ def _check_combinations(config: RunConfig) -> None:
             )
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
+
+
+def _check_following(config: RunConfig, name: str) -> None:
+    rules = {
+        f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
+        "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
+        f'objective "{config.objective.type}" keeps its head, which would go out of date': needs(
+            config.objective
+        ).hidden,
+    }
+    for reason in (reason for reason, broken in rules.items() if broken):
+        raise ConfigError(
+            f"teachers.{name}.follow_student_every is set and {reason}: change that, or leave it out"
+        )
 
 
 def _check_reward(config: RunConfig, split: PromptSplit) -> None:

@@ -57,6 +57,8 @@ class Targets:
     """λ·c of the token's teacher; None: 1"""
     advantage_N: Tensor | None = None
     """(R − b)·N/M of the token's rollout; None: no task reward"""
+    by_teacher_N: Tensor | None = None
+    """bool: the teacher wrote the token; None: the student wrote all"""
 
 
 Terms = tuple[Tensor, dict[str, Tensor]]

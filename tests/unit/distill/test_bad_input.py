@@ -241,3 +241,8 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
+
+
+def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
+    message = distill("objective.teacher_coefficients.math=2.0")
+    assert "objective.teacher_coefficients names math, the teachers are teacher: use their names" in message

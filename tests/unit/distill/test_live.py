@@ -12,7 +12,7 @@ import pytest
 from distill.config import RunConfig
 from distill.control.memory import MemoryReplica
 from distill.evaluate import service
-from distill.launch import live
+from distill.launch import live, preflight
 from distill.launch.probes import Finding
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
@@ -213,3 +213,27 @@ def test_the_longest_prompt_of_a_table_is_known_whatever_its_length(tmp_path: Pa
     path.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in rows))
     prompts = {"type": "jsonl", "path": str(path), "template": "plain"}
     assert longest_prompt(split_of(configure(models, prompts=prompts))) == 10
+
+
+def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc>"}\n' * 20)
+    jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
+    assert preflight.check(configure(models, **sections)).judge is not None
+    with pytest.raises(ConfigError, match='prompts of type "jsonl" have no reward: take prompts of a task'):
+        preflight.check(configure(models, prompts=jsonl, **sections))
+
+
+def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Path) -> None:
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    teachers = {"t": {"path": str(models / "teacher"), "follow_student_every": 4}}
+    sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
+    with pytest.raises(ConfigError, match='objective "full" keeps its head'):
+        preflight.check(configure(models, **sections))
+    sections["objective"] = {"type": "topk"}
+    assert preflight.check(configure(models, **sections)).held_out
+    off = {"evaluation": False, "weights": {"road": "broadcast"}}
+    with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
+        preflight.check(configure(models, **sections, **off))

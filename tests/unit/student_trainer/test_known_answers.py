@@ -304,6 +304,22 @@ def a_mixture_is_its_two_terms(lib: Any) -> None:
         same(gradient, 0.3 * through_softmax(d_of()))
 
 
+def tokens_of_the_teacher_are_learned_by_cross_entropy(lib: Any) -> None:
+    """With y ~ q in every row the divergence and the task have no say: the gradient is that of λ·KL(q‖p)."""
+    weights, every = torch.full((V,), 0.3, dtype=torch.float64), torch.ones(V, dtype=torch.bool)
+    loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=None)
+    more = {"coefficient_N": weights, "advantage_N": FUTURE}
+    _, gradient, _ = expected(loss, targets(lib, TEACHER, TEACHER, [], by_teacher_N=every, **more), TEACHER)
+    same(gradient, 0.3 * (THETA.softmax(0) - TEACHER.exp()))
+    one = every & (torch.arange(V) == 2)
+    mixed = expected(loss, targets(lib, TEACHER, STALE, [], by_teacher_N=one, **more), STALE)[1]
+    alone = expected(loss, targets(lib, TEACHER, STALE, [], **more), STALE)[1]
+    p, hot = THETA.softmax(0), one.double()
+    rho = (THETA.log_softmax(0) - STALE)[2].exp()
+    taken = (0.3 * rho * d_of()[2] - rho * FUTURE[2]) * (hot - p)
+    same(mixed - alone, STALE[2].exp() * (0.3 * (p - hot) - taken))
+
+
 def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
     """Three rewards of mean 2 over 1 + 2 + 3 tokens, beside four tokens without one: N = 10, M = 6."""
     nothing, i4, f4 = pack(np.zeros(0, "i4")), np.int32, np.float32
@@ -405,6 +421,7 @@ CHECKS = (
     a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
     the_gradient_depends_on_the_teacher,
     a_mixture_is_its_two_terms,
+    tokens_of_the_teacher_are_learned_by_cross_entropy,
     rewards_are_centred_and_divided_by_their_own_tokens,
     each_teachers_reverse_kl_is_summed_alone,
     a_score_gap_shows_dense_marks_of_another_position,
@@ -532,10 +549,12 @@ MUTANTS = [
     ("objectives.sft", "targets.teacher_logp_N - at(", "at(logp_NV, targets.token_N) - 0 * at("),
     ("objectives.terms", "token_N.unsqueeze(1)).squeeze(1)", "token_N.roll(1).unsqueeze(1)).squeeze(1)"),
     ("objectives.mixture", "targets.coefficient_N * loss_N", "loss_N"),
-    ("objectives.mixture", "loss_N - (weight_N", "loss_N + (weight_N"),
+    ("objectives.mixture", "loss_N - (task_N", "loss_N + (task_N"),
     ("objectives.mixture", "(weight_N * targets.advantage_N)", "targets.advantage_N"),
     ("objectives.mixture", "rho_cap, None)", "None, None)"),
-    ("objectives.mixture", "loss_N = loss_N - (weight", "loss_N = -(weight"),
+    ("objectives.mixture", "loss_N = loss_N - (task", "loss_N = -(task"),
+    ("objectives.mixture", "torch.where(written_N, 0.0, task_N)", "task_N"),
+    ("objectives.mixture", "torch.where(written_N, sft(", "torch.where(~written_N, sft("),
     ("rewards", "- rewards.mean)", ")"),
     ("rewards", "* denominator / rewards.tokens", ""),
     ("rewards", "total / rollouts", "total"),

@@ -11,7 +11,15 @@ import torch
 from student_trainer.batch import collate
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.model import Student, check_head, head_shape
-from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, StudentTopK, TaskReward, TopK
+from student_trainer.objectives.config import (
+    SFT,
+    Full,
+    ObjectiveConfig,
+    Sampled,
+    StudentTopK,
+    TaskReward,
+    TopK,
+)
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.step import Aim, train_step
@@ -319,6 +327,23 @@ def test_the_task_term_is_divided_by_the_tokens_of_rewarded_rollouts_alone() -> 
 def test_a_batch_without_rewards_is_refused_where_they_are_part_of_the_loss() -> None:
     with pytest.raises(DataError, match=r"0 rollouts with a reward.*leave it out"):
         gradients([marked_rows(student(1), [0])], Sampled(task=TaskReward()))
+
+
+def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
+    import msgspec
+
+    rows = msgspec.structs.replace(marked_rows(student(1), [0, 1, 2], step=4))
+    written = msgspec.structs.replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
+    mixed, metrics = gradients([written], Sampled())
+    alone, _ = gradients([rows], SFT())
+    assert difference(mixed, alone) <= 1e-7
+    assert "mismatch_kl" not in metrics  # its tokens were not sampled from the student, whatever their step
+    assert "mismatch_kl" in gradients([rows], Sampled())[1]
+    half = msgspec.structs.replace(rows, by_teacher=pack(np.array([1, 0, 1], np.uint8)))
+    assert collate(half, 3, VOCAB).targets.by_teacher_N is not None
+    assert collate(half, 3, VOCAB).targets.by_teacher_N.tolist() == [True] + [False] * 4 + [True] * 7
+    with pytest.raises(DataError, match="per-row lengths"):
+        collate(msgspec.structs.replace(rows, by_teacher=pack(np.ones(2, np.uint8))), 3, VOCAB)
 
 
 def test_a_teachers_coefficient_weighs_its_samples_and_its_figures_stand_alone() -> None:
