@@ -100,6 +100,7 @@ class _Launcher:
     ) -> None:
         self._config, self._folder, self._token = config, folder, token
         self._joined, self.stopped_by, self._split = False, "", split
+        self._stop_deadline = float("inf")
         self._back_to: list[Version | None] = []
         """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
@@ -167,11 +168,12 @@ class _Launcher:
             self._controller.trainer_left()
 
     async def _trainer_end(self) -> None:
-        """Give the trainer time to leave by itself, once it has said its last word."""
-        if TRAINER in self._supervisor.children:
+        """Give the trainer time to leave by itself, once it has said its last word; none before its first."""
+        if self._joined and TRAINER in self._supervisor.children:
             grace = self._config.run.grace_seconds * STOP_SHARE
+            left = max(0.0, min(grace, self._stop_deadline - time.monotonic()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._supervisor.ended(TRAINER), grace)
+                await asyncio.wait_for(self._supervisor.ended(TRAINER), left)
 
     async def _preflight(self) -> None:
         """Let training begin when the engines agree, and go on when the first step does too."""
@@ -223,7 +225,9 @@ class _Launcher:
             self.stopped_by = number.name
             self._display.say(f"{number.name}: finishing the step, saving a checkpoint (again: stop at once)")
             self._controller.request_stop(number.name)
-            loop.call_later(self._config.run.grace_seconds * STOP_SHARE, self._controller.trainer_left)
+            seconds = self._config.run.grace_seconds * STOP_SHARE
+            self._stop_deadline = time.monotonic() + seconds
+            loop.call_later(seconds, self._controller.trainer_left)
 
         for number in numbers:
             loop.add_signal_handler(number, stop, number)
