@@ -27,6 +27,7 @@ class RunConfigSection(Settings):
     steps: int = Field(ge=1)
     """Optimizer steps."""
     seed: int = 0
+    """Of prompts' order, sampling and training."""
     grace_seconds: float = Field(60.0, gt=0)
     """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
     start_seconds: float = Field(900.0, gt=0)
@@ -41,7 +42,9 @@ class StudentConfig(ModelSource, Placement):
     """[student]: the model, and the replicas that generate."""
 
     replicas: int = Field(1, ge=1)
+    """Servers started on this machine; with `urls`, theirs is the number."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the replicas' weights."""
     engine_args: dict[str, Any] = {}
     """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}."""
 
@@ -53,6 +56,7 @@ class TaskPrompts(Settings):
     task: str
     """Name of a module in distill.tasks, or "package.module"."""
     options: dict[str, Any] = {}
+    """What the task's constructor is given."""
 
 
 class JsonlPrompts(Settings):
@@ -60,6 +64,7 @@ class JsonlPrompts(Settings):
 
     type: Literal["jsonl"]
     path: Path
+    """The file."""
     field: str = "prompt"
     """A string, or a list of chat messages."""
     source_field: str | None = None
@@ -75,13 +80,21 @@ class DatasetPrompts(Settings):
 
     type: Literal["dataset"]
     path: str
+    """A Hub id, or a folder of Parquet, JSON, CSV or Arrow files."""
     name: str | None = None
+    """Configuration of the dataset; None: its only one."""
     split: str = "train"
+    """Such as "train" or "train[:10%]"."""
     revision: str | None = None
+    """Commit, tag or branch on the Hub."""
     field: str = "prompt"
+    """Column of the prompts: texts, or lists of chat messages."""
     source_field: str | None = None
+    """Column that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
+    """Column of reference answers; None: no task reward."""
     template: Literal["chat", "plain"] = "chat"
+    """chat: the student's chat template, applied once. plain: the text as it is."""
 
 
 PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
@@ -97,7 +110,9 @@ class RolloutConfig(Settings):
     max_tokens: int = Field(ge=1)
     """Longest completion."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling; the trainer's log-probabilities use the same."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1 only: a token that nucleus sampling cuts off has no log-probability to correct by."""
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)
@@ -121,6 +136,33 @@ class BufferConfig(Settings):
     """When the journal is forced to disk: every record, every batch handed out, or left to the system."""
 
 
+class GuardConfig(Settings):
+    """[guard]: what is not to be trained on, and which steps end the trust in the weights.
+
+    A step whose loss or gradient norm is not finite is never applied; it counts as a bad one.
+    """
+
+    max_reverse_kl: float | None = Field(None, gt=0)
+    """Highest reverse KL of a step, nats a token; None: no limit."""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Highest gradient norm, before clipping; None: no limit."""
+    min_entropy: float | None = Field(None, ge=0)
+    """Lowest student entropy, nats a token; None: no limit."""
+    max_truncation_rate: float | None = Field(None, ge=0, le=1)
+    """Largest share of a step's rollouts that were cut off at rollout.max_tokens; None: no limit."""
+    patience: int = Field(3, ge=1)
+    """Bad steps, one after the other, after which `action` is taken."""
+    action: Literal["hold", "rollback"] = "hold"
+    """hold: hand out no batch until the run is stopped. rollback: start the trainer again from the newest
+    checkpoint before the first bad step, without the rollouts of the bad ones; takes one of run.restarts."""
+    max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks after which the run is held instead."""
+    repeats: int | None = Field(None, ge=2)
+    """A completion that ends in so many copies of 1 to 8 tokens is quarantined; None: none is."""
+    quarantine_truncated: bool = False
+    """Quarantine completions that were cut off at rollout.max_tokens."""
+
+
 class EvaluationConfig(Settings):
     """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
 
@@ -129,13 +171,17 @@ class EvaluationConfig(Settings):
     prompts: int = Field(512, ge=1)
     """Held-out prompts, never trained on."""
     batch: int = Field(128, ge=1)
+    """Held-out prompts in one forward pass."""
     metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
     """Which one says what the best version is."""
     patience: int | None = Field(None, ge=1)
     """Evaluations without a better one after which the run stops; None: never early."""
     placement: Placement = Placement()
+    """Where the evaluator runs."""
     threads: int | None = Field(None, ge=1)
+    """torch's threads; None: its default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
 
 
 class PreflightConfig(Settings):
@@ -158,9 +204,13 @@ class TrackingConfig(Settings):
     """[tracking]: where metrics go besides metrics.jsonl."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
+    """offline: kept in the run's folder, for `wandb sync`."""
     project: str = "onpolicy-distill"
+    """Of the wandb run."""
     entity: str | None = None
+    """User or team on wandb; None: its default."""
     tags: list[str] = []
+    """Of the wandb run."""
 
 
 class ControllerConfig(Settings):
@@ -180,18 +230,33 @@ class RunConfig(Settings):
     """A whole run."""
 
     run: RunConfigSection
+    """Name, length and end of the run."""
     student: StudentConfig
+    """The model that learns, and who generates with it."""
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    """Who marks, by name."""
     prompts: PromptsConfig
+    """What the student is asked."""
     rollout: RolloutConfig
+    """How the student writes."""
     buffer: BufferConfig = BufferConfig()
+    """What may be trained on."""
     objective: ObjectiveConfig = Full()
+    """What is optimised."""
+    guard: GuardConfig = GuardConfig()
+    """What is not trusted."""
     trainer: TrainerSettings
+    """Who trains."""
     weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the replicas."""
     evaluation: EvaluationConfig | None = EvaluationConfig()
+    """Held-out marks; `evaluation = false`: none."""
     preflight: PreflightConfig = PreflightConfig()
+    """What the engines must agree in."""
     tracking: TrackingConfig = TrackingConfig()
+    """Where metrics go."""
     controller: ControllerConfig = ControllerConfig()
+    """The server between all of them."""
 
     @property
     def run_dir(self) -> Path:

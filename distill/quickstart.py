@@ -25,19 +25,24 @@ CONFIG = Path("configs/quickstart.toml")
 
 def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
-    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
-        models = make_models(CACHE, seed)
+        path, ours = source(seed)
     seconds = time.monotonic() - began
-    ours = [
+    return load(path, [*ours, *overrides]), seconds
+
+
+def source(seed: int) -> tuple[Path, list[str]]:
+    """The quickstart's file, and what goes over it: the models made for `seed`, which are made if need be."""
+    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
+    models = make_models(CACHE, seed)
+    return path, [
         f"run.seed={seed}",
         f"run.name=quickstart-{seed}",
         f"student.path={models.student}",
-        f"teachers.teacher.path={models.teacher}",
+        f"teachers.sorter.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
-    return load(path, [*ours, *overrides]), seconds
 
 
 def make_models(folder: Path, seed: int) -> Models:

@@ -16,9 +16,13 @@ class LoRAConfig(Settings):
     """Train adapters only, and send adapters only."""
 
     rank: int = Field(32, ge=1)
+    """Of the adapters' matrices."""
     alpha: float = Field(64.0, gt=0)
+    """The adapters' product is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the adapters' inputs set to zero in training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get an adapter."""
 
 
 class TrainerSettings(Settings):
@@ -49,27 +53,37 @@ class TrainerSettings(Settings):
     checkpoint_every: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: only when the run ends or is stopped."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
     lora: LoRAConfig | None = None
     """None: full fine-tuning."""
     threads: int | None = Field(None, ge=1)
     """torch's threads per rank; None: its default."""
     init_timeout_seconds: float = Field(600.0, gt=0)
-    """Time the ranks have to find each other."""
+    """Time the ranks have to find each other, and rank 0 the controller."""
 
 
 class TrainerConfig(Settings):
     """Everything a rank is started with: roles/trainer.json in the run's folder."""
 
     run: str
+    """Name of the run."""
     run_dir: Path
+    """Its folder, shared by all ranks."""
     controller_url: str
+    """Where batches are asked for."""
     student: ModelSource
+    """What training starts from."""
     objective: ObjectiveConfig = Full()
+    """What is optimised."""
     trainer: TrainerSettings
+    """The user's settings."""
     weights: WeightsConfig = WeightsConfig()
+    """How new versions are published."""
     steps: int = Field(ge=1)
+    """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)
     """Of the rollouts: the trainer's log-probabilities use the same."""
     seed: int = 0
+    """Of dropout and adapters."""
     checkpoint: str | None = None
     """Checkpoint to start from, such as "L000-v00000012"; None: what `latest` names, if anything."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Final, Protocol
 
 from sync.transport import BlockingPeer
 from sync.wire import Audience, Head, Message, Ok, Published, TrainerHello, TrainerWelcome
 
 log = logging.getLogger(__name__)
+_AUDIENCE_SECONDS: Final = 3600.0
+"""A broadcast waits so long for replicas that are still starting."""
 
 
 class Controller(Protocol):
@@ -38,14 +40,15 @@ class Controller(Protocol):
 class HttpController:
     """The controller over HTTP. `tell` may be called from any thread."""
 
-    def __init__(self, peer: BlockingPeer) -> None:
-        self._peer = peer
+    def __init__(self, peer: BlockingPeer, start_seconds: float | None = None) -> None:
+        """`start_seconds`: how long the first word waits for a controller that starts later; None: as any."""
+        self._peer, self._start_seconds = peer, start_seconds
         self._thread = ThreadPoolExecutor(1, "events")
         self._lock = threading.Lock()
         self._sent: list[Future[Ok]] = []
 
     def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        return self._peer.call("/v1/hello", hello, TrainerWelcome)
+        return self._peer.call("/v1/hello", hello, TrainerWelcome, self._start_seconds)
 
     def tell(self, event: Message) -> None:
         with self._lock:
@@ -56,7 +59,7 @@ class HttpController:
             self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
 
     def audience(self, published: Published) -> Audience:
-        return self._peer.call("/v1/event", published, Audience)
+        return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)
 
     def head(self, teacher: str) -> Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)

@@ -33,9 +33,10 @@ class Outcome(IntEnum):
 
     BATCH = 0
     WAIT = 1
-    STOP = 2
-    STOP_AND_CHECKPOINT = 3
-    INTERRUPTED = 4
+    PUBLISH = 2
+    STOP = 3
+    STOP_AND_CHECKPOINT = 4
+    INTERRUPTED = 5
 
 
 @dataclass
@@ -89,7 +90,10 @@ def train(trainer: Trainer) -> Outcome:
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
-    """The next batch, once every rank has its share of it; None: all stop. Collective."""
+    """The next batch, once every rank has its share of it; None: all stop. Collective.
+
+    A rank that has its share keeps it while the others wait, or all publish what they hold once more.
+    """
     answer: TrainBatch | Wait | Stop = Wait()
     while True:
         if isinstance(answer, Wait):
@@ -100,7 +104,9 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
             assert isinstance(answer, TrainBatch)
             check_version(answer, trainer.version)
             return outcome, answer
-        if outcome is not Outcome.WAIT:
+        if outcome is Outcome.PUBLISH:
+            publish(trainer)
+        elif outcome is not Outcome.WAIT:
             log.info("stopping at %s: %s", trainer.version, outcome.name.lower().replace("_", " "))
             return outcome, None
 
@@ -111,7 +117,9 @@ def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
         return Outcome.INTERRUPTED
     if isinstance(answer, Stop):
         return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
-    return Outcome.WAIT if isinstance(answer, Wait) else Outcome.BATCH
+    if isinstance(answer, Wait):
+        return Outcome.PUBLISH if answer.publish else Outcome.WAIT
+    return Outcome.BATCH
 
 
 def check_version(batch: TrainBatch, version: Version) -> None:

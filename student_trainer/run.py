@@ -60,7 +60,7 @@ def run(config: TrainerConfig) -> None:
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
-    controller = HttpController(peer)
+    controller = HttpController(peer, config.trainer.init_timeout_seconds)
     welcome = introduce(controller, start, fingerprint, ranks)
     source = HttpSource(
         BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
@@ -98,6 +98,8 @@ def join(config: TrainerConfig) -> Ranks:
 
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")

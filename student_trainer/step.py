@@ -44,6 +44,7 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
     averages gradients over the ranks, hence the factor. A rank without rows runs a forward pass of no weight.
+    DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
     if batch.denominator < 1 or not batch.micro_batches:
         raise DataError(
@@ -65,12 +66,14 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
     metrics = summarise(stats, counts, batch.denominator, ranks, aim.teachers)
     if rewards is not None:
         metrics["reward_mean"] = rewards.mean
-    if not math.isfinite(metrics["loss"]):
+    applied = bool(engine.was_step_applied())
+    if applied and not math.isfinite(metrics["loss"]):
         raise DataError(
-            f"the loss of step {batch.version.step + 1} is {metrics['loss']}: the weights are lost, "
-            "go on from a checkpoint with a lower learning rate"
+            f"the loss of step {batch.version.step + 1} is {metrics['loss']} and its update was applied: the "
+            "weights are lost, go on from a checkpoint with a lower learning rate"
         )
-    return metrics | {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
+    norm = {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
+    return metrics | norm | {"skipped": float(not applied)}
 
 
 def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, denominator: int) -> MicroBatch:

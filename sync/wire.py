@@ -173,7 +173,7 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
     address: str
     """"host:port" of the TCP store that the trainer serves."""
     group: str
-    """Name of the group's keys in that store; a new one whenever the members change."""
+    """Name of the group's keys in that store; a new one for every broadcast."""
     rank: int
     """1 … world_size - 1."""
     world_size: int
@@ -403,6 +403,9 @@ class TrainBatch(Message, frozen=True):
 
 class Wait(Message, frozen=True):
     """No batch yet; ask again."""
+
+    publish: bool = False
+    """First broadcast the current weights again: a replica waits for them."""
 
 
 class Stop(Message, frozen=True):

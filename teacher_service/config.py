@@ -18,8 +18,11 @@ class TeacherConfig(ModelSource, Placement):
     engine_url: str | None = None
     """For engines "vllm" and "openai": a server that runs already; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
+    """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the weights; auto: as they are stored."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     max_length: int | None = Field(None, ge=2)

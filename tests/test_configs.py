@@ -1,16 +1,29 @@
-"""Every configuration in the tree can be loaded, and opens with the command that runs it."""
+"""Every configuration and every example in the tree can be used; every field says what it is."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+import yaml
 
+from distill.cli.main import app
+from distill.config import RunConfig
+from distill.launch.alone import check_all_joined
 from distill.loading import load
+from student_trainer.config import TrainerConfig
+from sync.replica.config import ReplicaConfig
+from sync.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+EXAMPLES = ROOT / "configs/examples"
+ROLES = ["control", "evaluator", "student", "student", "teacher", "train"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -29,3 +42,93 @@ def test_a_configuration_opens_with_its_command(path: Path) -> None:
 
 def test_there_are_configurations() -> None:
     assert len(CONFIGS) >= 6
+
+
+# --- fields -------------------------------------------------------------------------------------------------
+
+
+def settings_classes(base: type[Settings] = Settings) -> Iterator[type[Settings]]:
+    for one in base.__subclasses__():
+        yield one
+        yield from settings_classes(one)
+
+
+def test_every_field_of_every_section_says_what_it_is() -> None:
+    classes = set(settings_classes())
+    assert {RunConfig, TrainerConfig, ReplicaConfig} <= classes
+    silent = [
+        f"{one.__name__}.{name}"
+        for one in classes
+        for name, field in one.model_fields.items()
+        if name != "type" and not field.description
+    ]
+    assert sorted(silent) == []
+
+
+# --- examples -----------------------------------------------------------------------------------------------
+
+
+def check_command(words: list[str]) -> tuple[str, RunConfig]:
+    """The subcommand, and the configuration that it loads with its overrides; unknown options are errors."""
+    program, name, *rest = words
+    assert program == "distill"
+    group = typer.main.get_command(app)
+    options = group.commands[name].make_context(name, rest).params  # type: ignore[attr-defined]
+    assert name != "train" or options["controller"].startswith("http://")
+    return name, load(options["config"], options["overrides"])
+
+
+def test_the_slurm_example_starts_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script itself runs, with a scheduler that only notes what it is asked to start."""
+    monkeypatch.chdir(ROOT)
+    notes, programs = tmp_path / "notes", tmp_path / "bin"
+    programs.mkdir()
+    notes.mkdir()
+    fakes = {
+        "scontrol": "printf 'node%s\\n' 0 1 2 3 4",
+        "srun": f"while [ $1 != distill ]; do shift; done; printf '%s\\0' \"$@\" > {notes}/$$",
+    }
+    for name, body in fakes.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[0-4]"}
+    environment |= {"RUNS": str(tmp_path / "runs")}
+    (tmp_path / "runs/each-role-alone/journal").mkdir(parents=True)
+    script = ["bash", str(EXAMPLES / "slurm.sbatch")]
+    subprocess.run(script, env=environment, check=True, timeout=60, capture_output=True)
+    started = [path.read_text().split("\0")[:-1] for path in notes.iterdir()]
+    checked = [check_command(words) for words in started]
+    assert sorted(name for name, _ in checked) == ROLES
+    for _, config in checked:
+        check_all_joined(config)
+        assert config.student.urls == ["http://node0:8100", "http://node1:8101"]
+        assert config.run.folder == tmp_path / "runs"
+    (control,) = (words for words in started if words[1] == "control")
+    assert "--resume" in control
+
+
+def test_the_kubernetes_example_starts_every_role(tmp_path: Path) -> None:
+    """Its commands are the command line's, and every address of the configuration is a service of it."""
+    documents = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+    files = {"/config/run.toml": str(EXAMPLES / "each_role_alone.toml"), "$(INDEX)": "1"}
+    started, config = [], None
+    for document in documents:
+        if document["kind"] not in ("StatefulSet", "Deployment", "Job"):
+            continue
+        pod = document["spec"]["template"]["spec"]
+        mounted = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            words = [files.get(word, word) for word in [*container["command"], *container["args"]]]
+            name, config = check_command(words)
+            started += [name] * document["spec"].get("replicas", 1)
+            assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
+            assert "DISTILL_TOKEN" in [variable["name"] for variable in container["env"]]
+    assert sorted(started) == ROLES
+    assert config is not None
+    check_all_joined(config)
+    services = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "Service"}
+    assert services.keys() == {"student", "teacher", "evaluator", "controller"}
+    ports = {"teacher": config.teachers["teacher"].port, "controller": config.controller.port}
+    for name, port in ports.items():
+        assert services[name]["ports"] == [{"port": port}]
+    assert config.student.urls == ["http://student-0.student:8100", "http://student-1.student:8101"]

@@ -126,7 +126,8 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
         table.add_row(*row)
-    console.print(table)
+    if table.rows:
+        console.print(table)
     console.print(f"model   {summary['model']}", soft_wrap=True, highlight=False)
     console.print(f"picture {config.run_dir / 'report.png'}", soft_wrap=True, highlight=False)
     console.print(f"figures {config.run_dir / 'summary.json'}", soft_wrap=True, highlight=False)
@@ -237,11 +238,12 @@ def export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
 ) -> None:
-    """Write a published version as a Hugging Face folder."""
+    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
     from distill.cli.sync import export_version
 
-    typer.echo(f"{export_version(run_dir, version, target)} is in {target}")
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
 
 
 @app.command()
@@ -266,6 +268,24 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     _write_json(json_file, figures)
     if not found.ok:
         raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+
+
+@app.command()
+def chaos(
+    overrides: Overrides,
+    config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Deaths, all kinds together")] = 10,
+    seed: Annotated[int, typer.Option(help="Of who is killed and when")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill the processes of a real run at random moments, and audit what came of it."""
+    from distill.bench import chaos as bench
+
+    figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
+    typer.echo(bench.table(figures))
+    _write_json(json_file, figures)
+    if not bench.holds(figures):
+        raise DistillError("a guarantee was broken: see the lines above")
 
 
 @app.command()
@@ -298,8 +318,16 @@ def sync_ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
 
 
 @sync_app.command("verify")
-def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Read every version back as a replica would."""
+def sync_verify(
+    run_dir: RunDir,
+    engines: Annotated[bool, typer.Option("--engines", help="Prove it with two vLLM replicas")] = False,
+    versions: Annotated[int, typer.Option(help="Random versions of that proof", min=1)] = 50,
+    json_file: JsonFile = None,
+) -> None:
+    """Read every version back as a replica would; or prove with engines that random versions arrive whole."""
+    if engines:
+        _prove(run_dir, versions, json_file)
+        return
     from distill.cli.sync import verification
 
     found = []
@@ -310,6 +338,23 @@ def sync_verify(run_dir: RunDir, json_file: JsonFile = None) -> None:
     broken = [one for one in found if one["problem"]]
     if broken:
         raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
+    import asyncio
+    import tempfile
+
+    from distill.loading import load_run_dir
+    from distill.proof import figures, lines, prove
+
+    student = load_run_dir(run_dir).student
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
+        proof = asyncio.run(prove(student, Path(work) / "work", versions))
+    for line in lines(proof):
+        typer.echo(line)
+    _write_json(json_file, figures(proof))
+    if not proof.holds:
+        raise DistillError("the weights did not arrive as they left: see above")
 
 
 @sync_app.command("gc")
@@ -333,9 +378,10 @@ def sync_export(
     run_dir: RunDir,
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
 ) -> None:
     """The same as `distill export`."""
-    export(run_dir, target, version)
+    export(run_dir, target, version, adapter)
 
 
 if __name__ == "__main__":

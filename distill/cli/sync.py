@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from distill.loading import load_run_dir
 from sync.errors import SnapshotError
 from sync.stores import Store, open_store
 from sync.weights import admin
-from sync.weights.manifest import read_latest
+from sync.weights.manifest import read_latest, read_manifest
 from sync.wire import Version
 
 
@@ -43,14 +44,28 @@ def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, 
     return _plain(asdict(done))
 
 
-def export_version(run_dir: Path, version: str, target: Path) -> Version:
-    """Write `version` ("": the newest) as a model folder; the version that it was."""
+def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
+    """Write `version` ("": the newest) as a model folder; the version that it was.
+
+    A version that is an adapter is merged into the student that the run started from, unless `adapter`.
+    """
     config = load_run_dir(run_dir)
     store = store_of(config)
     wanted = Version.parse(version) if version else read_latest(store, config.run.name)
     if wanted is None:
         raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
-    admin.export(store, config.run.name, wanted, target)
+    if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
+        admin.export(store, config.run.name, wanted, target)
+        return wanted
+    if target.exists():
+        raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
+    from distill.adapters import write_merged
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
+        admin.export(store, config.run.name, wanted, Path(work) / "adapter")
+        write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
+        (Path(work) / "model").rename(target)
     return wanted
 
 

@@ -21,24 +21,21 @@ from distill.control.books import Books
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
-from distill.control.parts import Hooks, Parts
-from distill.control.records import Rollout, VersionApplied
+from distill.control.guard import Guard, retreat, unfit
+from distill.control.parts import Hooks, Parts, Quarantined
+from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import summarise, token_shares
+from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError
-from sync.wire import (
-    Audience,
-    CheckpointSaved,
-    Published,
-    StepReport,
-    TrainerWelcome,
-)
+from sync.errors import ConfigError, DistillError, Overloaded
+from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
+
+BROADCAST_RETRY_SECONDS = 0.5
 
 
 class Controller:
@@ -80,7 +77,10 @@ class Controller:
             self.scoring.put,
             self.timeline,
             parts.student_topk,
+            unfit=lambda answer: unfit(answer, config.guard),
+            put_aside=self._put_aside,
         )
+        self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
@@ -129,18 +129,20 @@ class Controller:
 
     async def run(self) -> dict[str, Any]:
         """Until the trainer has left; the controller's part of summary.json. Errors of a part are raised."""
-        async with serving(self._app, self._socket):
-            workers = [asyncio.create_task(part) for part in self._parts()]
-            try:
-                await self._first_of(workers)
-                self.feeder.held = True
-                await self._conclude()
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                await self.books.journal.commit(durable=True)
-                self.books.journal.close()
+        try:
+            async with serving(self._app, self._socket):
+                workers = [asyncio.create_task(part) for part in self._parts()]
+                try:
+                    await self._first_of(workers)
+                    self.feeder.held = True
+                    await self._conclude()
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+        finally:
+            await self.books.journal.commit(durable=True)
+            self.books.journal.close()
         return self.summary()
 
     def close(self) -> None:
@@ -216,11 +218,29 @@ class Controller:
         self._changed.wake()
 
     def _refused(self, finished: Finished, problem: str) -> None:
-        prompt = finished.asked.prompt.id
-        logger.warning("rollout %s cannot be marked: %s", prompt, problem)
-        self.books.drop([prompt], "teacher_refused", problem, finished.answer.token_ids.shape[0])
+        self._put_aside(finished, "teacher_refused", problem)
+
+    def _put_aside(self, finished: Finished, reason: DropReason, detail: str) -> None:
+        prompt, tokens = finished.asked.prompt, finished.answer.token_ids
+        logger.warning("rollout %s is put aside, %s: %s", prompt.id, reason, detail)
+        self.books.drop([prompt.id], reason, detail, tokens.shape[0])
+        self._hooks.quarantined(Quarantined(prompt, reason, detail, unpack(tokens).tolist()))
         self.fleet.wake.wake()
         self._changed.wake()
+
+    def _distrust(self, problem: str) -> None:
+        """Too many bad steps: go back to a checkpoint before them, or hold."""
+        set_back, back = self._hooks.set_back, None
+        if self.config.guard.action == "rollback" and self._rollbacks_left:
+            back = retreat(self.books.state, self._guard.since, self.config.trainer.keep_checkpoints)
+        if set_back is None or back is None:
+            self.withhold()
+            self.hold(f"{problem}; no batch is handed out either: look at it, then stop the run")
+            return
+        logger.error("%s: back to %s", problem, back.to or "the model folder")
+        self._rollbacks_left -= 1
+        set_back(back.to)
+        self.desk.roll_back(back)
 
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
@@ -228,6 +248,7 @@ class Controller:
         self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
 
     def _opened(self, welcome: TrainerWelcome) -> None:
+        self._guard.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -243,6 +264,8 @@ class Controller:
             self.timeline.add("trainer", what, start, end, busy=what != "wait")
             end = start
         self._hooks.step(report.version, {**report.metrics, **self._step_metrics(report)})
+        if problem := self._guard.look(report.version.step, report.metrics):
+            self._distrust(problem)
 
     def _step_metrics(self, report: StepReport) -> dict[str, float]:
         batch = self.books.state.batch_of(report.version.step - 1)
@@ -255,6 +278,9 @@ class Controller:
         }
 
     def _published(self, event: Published) -> Audience | None:
+        """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
+        if event.kind == "broadcast" and not self.fleet.listening() and self._stop_reason is None:
+            raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
@@ -296,6 +322,7 @@ class Controller:
             "seconds": {"distill": time.monotonic() - self._began},
             "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
             "weights_identical_by_replica": identical,
+            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
 
@@ -310,6 +337,8 @@ class Controller:
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
+            stranded=self._changed.wake,
+            start_seconds=self.config.run.start_seconds,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -340,6 +369,7 @@ class Controller:
             saved=self._saved,
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
+            wants_broadcast=self.fleet.wants_broadcast,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

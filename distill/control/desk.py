@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from distill.control.batches import compose
 from distill.control.books import Books
+from distill.control.guard import Retreat
 from distill.control.records import Checkpointed, Stepped, VersionPublished
 from distill.control.signals import Signal
 from sync.errors import RemoteError
@@ -38,10 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class Desk:
-    """Bound to one controller. `changed` is woken by a new batch, a stop and an event.
+    """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
+    `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
 
-    `reported`, `published` and `saved` are called once per event, after it is in the books; events that were
-    sent twice, or come from a trainer that is over, change nothing.
+    `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
+    or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Desk:
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
         supervised: int | None = None,
+        wants_broadcast: Callable[[], bool] = lambda: False,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
         self._books = books
@@ -69,6 +72,7 @@ class Desk:
         self._published = published
         self._saved = saved
         self._opened = opened
+        self._wants_broadcast = wants_broadcast
         self._poll_seconds = poll_seconds
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
@@ -86,12 +90,19 @@ class Desk:
         """No batch is handed out while set."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
+        self._retreat: Retreat | None = None
+        """What the next trainer must begin with."""
 
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
             self._changed.wake()
+
+    def roll_back(self, retreat: Retreat) -> None:
+        """Send the present trainer away; the next one must begin as `retreat` says."""
+        self.live, self._retreat = False, retreat
+        self._changed.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another model, or a checkpoint this run does not know."""
@@ -107,7 +118,14 @@ class Desk:
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
             )
-        record = await self._books.open_lineage(at, hello.fingerprint)
+        if self._retreat is not None and self._retreat.to != at:
+            raise RemoteError(
+                f"the run was rolled back to {self._retreat.to or 'the model folder'} and the trainer comes "
+                f"from {at}: start it again from there"
+            )
+        without = None if self._retreat is None else self._retreat.without
+        record = await self._books.open_lineage(at, hello.fingerprint, without)
+        self._retreat = None
         self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
         self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
         version = Version(record.lineage, record.start)
@@ -143,9 +161,11 @@ class Desk:
                 self._changed.wake()
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready and not self.withheld:
+            if step <= self.ready and (step <= self._given or not self.withheld):
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
+            if self._wants_broadcast():
+                return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
                 return encode(Wait())
@@ -219,9 +239,9 @@ class Desk:
             self._reported(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        known = self._books.state.published
+        answer, known = self._published(event), self._books.state.published
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
             self._books.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
-        return self._published(event)
+        return answer

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.control.desk import Desk, Event
-from sync.errors import ConfigError, DistillError, Unreachable, WireError
+from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import CONTENT_TYPE, BatchRequest, Head, StepReport, TrainerHello, encode
 
@@ -67,10 +67,10 @@ def application(
 
     return Starlette(
         routes=[
-            Route("/v1/hello", _answered(hello), methods=["POST"]),
-            Route("/v1/batch", _answered(batch), methods=["POST"]),
-            Route("/v1/event", _answered(event), methods=["POST"]),
-            Route("/v1/teachers/{name}/head", _answered(head)),
+            Route("/v1/hello", answered(hello), methods=["POST"]),
+            Route("/v1/batch", answered(batch), methods=["POST"]),
+            Route("/v1/event", answered(event), methods=["POST"]),
+            Route("/v1/teachers/{name}/head", answered(head)),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
@@ -78,20 +78,24 @@ def application(
     )
 
 
-def _answered(handler: Handler) -> Handler:
-    """Errors meant for people as refusals: 400 for a bad message, 409 for one that cannot be served now."""
+def answered(handler: Handler) -> Handler:
+    """Errors meant for people as refusals: 400 a bad message, 409 never, 429 not yet, 503 leaving."""
 
-    async def answered(request: Request) -> Response:
+    async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
+        except asyncio.CancelledError:  # the server leaves while a long poll waits
+            return refuse(503, "the controller is leaving: ask again where it comes back")
         except WireError as error:
             return refuse(400, str(error))
         except Unreachable as error:
             return refuse(503, str(error))
+        except Overloaded as error:
+            return refuse(429, str(error), error.retry_after)
         except DistillError as error:
             return refuse(409, str(error))
 
-    return answered
+    return guarded
 
 
 class _Gauges:

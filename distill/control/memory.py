@@ -11,12 +11,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
 import numpy as np
 
 from distill.control.desk import Desk
 from distill.control.replicas import Answer
 from distill.control.signals import Signal
-from sync.errors import RemoteError, Unreachable
+from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
     BatchRequest,
@@ -200,6 +201,8 @@ class MemoryTrainer:
     publish_every: int = 1
     checkpoint_every: int = 0
     step_seconds: float = 0.0
+    broadcasts: bool = False
+    """Its versions go straight to the replicas instead of into a store."""
     checkpoint: Version | None = None
     """The newest it has saved; it resumes from there."""
     batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
@@ -239,6 +242,9 @@ class MemoryTrainer:
             answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
             if not isinstance(answer, Wait):
                 return answer
+            if answer.publish:
+                assert self.broadcasts, "only a broadcast is asked for again"
+                await self._publish(version, "full")
 
     async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
         await asyncio.sleep(self.step_seconds)
@@ -254,9 +260,15 @@ class MemoryTrainer:
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:
-        await self.desk.event(
-            Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
-        )
+        event = Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
+        if self.broadcasts:
+            event = msgspec.structs.replace(event, kind="broadcast", rendezvous="nowhere:1")
+        while True:
+            try:
+                await self.desk.event(event)
+                return
+            except Overloaded:  # nobody listens to a broadcast yet
+                await asyncio.sleep(0.01)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version

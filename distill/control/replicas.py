@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, cast
 
 from distill.control.records import VersionApplied
 from distill.control.signals import Signal
+from distill.control.waiting import cancel, unless
 from sync.errors import DistillError, RemoteError, Unreachable
 from sync.transport import Peer
 from sync.wire import (
@@ -35,7 +36,6 @@ from sync.wire import (
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Answer = Generated | GenerateFailed
 
 
@@ -113,7 +113,8 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
-    `applied` is called after every update. `wake` is woken by every change.
+    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast. `wake`
+    is woken by every change.
     """
 
     def __init__(
@@ -125,25 +126,28 @@ class Fleet:
         wake: Signal,
         kv_on_swap: Literal["recompute", "keep"] = "recompute",
         update_seconds: float = 300.0,
+        start_seconds: float = 900.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
+        stranded: Callable[[], None] = lambda: None,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
         self._target = target
         self._step_of = step_of
         self._applied = applied
+        self._stranded = stranded
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
+        self._start_seconds = start_seconds
         self._poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
         self._published = Signal()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._receiving: set[asyncio.Task[None]] = set()
         self._running = False
-        self._audience: tuple[tuple[str, int], ...] = ()
-        self._groups = 0
         self._broadcasts = 0
+        self._began = time.monotonic()
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class Fleet:
     async def remove(self, name: str) -> None:
         """Let a replica go; its unfinished prompts are asked elsewhere."""
         replica = self.replicas.pop(name)
-        await _cancel([self._tasks.pop(name, None)])
+        await cancel([self._tasks.pop(name, None)])
         self._lose(replica)
         await replica.engine.aclose()
 
@@ -207,7 +211,7 @@ class Fleet:
                 await asyncio.sleep(0.5)
         finally:
             self._running = False
-            await _cancel([*self._tasks.values(), *self._receiving])
+            await cancel([*self._tasks.values(), *self._receiving])
 
     def published(self) -> None:
         """A newer version is there, or another lineage has begun."""
@@ -248,6 +252,7 @@ class Fleet:
         while (target := self._due(replica)) is not None:
             await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
         while self._broadcasts and replica.version is None:
+            self._stranded()
             await self._published.wait(self._poll_seconds)
             if replica.lost.is_set():
                 raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
@@ -280,7 +285,7 @@ class Fleet:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await _unless(replica.lost, replica.engine.state(), replica.name)
+            state = await unless(replica.lost, replica.engine.state(), replica.name)
             if state.version != replica.version:
                 raise Unreachable(
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
@@ -291,7 +296,7 @@ class Fleet:
             if replica.version == request.version and request.broadcast is None:
                 return
             began = time.monotonic()
-            reply = await _unless(
+            reply = await unless(
                 replica.lost, replica.engine.update(request, self._update_seconds), replica.name
             )
             replica.version = reply.version
@@ -317,18 +322,28 @@ class Fleet:
 
     # --- broadcast ----------------------------------------------------------------------------------------
 
-    def broadcast(self, published: Published) -> Audience:
-        """Seat every live replica in a broadcast and tell each to receive it; says who listens.
+    def wants_broadcast(self) -> bool:
+        """Whether a replica that came back waits for a broadcast, and none is under way."""
+        waiting = (r for r in self.replicas.values() if r.phase is Phase.CATCHING_UP and r.version is None)
+        return bool(self._broadcasts and not self._receiving) and any(not r.lost.is_set() for r in waiting)
 
-        A new group's name whenever the members change, a member failed, or the trainer restarted.
+    def listening(self) -> bool:
+        """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
+        starting = not self._broadcasts and time.monotonic() - self._began < self._start_seconds
+        return len(self._live()) >= (len(self.replicas) if starting else 1)
+
+    def _live(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
+
+    def broadcast(self, published: Published) -> Audience:
+        """Seat every live replica that needs it in a broadcast and tell each to receive; says who listens.
+
+        Every broadcast has a group of its own: addresses of an earlier one may not be met again.
         """
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._broadcasts += 1
-        live = [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
-        members = (("lineage", published.version.lineage), *((r.name, r.joined) for r in live))
-        if members != self._audience:
-            self._audience, self._groups = members, self._groups + 1
-        group, size = f"{published.version.lineage}-{self._groups}", 1 + len(live)
+        live = [replica for replica in self._live() if replica.version != published.version]
+        group, size = f"{published.version.lineage}-{self._broadcasts}", 1 + len(live)
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
             request = UpdateRequest(version=published.version, kv_on_swap=self._kv_on_swap, broadcast=ticket)
@@ -342,10 +357,8 @@ class Fleet:
             await self._update(replica, request)
             self._published.wake()
         except RemoteError as error:
-            self._audience = ()
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
         except Unreachable as error:
-            self._audience = ()
             logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
             self.report_lost(replica)
 
@@ -366,23 +379,3 @@ class Fleet:
             logger.error("replica %s cannot show its weights: %s", replica.name, error)
             return replica.name, False
         return replica.name, state.version == version and state.digests == digests
-
-
-async def _unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
-    """`work`, given up when `lost` is set first (Unreachable)."""
-    task, watch = asyncio.create_task(work), asyncio.create_task(lost.wait())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Unreachable(f"replica {name} was lost")
-        return await task
-    finally:
-        await _cancel([task, watch])
-
-
-async def _cancel(tasks: list[asyncio.Task[Any] | None]) -> None:
-    """Cancel and wait; errors of the tasks are not raised."""
-    live = [task for task in tasks if task is not None]
-    for task in live:
-        task.cancel()
-    await asyncio.gather(*live, return_exceptions=True)

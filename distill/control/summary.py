@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -68,6 +70,11 @@ def sync_figures(published: list[VersionPublished], applied: list[VersionApplied
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return median(found) if found else None
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """One SHA-256 for the digests of all tensors of a checkpoint, whatever their order."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def evaluation(report: EvalReport | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The evaluator's own copy of the weights."""
+"""The evaluator's own copy of the weights: any published version as a model or adapter folder."""
 
 from __future__ import annotations
 

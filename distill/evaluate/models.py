@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from distill.adapters import is_adapter, merged
 from distill.evaluate.evaluation import LanguageModel
 from sync.settings import ModelSource
 from sync.tokenizers import vocab_size
@@ -18,13 +20,35 @@ def load_model(
     source: ModelSource, tokenizer: Any, device: Literal["auto", "cpu", "cuda"] = "auto"
 ) -> LanguageModel:
     """A model folder or Hub id in fp32, ready to be compared."""
+    return _prepared(_plain(source), tokenizer, device)
+
+
+def load_student(
+    student: ModelSource,
+    folder: Path | None,
+    tokenizer: Any,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> LanguageModel:
+    """A version of `student`: the model, or the adapter of it, in `folder`; None: the student itself."""
+    if folder is None:
+        return load_model(student, tokenizer, device)
+    if is_adapter(folder):
+        return _prepared(merged(student, folder, torch.float32), tokenizer, device)
+    version = student.model_copy(update={"path": str(folder), "revision": None})
+    return load_model(version, tokenizer, device)
+
+
+def _plain(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         source.path,
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
         dtype=torch.float32,
     )
+
+
+def _prepared(model: Any, tokenizer: Any, device: Literal["auto", "cpu", "cuda"]) -> LanguageModel:
     model = model.to(torch_device(device)).eval()
     return LanguageModel(model, find_head(model, vocab_size(tokenizer)))
 

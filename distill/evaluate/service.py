@@ -33,7 +33,6 @@ from distill.control.evaluations import score
 from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
 from sync.errors import ConfigError, DistillError
-from sync.settings import ModelSource
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
 
@@ -58,7 +57,7 @@ class Weights(Protocol):
     """Where the weights of a version come from."""
 
     def folder(self, version: Version) -> Path:
-        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
         ...
 
 
@@ -108,7 +107,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
     import torch
 
     from distill.evaluate.evaluation import Limits, evaluate
-    from distill.evaluate.models import end_ids, load_model
+    from distill.evaluate.models import end_ids, load_model, load_student
     from distill.evaluate.plain import probe
     from teacher_service.describe import load_tokenizer
     from teacher_service.router import Router
@@ -126,10 +125,8 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
     route = Router(config.teachers)
 
     def evaluate_version(version: Version) -> Evaluation:
-        source: ModelSource = config.student
-        if version.step > 0:
-            source = source.model_copy(update={"path": str(weights.folder(version)), "revision": None})
-        student = load_model(source, tokenizer, settings.device)
+        folder = weights.folder(version) if version.step > 0 else None
+        student = load_student(config.student, folder, tokenizer, settings.device)
         return evaluate(
             student,
             teachers,
@@ -155,10 +152,10 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
 
 
 def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
-    from distill.launch.preflight import context_length
+    from distill.launch.preflight import longest_sequence
     from distill.prompts.held_out import open_prompts
 
-    split = open_prompts(config, tokenizer, context_length(config.student))
+    split = open_prompts(config, tokenizer, longest_sequence(config))
     if not split.held_out:
         raise ConfigError(
             "no prompt can be held out for evaluation (at most a tenth of the rows is): "

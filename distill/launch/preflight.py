@@ -9,6 +9,7 @@ from typing import Any
 
 from distill.config import RunConfig
 from distill.launch.probes import Finding
+from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
 from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
@@ -21,16 +22,16 @@ from teacher_service.router import Router
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
-    _check_folder(config.student, "student")
+    check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
-            _check_folder(teacher, f"teachers.{name}")
+            check_folder(teacher, f"teachers.{name}")
     _check_deepspeed(config.trainer.deepspeed)
     _check_combinations(config)
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
-    split = open_prompts(config, tokenizer, context_length(config.student))
+    split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
     _check_reward(config, split)
     return split
@@ -54,6 +55,19 @@ def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
     return Finding("marks", figure, problem if lacking else None)
 
 
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
+    limits = [context_length(config.student)]
+    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
+    engine_limit = given.get("max-model-len")
+    if isinstance(engine_limit, int) and engine_limit > 0:
+        limits.append(engine_limit)
+    for teacher in config.teachers.values():
+        if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
+            limits.append(teacher.max_length or context_length(teacher))
+    return min(limits)
+
+
 def context_length(source: ModelSource) -> int:
     """Longest sequence that a model takes, in tokens. Raises ConfigError when its config cannot be read."""
     from transformers import AutoConfig
@@ -67,9 +81,11 @@ def context_length(source: ModelSource) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
-def _check_folder(source: ModelSource, key: str) -> None:
+def check_folder(source: ModelSource, key: str) -> None:
+    """Raise ConfigError for a path that looks like a folder and holds no model."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") != 1
+    looks_local = looks_local or path.parent.is_dir()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
@@ -96,6 +112,11 @@ def _check_deepspeed(path: Path) -> None:
 
 
 def _check_combinations(config: RunConfig) -> None:
+    if config.rollout.top_p < 1:
+        raise ConfigError(
+            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
+            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+        )
     if config.evaluation is not None and config.weights.road != "snapshot":
         raise ConfigError(
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
@@ -106,6 +127,11 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
+        )
+    if config.trainer.lora is not None and config.weights.road != "snapshot":
+        raise ConfigError(
+            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
+            'through a store: set weights.road = "snapshot"'
         )
     for name, teacher in config.teachers.items():
         if teacher.follow_student_every is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import EvaluationConfig, RunConfig
@@ -106,6 +106,7 @@ def _followed(config: RunConfig, mirror: str) -> ReplicaConfig:
         store=config.weights.store,
         store_path=config.run_dir / "store",
         mirror=config.run_dir / "mirrors" / mirror,
+        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
         timeout_seconds=config.weights.timeout_seconds,
     )
 
@@ -198,5 +199,4 @@ def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
 
 
 def _with_env(child: ChildSpec, more: dict[str, str]) -> ChildSpec:
-    argv: Sequence[str] = child.argv
-    return ChildSpec(child.name, argv, {**child.env, **more}, child.url, child.joined, child.ends)
+    return replace(child, env={**child.env, **more})

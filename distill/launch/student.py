@@ -19,6 +19,8 @@ _OURS: Final[dict[str, Any]] = {
     "logprobs-mode": "processed_logprobs",
 }
 """Flags that correctness depends on; users cannot change them."""
+_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for max-lora-rank."""
 _PLACED: Final = {
     "model": "path",
     "revision": "revision",
@@ -60,15 +62,16 @@ def command(
     """
     check_bind(host, token_from_environment())
     cpu = runs_on_cpu()
-    user = {_flag_name(key): value for key, value in config.engine_args.items()}
-    _refuse_reserved(user)
+    user = {flag_name(key): value for key, value in config.engine_args.items()}
+    ours = _OURS | _adapters(replica.lora_rank)
+    _refuse_reserved(user, ours)
     arguments: dict[str, Any] = {
         "model": config.path,
         "dtype": config.dtype,
         "host": host,
         "port": port,
         "seed": index,
-        **_OURS,
+        **ours,
         **_DEFAULTS,
         **(_CPU_DEFAULTS if cpu else {}),
         **user,
@@ -116,20 +119,31 @@ def flags(name: str, value: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _flag_name(key: str) -> str:
+def flag_name(key: str) -> str:
+    """An engine argument's key as vLLM spells its flag, without dashes in front."""
     return key.removeprefix("--").replace("_", "-")
 
 
-def _refuse_reserved(user: dict[str, Any]) -> None:
+def _adapters(rank: int | None) -> dict[str, Any]:
+    """Flags of a replica that follows adapters of `rank`: one at a time, through our update route alone."""
+    if rank is None:
+        return {}
+    room = next((most for most in _LORA_RANKS if most >= rank), None)
+    if room is None:
+        raise ConfigError(f"trainer.lora.rank is {rank}: vLLM serves adapters up to rank {_LORA_RANKS[-1]}")
+    return {"enable-lora": True, "max-loras": 1, "max-lora-rank": room}
+
+
+def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any]) -> None:
     for name in user:
         if name in _PLACED:
             raise ConfigError(
                 f"student.engine_args has {name!r}, which has a field of its own: "
                 f"set student.{_PLACED[name]} instead"
             )
-        if name in _OURS:
+        if name in ours:
             raise ConfigError(
-                f"student.engine_args has {name!r}, which must stay {_OURS[name]!r} "
+                f"student.engine_args has {name!r}, which must stay {ours[name]!r} "
                 "for weights and log-probabilities to be right: leave it out"
             )
 

@@ -1,7 +1,8 @@
 """Starts the processes of a run, notices when one dies, and leaves none behind.
 
     NEW ──start──▶ STARTING ──healthy──▶ READY ──exit──▶ ENDED   (exit while it should live: restarted
-                      └──exit──▶ failed start: everything is stopped           within the budget, or failure)
+                    │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
+                    └──┘ killed: restarted within the budget
 
 Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,9 +27,14 @@ from sync.transport import Peer
 
 log = logging.getLogger(__name__)
 
+GUARDIAN = "distill.launch.child"
+GUARDIAN_SECONDS = 10.0
+"""Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 LONGEST_PAUSE_SECONDS = 30.0
+KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
+"""Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class ChildSpec:
     """Healthy when GET /health answers 200; None: see `joined`."""
     joined: Callable[[], bool] | None = None
     """For a child without a server: whether it has reported for work; None: healthy once it runs."""
+    prepare: Callable[[], None] = lambda: None
+    """Called before every start."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
@@ -67,15 +76,20 @@ class Child:
         self.spec, self.log_path = spec, log_path
         self.phase = Phase.NEW
         self.deaths = 0
+        """One soon after the other."""
+        self.ready_since = math.inf
+        """Monotonic time since which it is healthy."""
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
         self.phase = Phase.STARTING
-        command = [sys.executable, "-P", "-m", "distill.launch.child", str(pipe), *self.spec.argv]
+        self.spec.prepare()
+        guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *command,
+                *guardian,
+                *self.spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -88,6 +102,12 @@ class Child:
     def status(self) -> int | None:
         """Exit status; None while it runs or before it started."""
         return None if self.process is None else self.process.returncode
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and not as it may: no kill from outside."""
+        orderly = self.spec.ends and self.status == 0
+        return self.status is not None and not orderly and self.status not in KILLED
 
     def signal(self, number: signal.Signals) -> None:
         """Send to its whole group; nothing when it is gone."""
@@ -106,7 +126,8 @@ class Supervisor:
     """All child processes of a launcher.
 
     `restarts`: deaths that are mended, all children together. `first_pause`: seconds between a child's first
-    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS.
+    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS; a child that was
+    healthy for longer than that begins anew.
     """
 
     def __init__(
@@ -122,10 +143,13 @@ class Supervisor:
         await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
 
     async def ready(self, seconds: float) -> None:
-        """Return when every child is healthy. Raises ChildFailed when one dies or takes longer."""
+        """Return when every child is healthy. Raises ChildFailed when one fails or takes longer."""
         deadline = time.monotonic() + seconds
-        waiting = [asyncio.create_task(self._until_ready(c, deadline)) for c in self.children.values()]
-        alarm = asyncio.create_task(self._first_death())
+        waiting = [
+            asyncio.create_task(self._until_ready(child, deadline, mended=True))
+            for child in self.children.values()
+        ]
+        alarm = asyncio.create_task(self._first_failure())
         try:
             pending: set[asyncio.Task[None]] = {*waiting, alarm}
             while pending - {alarm}:
@@ -168,15 +192,20 @@ class Supervisor:
         for child in alive:
             if child.status is None:
                 log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
+        self.kill()
+        if waits:
+            await asyncio.wait(waits, timeout=GUARDIAN_SECONDS)
+        for child in alive:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*waits)
         self._close()
 
     def kill(self) -> None:
-        """End every child now, without waiting."""
+        """Have the guardians kill all that is below them, now, without waiting."""
         for child in self.children.values():
             child.phase = Phase.ENDED
-            child.signal(signal.SIGKILL)
+        if self._write_end >= 0:
+            os.write(self._write_end, b"k")
 
     def _close(self) -> None:
         for end in (self._read_end, self._write_end):
@@ -184,21 +213,26 @@ class Supervisor:
                 os.close(end)
         self._read_end = self._write_end = -1
 
-    async def _first_death(self) -> None:
-        """Raise ChildFailed when a child ends that should not, healthy before or not."""
+    async def _first_failure(self) -> None:
+        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again."""
         while True:
             for child in self.children.values():
-                if child.status is not None and not (child.spec.ends and child.status == 0):
+                if child.failed:
                     raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
+                if child.status in KILLED:
+                    await self._start_again(child)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _until_ready(self, child: Child, deadline: float) -> None:
-        """Wait until a child is healthy. Raises ChildFailed when it ends first, or at the deadline."""
+    async def _until_ready(self, child: Child, deadline: float, mended: bool = False) -> None:
+        """Wait until a child is healthy. Raises ChildFailed when it ends first, or at the deadline.
+
+        `mended`: somebody else starts it again when it is killed, which is no end then.
+        """
         spec = child.spec
         peer = Peer(spec.url) if spec.url else None
         try:
             while not (await peer.alive() if peer else spec.joined is None or spec.joined()):
-                if child.status is not None:
+                if child.failed or (child.status is not None and not mended):
                     raise ChildFailed(f"{child.describe_end()}\nit died while starting")
                 if time.monotonic() > deadline:
                     raise ChildFailed(
@@ -206,7 +240,7 @@ class Supervisor:
                         "or allow more with run.start_seconds"
                     )
                 await asyncio.sleep(POLL_SECONDS)
-            child.phase = Phase.READY
+            child.phase, child.ready_since = Phase.READY, time.monotonic()
         finally:
             if peer is not None:
                 await peer.aclose()
@@ -219,10 +253,7 @@ class Supervisor:
             if child.phase is Phase.ENDED or (child.spec.ends and child.status == 0):
                 child.phase = Phase.ENDED
                 return
-            pause = self._spend(child)
-            log.warning("%s\nstarted again in %.0f s", child.describe_end(), pause)
-            await asyncio.sleep(pause)
-            await child.start(self._read_end)
+            await self._start_again(child)
             try:
                 await self._until_ready(child, time.monotonic() + seconds)
             except ChildFailed:
@@ -232,13 +263,21 @@ class Supervisor:
             if restarted is not None:
                 await restarted(child.spec.name)
 
+    async def _start_again(self, child: Child) -> None:
+        pause = self._spend(child)
+        log.warning("%s\nstarted again in %.0f s", child.describe_end(), pause)
+        await asyncio.sleep(pause)
+        await child.start(self._read_end)
+
     def _spend(self, child: Child) -> float:
         """Take one death from the budget; seconds to wait before the restart."""
         child.signal(signal.SIGKILL)  # what a killed guardian may have left
         if self._restarts_left == 0:
             raise ChildFailed(f"{child.describe_end()}\nrun.restarts is used up: see above what ended it")
         self._restarts_left -= 1
-        child.deaths += 1
+        calm = time.monotonic() - child.ready_since > LONGEST_PAUSE_SECONDS
+        child.deaths = 1 if calm else child.deaths + 1
+        child.ready_since = math.inf
         return min(self._first_pause * 2 ** (child.deaths - 1), LONGEST_PAUSE_SECONDS)
 
 

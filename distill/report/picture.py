@@ -165,7 +165,7 @@ def draw_lanes(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) ->
             own = [s for s in work if s["role"] == role and s["what"] == what]
             bars = [(s["start"] - start, s["end"] - s["start"]) for s in own]
             axes.broken_barh(bars, (lane + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
-    _plain(axes, f"Who worked when: {end - start:.0f} seconds from the middle of the run", "seconds")
+    _plain(axes, "Who worked when", f"{end - start:.0f} seconds from the middle of the run")
     axes.set_xlim(0, end - start)
     axes.set_ylim(len(roles) - 0.4, -0.6)
     axes.set_yticks(range(len(roles)), [_lane_label(role, summary) for role in roles])

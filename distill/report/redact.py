@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 SECRET_NAME = re.compile(r"token$|key$|secret|password|credential", re.IGNORECASE)
@@ -11,13 +12,13 @@ FREE_FORM = ("env", "options")
 """Tables whose keys are the user's, so that any of them may name a secret."""
 
 
-def without_secrets(value: Any, free_form: bool = False) -> Any:
-    """A JSON-like value in which every secret-looking entry of a free-form table is hidden."""
+def without_secrets(value: Any, tables: Collection[str] = FREE_FORM, inside: bool = False) -> Any:
+    """A JSON-like value in which every secret-looking entry of the free-form `tables` is hidden."""
     if isinstance(value, dict):
         return {
             name: HIDDEN
-            if free_form and SECRET_NAME.search(name)
-            else without_secrets(item, free_form=name in FREE_FORM)
+            if inside and SECRET_NAME.search(name)
+            else without_secrets(item, tables, inside=name in tables)
             for name, item in value.items()
         }
-    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+    return [without_secrets(item, tables) for item in value] if isinstance(value, list) else value

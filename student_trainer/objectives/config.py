@@ -55,6 +55,7 @@ class TopK(PolicyGradientTerms):
 
     type: Literal["topk"] = "topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the teacher returns."""
 
 
 class StudentTopK(PolicyGradientTerms):
@@ -62,6 +63,7 @@ class StudentTopK(PolicyGradientTerms):
 
     type: Literal["student_topk"] = "student_topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the replica returns and the teacher marks."""
 
 
 class ForwardTopK(Mixing):
@@ -69,6 +71,7 @@ class ForwardTopK(Mixing):
 
     type: Literal["forward_topk"] = "forward_topk"
     k: int = Field(64, ge=1)
+    """Ids per position that the teacher returns."""
 
 
 class Full(Mixing):
@@ -90,6 +93,7 @@ class SkewReverse(Mixing):
 
     type: Literal["skew"] = "skew"
     alpha: float = Field(0.1, ge=0, lt=1)
+    """Weight of the student in the mixture."""
 
 
 class SFT(Mixing):

@@ -22,12 +22,15 @@ class ReplicaConfig(Settings):
     run: str
     """Name of the run; snapshots of another run are refused."""
     store: StoreConfig = DirectoryStoreConfig()
+    """Where the run's versions are published."""
     store_path: Path
     """Folder of a store whose configuration names none."""
     mirror: Path
     """Folder of this replica's local mirror; no other replica may use it."""
     fingerprint: str | None = None
     """Fingerprint of the model; None: whatever the first manifest says."""
+    lora_rank: int | None = Field(None, ge=1)
+    """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
     timeout_seconds: float = Field(300.0, gt=0)
     """A broadcast that takes longer has failed."""
 

@@ -1,6 +1,6 @@
-"""vLLM's weight-transfer engine of this project: whole checkpoints, from a folder or from a broadcast.
+"""vLLM's weight-transfer engine of this project: checkpoints or adapters from a folder, or a broadcast.
 
-One class serves both roads, so that both load, record and revert in the same code. It differs from vLLM's
+One class serves all of them, so that all load, record and revert in the same code. It differs from vLLM's
 own engines in what failure means: an update that fails is reverted (`WorkerExtension.distill_revert`) before
 anyone may resume, and a revert that fails ends the process.
 """
@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from sync.replica.swap import Source, Swap
-from sync.replica.vllm_compat import initial_weights, load_weights
+from sync.replica.vllm_compat import initial_weights, load_adapter, load_weights
 from sync.weights.broadcast import Reception
 from sync.weights.tensors import read_folder
 
@@ -37,11 +37,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Where one update comes from."""
 
     path: str | None = None
-    """A checkpoint folder; None: the last broadcast that was received."""
+    """A checkpoint or adapter folder; None: the last broadcast that was received."""
 
 
 class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
-    """Loads checkpoints into one worker's model. Registered as "distill" by `sync.replica.plugin`."""
+    """Loads checkpoints into one worker's model, or adapters when it was started for them.
+
+    Registered as "distill" by `sync.replica.plugin`.
+    """
 
     init_info_cls = NoInfo
     update_info_cls = UpdateInfo
@@ -55,7 +58,10 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        initial = Source("the model folder of the start", partial(initial_weights, vllm_config, model))
+        if vllm_config.lora_config is None:
+            initial = Source("the model folder of the start", partial(initial_weights, vllm_config, model))
+        else:
+            initial = self._adapter(None)
         self.swap = Swap(partial(load_weights, model, self.model_config), initial)
         self.reception: Reception | None = None
         """The broadcast that is being received or was received last, and is not applied yet."""
@@ -75,12 +81,23 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
         self.swap.apply(self._source(update_info.path))
 
     def _source(self, path: str | None) -> Source:
+        if self.vllm_config.lora_config is not None:
+            if path is None:
+                raise RuntimeError("adapters are not broadcast: publish them to a store")
+            return self._adapter(Path(path))
         if path is not None:
             return Source(path, partial(read_folder, Path(path)))
         if self.reception is None:
             raise RuntimeError("no broadcast was received: stage it first")
         received, self.reception = self.reception.result(), None
         return Source(f"broadcast {received.group}", received.tensors.items, received.digests)
+
+    def _adapter(self, folder: Path | None) -> Source:
+        """An adapter in a folder; None: the empty one, which leaves the model as it was started."""
+        load = partial(load_adapter, self.model, self.vllm_config, folder)
+        if folder is None:
+            return Source("no adapter", tuple, load=load)
+        return Source(str(folder), partial(read_folder, folder), load=load)
 
     def finish_weight_update(self) -> None:
         """Nothing to do."""

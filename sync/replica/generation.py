@@ -24,8 +24,10 @@ async def left(receive: Receive) -> None:
 class Generation:
     """The completions of one request. `run` once; ends early, aborting them all, when the client leaves."""
 
-    def __init__(self, engine: Any, request: GenerateRequest) -> None:
+    def __init__(self, engine: Any, request: GenerateRequest, adapter: Any | None = None) -> None:
+        """`adapter`: what `Updater.adapter` says."""
         self._engine = engine
+        self._adapter = adapter
         self._request = request
         self._limits: Limits = vllm_compat.limits(engine)
         self._frames: list[bytes] = []
@@ -70,7 +72,9 @@ class Generation:
         params = vllm_compat.sampling_params(sampling, self._limits.vocab_size, prompt.seed)
         request_id = f"{prompt.id}#{next(_request_numbers)}"
         try:
-            completion = await vllm_compat.complete(self._engine, prompt.token_ids, params, request_id)
+            completion = await vllm_compat.complete(
+                self._engine, prompt.token_ids, params, request_id, self._adapter
+            )
         except vllm_compat.RefusedPrompt as error:
             return GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
         return generated(prompt.id, completion, sampling.student_topk)

@@ -77,6 +77,8 @@ class _Routes:
         """Made at the first request: the engine exists only then."""
         if self._updater is None:
             self._updater = Updater(request.app.state.engine_client, self._config)
+            if self._config.lora_rank is not None:
+                vllm_compat.offer(request.app)
         return self._updater
 
     async def _generate(self, request: Request, send: Send) -> None:
@@ -88,7 +90,8 @@ class _Routes:
         if problem is not None:
             await refuse(400, problem)(request.scope, request.receive, send)
             return
-        generation = Generation(request.app.state.engine_client, wanted)
+        adapter = await self._following(request).adapter()
+        generation = Generation(request.app.state.engine_client, wanted, adapter)
         self._generations.add(generation)
         try:
             await generation.run(request.receive, send)

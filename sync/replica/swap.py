@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from sync.errors import SnapshotError
@@ -32,6 +32,8 @@ class Source:
     read: Callable[[], NamedTensors]
     digests: dict[str, str] | None = None
     """What reading must give, checkpoint tensor name → BLAKE3 hex; None: not known beforehand."""
+    load: Callable[[NamedTensors], None] | None = None
+    """How its tensors get into the model; None: as all of this swap's do."""
 
 
 class Swap:
@@ -93,7 +95,7 @@ class Swap:
 
     def _loaded(self, source: Source) -> Source:
         digests: dict[str, str] = {}
-        self._load(digesting(source.read(), digests))
+        (source.load or self._load)(digesting(source.read(), digests))
         if source.digests is not None and digests != source.digests:
             changed = sorted(
                 k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k)
@@ -101,4 +103,4 @@ class Swap:
             raise SnapshotError(
                 f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
             )
-        return Source(source.name, source.read, digests)
+        return replace(source, digests=digests)

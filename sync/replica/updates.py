@@ -44,6 +44,20 @@ class Updater:
         self._turn = asyncio.Lock()
         self.version: Version | None = None
         """What the engine serves; None: the folder it was started with."""
+        self._bare = False
+        """The empty adapter is in place; only for a replica that follows adapters."""
+
+    async def adapter(self) -> Any | None:
+        """What every completion must name to run through the adapter that is followed, those before the first
+        version too: they are in flight when it comes. None: whole checkpoints are followed."""
+        if self._config.lora_rank is None:
+            return None
+        if self.version is None and not self._bare:
+            async with self._turn:
+                if self.version is None and not self._bare:
+                    await vllm_compat.call_workers(self._engine, "distill_revert")
+                    self._bare = True
+        return vllm_compat.ADAPTER
 
     async def digests(self) -> dict[str, str] | None:
         """Digests of the bytes last given to the loader, equal in all workers; None: nothing was loaded yet.

@@ -3,15 +3,16 @@
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
 columns of FlatLogprobs.
-In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, and the
-packed copy that `ParallelLMHead` keeps on the CPU.
-tests/integration/test_replica.py exercises all of it against the pinned version.
+In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
+copy that `ParallelLMHead` keeps on the CPU, and `model.lora_manager` with `LoRAModel` and `PEFTHelper`.
+tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -20,6 +21,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -38,6 +42,9 @@ from sync.wire import Sampling
 RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
 """What `complete` raises for one prompt that the engine will not answer."""
 EngineDead = EngineDeadError
+ADAPTER: Final = LoRARequest("student", 1, "held in memory")
+"""Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
+adapter is in place before the first completion names it, and nothing evicts it."""
 _DEATH_WATCH_SECONDS: Final = 0.2
 T = TypeVar("T")
 
@@ -72,14 +79,20 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
     )
 
 
-async def complete(engine: Any, token_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
-    """Sample one completion; cancelling aborts it.
+async def complete(
+    engine: Any,
+    token_ids: list[int],
+    params: SamplingParams,
+    request_id: str,
+    adapter: LoRARequest | None = None,
+) -> Completion:
+    """Sample one completion, through `adapter` if there is one; cancelling aborts it.
 
     vLLM's flat format gives, per position, the sampled token in column 0 and then exactly ranks 1…k: the
     sampled token never displaces one of the k (rule 9), so k are asked for and not k + 1.
     """
     output = None
-    async for result in engine.generate(tokens_input(token_ids), params, request_id):
+    async for result in engine.generate(tokens_input(token_ids), params, request_id, lora_request=adapter):
         output = result.outputs[0]
     if output is None:
         raise EngineGenerateError("the engine ended the request without an output")
@@ -129,6 +142,9 @@ async def resume(engine: Any) -> None:
 
 async def apply(engine: Any, update: dict[str, str]) -> None:
     """Hand one update to the weight-transfer engine of every worker; says nothing about its success."""
+    if engine.vllm_config.lora_config is not None:  # the end of vLLM's own session removes every adapter
+        await call_workers(engine, "distill_apply", update)
+        return
     await _answer(engine, engine.start_weight_update())
     await _answer(engine, engine.update_weights(WeightTransferUpdateRequest(update_info=update)))
     await _answer(engine, engine.finish_weight_update())
@@ -137,6 +153,11 @@ async def apply(engine: Any, update: dict[str, str]) -> None:
 async def stamp(engine: Any, version: str) -> None:
     """Give later tokens this version."""
     await _answer(engine, engine.update_weight_version(version))
+
+
+def offer(app: Any) -> None:
+    """Let vLLM's own routes use the adapter too, as the model ADAPTER.lora_name."""
+    app.state.openai_serving_models.lora_requests[ADAPTER.lora_name] = ADAPTER
 
 
 async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
@@ -172,6 +193,42 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
     missing = set() if loaded is None or model_config.quantization else expected - loaded
     if missing:
         raise ValueError(f"the checkpoint has nothing for {sorted(missing)[:3]}: publish a whole checkpoint")
+
+
+@torch.no_grad()
+def load_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: NamedTensors) -> None:
+    """Put an adapter in the place of the one before, under ADAPTER's number, between two decode steps.
+
+    `tensors` are those of `folder`, whose adapter_config.json says how they apply; None: an empty adapter.
+    Raises ValueError for an adapter that does not fit; the model may then hold none and can be loaded again.
+    """
+    manager, lora = model.lora_manager, config.lora_config
+    assert lora is not None, "started with --enable-lora"
+    if folder is None:
+        rank = lora.max_lora_rank  # a dummy is all zeros
+        adapter = manager.create_dummy_lora(ADAPTER.adapter_id, rank, model.embedding_modules)
+    else:
+        helper = PEFTHelper.from_local_dir(str(folder), None)
+        helper.validate_legal(lora)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER.adapter_id,
+            {name: tensor.clone() for name, tensor in tensors},  # vLLM scales them in place
+            helper,
+            device="cpu",
+            dtype=cast(torch.dtype, lora.lora_dtype),
+            model_vocab_size=config.model_config.get_vocab_size(),
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+    packed = manager.packed_modules_mapping
+    known = {name for module in manager.supported_lora_modules for name in (module, *packed.get(module, ()))}
+    others = [name for name in adapter.loras if name.rpartition(".")[2] not in known]
+    stray = [name for name in others if ".experts" not in name]
+    if stray:
+        raise ValueError(f"the engine takes no adapter of {stray[:3]}: train other target_modules")
+    manager.remove_adapter(ADAPTER.adapter_id)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER.adapter_id)
 
 
 def _abandon_reload(model: torch.nn.Module) -> None:

@@ -24,12 +24,17 @@ class WorkerExtension:
     weight_transfer_engine: CheckpointEngine
     vllm_config: Any
 
+    def distill_apply(self, update: dict[str, str]) -> None:
+        """Load an adapter outside of vLLM's weight update session; see `distill_outcome`."""
+        self.weight_transfer_engine.update_weights(update)
+
     def distill_outcome(self) -> str | None:
         """Why the last update failed in this worker; None: it is loaded."""
         return self.weight_transfer_engine.swap.error
 
     def distill_revert(self) -> None:
-        """Load what was held before the last update, or end this process."""
+        """Load what was held before the last update (before the first one: what the engine was started with),
+        or end this process."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):

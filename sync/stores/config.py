@@ -59,6 +59,7 @@ class WeightsConfig(Settings):
     road: Literal["snapshot", "broadcast"] = "snapshot"
     """snapshot: versions in a store, full or delta. broadcast: straight from the trainer, NCCL or gloo."""
     store: StoreConfig = DirectoryStoreConfig()
+    """Where snapshots are kept."""
     publish_every: int = Field(1, ge=1)
     """Optimizer steps between two published versions."""
     anchor_share: float = Field(4.0, gt=0)

@@ -1,4 +1,4 @@
-"""A process's own copy of a run's weights: any published version as a model folder."""
+"""A process's own copy of a run's weights: any published version as a model or adapter folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Followed:
         return read_latest(self._store, self._run)
 
     def folder(self, version: Version) -> Path:
-        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
         if self._mirror.version != version:
             self._mirror.promote(self._mirror.stage(version))
         assert self._mirror.path is not None, "a version was promoted"

@@ -2,27 +2,21 @@
 
 import asyncio
 import contextlib
-import os
-import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import torch
+from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 
-from distill.config import StudentConfig
-from distill.launch.student import command
 from sync.errors import RemoteError, Unreachable
-from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
-from sync.transport import TOKEN_VARIABLE, Peer
+from sync.transport import Peer
 from sync.weights import checkpoint
 from sync.weights.broadcast import BroadcastSender
 from sync.weights.publish import Publisher, Slice
@@ -37,47 +31,18 @@ from sync.wire import (
     ReplicaState,
     Sampling,
     UpdateReply,
-    UpdateRequest,
     Version,
     VersionSpan,
     unpack,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 TOLERANCE = 0.12
 """Nats between vLLM's bf16 and transformers' fp32 forward of the same bf16 weights; seen: 0.05."""
 PROMPTS = [[2 + i, 3, 4 + 3 * i] for i in range(12)]
 
 
 # --- models, versions and servers -------------------------------------------------------------------------
-
-
-def save_model(kind: str, seed: int, folder: Path) -> None:
-    """About 0.1 M parameters in bf16, and a tokenizer without an end token, so that lengths are known."""
-    import transformers
-    from tokenizers import Tokenizer, models
-
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.1,
-        tie_word_embeddings=kind != "Llama",
-        **shape,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def scale_projection(source: Path, target: Path, factor: float) -> None:
@@ -109,53 +74,6 @@ class Versions:
                 publisher.anchor(Version(1, step), None, folder, bits)
             else:
                 publisher.delta(Version(1, step), bits)
-
-
-class Server:
-    """One vLLM server process, and what tests need to talk to it."""
-
-    def __init__(self, model: Path, work: Path, index: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
-        config = StudentConfig(path=str(model), engine_args=engine_args)
-        replica = ReplicaConfig(
-            run="tests", store_path=work / "store", mirror=work / f"mirror-{index}", timeout_seconds=20
-        )
-        line, environment = command(config, replica, index, "127.0.0.1", port)
-        self.mirror = replica.mirror
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = work / f"server-{index}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                line, env=os.environ | environment | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
-                    return
-            time.sleep(0.2)
-        pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
-
-    def stop(self) -> None:
-        family = (
-            psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        )
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            _, alive = psutil.wait_procs(family, 10)
-            for orphan in alive:
-                orphan.kill()
-        assert not alive, "the server left children behind"
-
-    def peer(self) -> Peer:
-        return Peer(self.url, TOKEN)
 
 
 @pytest.fixture(scope="module", params=["Qwen3", "Llama", "Qwen2"])
@@ -197,23 +115,6 @@ def folders(setup):
 # --- what is measured -------------------------------------------------------------------------------------
 
 
-async def generate(peer: Peer, prompts: list[list[int]], **sampling) -> list[Generated | GenerateFailed]:
-    request = GenerateRequest(
-        sampling=Sampling(**sampling), prompts=[GeneratePrompt(str(i), p) for i, p in enumerate(prompts)]
-    )
-    answers = [
-        answer async for answer in peer.stream("/distill/v1/generate", request, Generated | GenerateFailed)
-    ]
-    assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
-    return sorted(answers, key=lambda answer: int(answer.id))
-
-
-async def update(peer: Peer, step: int, **options) -> UpdateReply:
-    return await peer.call(
-        "/distill/v1/update", UpdateRequest(version=Version(1, step), **options), UpdateReply
-    )
-
-
 async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
     """Wait at most ten seconds for a state."""
     deadline = time.monotonic() + 10
@@ -239,18 +140,6 @@ def error(
     tokens = unpack(answer.token_ids).astype(np.int64)
     expected = logp_TV(folder, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
     return float(np.abs(unpack(answer.logprob) - expected.numpy())[start:].max())
-
-
-async def prompt_logprobs(server: Server, sequences: list[list[int]]) -> list[list[dict]]:
-    """vLLM's own prompt log-probabilities, one sequence at a time."""
-    out = []
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:
-        name = (await client.get(f"{server.url}/v1/models")).json()["data"][0]["id"]
-        for tokens in sequences:
-            body = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
-            response = await client.post(f"{server.url}/v1/completions", json=body)
-            out.append(response.raise_for_status().json()["choices"][0]["prompt_logprobs"])
-    return out
 
 
 # --- tests ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -28,8 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/ and teacher/ with random weights."""
     folder = tmp_path_factory.mktemp("models")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     return folder
 
 
@@ -39,7 +39,7 @@ def distill(
 ) -> Distill:
     """Run a command on the quickstart's configuration; the message it leaves with."""
     monkeypatch.chdir(ROOT)
-    ours = [f"student.path={models / 'student'}", f"teachers.teacher.path={models / 'teacher'}"]
+    ours = [f"student.path={models / 'student'}", f"teachers.sorter.path={models / 'teacher'}"]
     ours += [f"run.folder={tmp_path / 'runs'}"]
 
     def command(*overrides: str, name: str = "run", status: int = 2, more: tuple[str, ...] = ()) -> str:
@@ -79,8 +79,17 @@ def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
 
 
+def test_a_missing_model_folder_that_could_be_a_hub_id(
+    distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
+
+
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
-    assert "holds no config.json" in distill(f"teachers.teacher.path={tmp_path}")
+    assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
 def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
@@ -90,7 +99,7 @@ def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> N
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["vocab"] |= {"a": VOCABULARY.index("b"), "b": VOCABULARY.index("a")}
     path.write_text(json.dumps(tokenizer))
-    message = distill(f"teachers.teacher.path={other}")
+    message = distill(f"teachers.sorter.path={other}")
     assert "have different tokenizers: vocabulary: 2 ids differ, the first is 3" in message
     assert "choose models of one family" in message
 
@@ -106,7 +115,7 @@ steps = 3
 folder = "{tmp_path / "runs"}"
 [student]
 path = "{models / "student"}"
-[teachers.teacher]
+[teachers.sorter]
 path = "{models / "teacher"}"
 [prompts]
 type = "jsonl"
@@ -145,6 +154,23 @@ def test_prompts_that_cannot_be_used(
 
 def test_completions_that_leave_no_room_for_a_prompt(distill: Distill) -> None:
     assert "the context is 64 tokens: no room for a prompt is left" in distill("rollout.max_tokens=64")
+
+
+@pytest.mark.parametrize("limit", ["student.engine_args.max-model-len=20", "teachers.sorter.max_length=20"])
+def test_a_prompt_longer_than_the_engine_or_the_teacher_takes(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    config = config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n')
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", str(config), "--set", limit])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert "prompts.jsonl:2: the prompt has 10 tokens, allowed are 1 to 8" in said
+    assert "lower rollout.max_tokens" in said
+
+
+def test_nucleus_sampling(distill: Distill) -> None:
+    assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
 
 
 def test_a_deepspeed_file_that_is_missing_or_no_json(distill: Distill, tmp_path: Path) -> None:
@@ -195,9 +221,18 @@ def test_an_unknown_task(distill: Distill) -> None:
     assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
 
 
+@pytest.mark.parametrize("role", ["student", "teacher", "train"])
+def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, role: str) -> None:
+    missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.sorter")]
+    more = ("--controller", "http://127.0.0.1:1") if role == "train" else ()
+    assert f"{tmp_path / 'none'} does not exist: name a model folder" in distill(
+        *missing, name=role, more=more
+    )
+
+
 def test_control_names_what_is_not_joined(distill: Distill) -> None:
     message = distill(name="control")
-    assert "set student.urls, teachers.teacher.urls, evaluation.placement.urls" in message
+    assert "set student.urls, teachers.sorter.urls, evaluation.placement.urls" in message
 
 
 def test_help_imports_nothing_heavy() -> None:

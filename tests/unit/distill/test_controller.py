@@ -58,6 +58,25 @@ async def test_a_bound_overlaps_training_with_generation(controller, config) -> 
     assert summary["busy_seconds"]["r0"] > 0
 
 
+async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadcasts(controller) -> None:
+    replica = MemoryReplica(token_seconds=0.0005)
+    run = controller(replicas={"r0": replica})
+    run.fleet._retry_seconds = 0.02
+    trainer = MemoryTrainer(run.desk, broadcasts=True)
+
+    async def restart() -> None:
+        while replica.version is None or replica.version.step < 2:
+            await trainer.stepped.wait()
+        replica.die()
+        await asyncio.sleep(0.02)
+        replica.revive()
+
+    summary, _ = await asyncio.gather(complete(run, trainer), restart())
+    assert summary["completed"]
+    assert summary["weights_identical"] is True
+    assert run.fleet.replicas["r0"].joined == 2
+
+
 async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
     replicas = {
         "r0": MemoryReplica(seed=1, token_seconds=0.001),
@@ -92,8 +111,14 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
     run = controller(config(run={"steps": 1000}))
     trainer = MemoryTrainer(run.desk, step_seconds=0.005)
-    asyncio.get_running_loop().call_later(0.1, run.request_stop, "a person said so")
+
+    async def stop() -> None:
+        await trainer.stepped.wait()
+        run.request_stop("a person said so")
+
+    stopping = asyncio.create_task(stop())
     summary = await complete(run, trainer)
+    await stopping
     assert summary["stop_reason"] == "a person said so"
     assert 0 < summary["steps"] < 1000
     assert trainer.checkpoint == Version(0, summary["steps"])

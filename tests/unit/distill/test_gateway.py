@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from distill.control.controller import Controller
-from distill.control.gateway import exposition, listen
+from distill.control.gateway import answered, exposition, listen
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (
@@ -175,3 +177,14 @@ def test_a_taken_port_is_named() -> None:
 def test_an_open_address_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="no token is set"):
         listen("0.0.0.0", 0, None)
+
+
+async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
+    async def forever(_: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing ends this wait but cancellation")
+
+    poll = asyncio.create_task(answered(forever)(Request({"type": "http"})))
+    await asyncio.sleep(0)
+    poll.cancel()
+    assert (await poll).status_code == 503

@@ -16,7 +16,7 @@ from distill.launch import live, preflight
 from distill.launch.probes import Finding
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.errors import ConfigError
 from sync.wire import (
     Array,
@@ -44,8 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import torch
 
         torch.manual_seed(seed)
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     return folder
 
 

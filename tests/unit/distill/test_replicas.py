@@ -212,10 +212,24 @@ async def test_a_broadcast_seats_every_live_replica() -> None:
         await world.until(lambda: world.fleet.slowest() == Version(0, 1))
         assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
         assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
-        assert world.fleet.broadcast(broadcast(2)).group == first.group
+        assert world.fleet.broadcast(broadcast(2)).group != first.group
         await world.until(lambda: world.fleet.slowest() == Version(0, 2))
         other = world.fleet.broadcast(broadcast(2, lineage=1))
-        assert other.group != first.group
+        assert other.group.startswith("1-")
+
+
+async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
+    late = MemoryReplica(up=False)
+    world = World(a=MemoryReplica(), late=late)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        assert not world.fleet.listening()
+        late.revive()
+        await world.until(lambda: world.fleet.listening())
+        assert world.fleet.broadcast(broadcast(0)).world_size == 3
+        late.die()
+        await world.until(lambda: world.serving() == ["a"])
+        assert world.fleet.listening()
 
 
 async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
@@ -237,6 +251,23 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         await world.until(lambda: world.fleet.replicas["b"].phase is Phase.CATCHING_UP)
         assert world.serving() == ["a"]
         assert world.fleet.broadcast(broadcast(3)).world_size == 3
+
+
+async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
+    back = MemoryReplica()
+    world = World(a=MemoryReplica(), back=back)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.fleet.broadcast(broadcast(1))
+        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        assert not world.fleet.wants_broadcast()
+        back.die()
+        await world.until(lambda: world.serving() == ["a"])
+        back.revive()
+        await world.until(world.fleet.wants_broadcast)
+        assert world.fleet.broadcast(broadcast(1)).world_size == 2
+        await world.until(lambda: len(world.serving()) == 2)
+        assert not world.fleet.wants_broadcast()
 
 
 @pytest.mark.parametrize("planted", [False, True])

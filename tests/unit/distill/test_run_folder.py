@@ -76,6 +76,7 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
     assert "s3cret" not in (tmp_path / "x" / "config.json").read_text()
     assert json.loads(role.read_text())["path"] == "s"
+    assert "s3cret" not in role.read_text()
     assert load_run_dir(tmp_path / "x").run == settings.run
 
 

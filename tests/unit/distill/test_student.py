@@ -125,3 +125,25 @@ def test_a_missing_or_malformed_configuration_is_named(monkeypatch):
     monkeypatch.setenv(REPLICA_VARIABLE, '{"run": 1}')
     with pytest.raises(ConfigError, match="mirror"):
         ReplicaConfig.from_environment()
+
+
+def test_a_replica_of_a_lora_run_takes_one_adapter_of_the_next_rank_that_vllm_has(cpu):
+    line, environment = command(
+        StudentConfig(path="m"), REPLICA.model_copy(update={"lora_rank": 20}), 0, "127.0.0.1", 8000
+    )
+    assert [word for word in line if "lora" in word] == [
+        "--enable-lora",
+        "--max-loras=1",
+        "--max-lora-rank=32",
+    ]
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment
+    assert not [word for word in built()[0] if "lora" in word]
+
+
+def test_a_rank_beyond_the_engines_is_refused_and_the_flags_are_not_the_users(cpu):
+    wide = REPLICA.model_copy(update={"lora_rank": 513})
+    with pytest.raises(ConfigError, match=r"rank is 513.*512"):
+        command(StudentConfig(path="m"), wide, 0, "127.0.0.1", 8000)
+    narrow = REPLICA.model_copy(update={"lora_rank": 8})
+    with pytest.raises(ConfigError, match="must stay 8"):
+        command(StudentConfig(path="m", engine_args={"max-lora-rank": 64}), narrow, 0, "127.0.0.1", 8000)

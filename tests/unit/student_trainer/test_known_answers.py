@@ -106,6 +106,12 @@ def kl_of(teacher: Tensor = TEACHER, theta: Tensor = THETA) -> Tensor:
     return (theta.softmax(0) * d_of(teacher, theta)).sum()
 
 
+def tail_ratio(support: list[int]) -> Tensor:
+    """log of the student's mass outside the support over the teacher's."""
+    outside = torch.ones(V, dtype=torch.float64).index_fill(0, torch.tensor(support), 0.0)
+    return ((outside * THETA.softmax(0)).sum() / (outside * TEACHER.exp()).sum()).log()
+
+
 def same(left: Tensor, right: Tensor, tolerance: float = EXACT) -> None:
     assert left.shape == right.shape
     assert float((left - right).abs().max()) <= tolerance, (left, right)
@@ -149,8 +155,34 @@ def capped_and_dropped_tokens_keep_their_part_of_the_gradient(lib: Any) -> None:
         support = targets(lib, TEACHER, STALE, [0, 3])
         _, gradient, _ = expected(lambda p, t, a=arguments: lib.hybrid(p, t, *a), support, STALE)
         inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor([0, 3]), 1.0)
-        mass = inside * THETA.softmax(0) * d_of() + (1 - inside) * mass
+        exact = THETA.softmax(0) * torch.where(inside > 0, d_of(), tail_ratio([0, 3]))
+        sampled = (1 - inside) * STALE.exp() * weight * (d_of() - tail_ratio([0, 3]))
+        mass = exact + sampled
         same(gradient, mass - THETA.softmax(0) * mass.sum())
+
+
+def a_tail_of_the_teachers_shape_gives_no_noise(lib: Any) -> None:
+    """Where p/q is one ratio outside S, every sampled token gives the exact gradient and the exact KL."""
+    shift = torch.tensor([0.7, -0.3, 0.7, 0.7, 0.2, 0.7], dtype=torch.float64)
+    teacher = (THETA.log_softmax(0) + shift).log_softmax(0)
+    goal = targets(lib, teacher, STALE, [1, -1, 4])
+    for y in range(V):
+        only_y = torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(y), 0.0)
+        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, only_y)
+        same(gradient, through_softmax(d_of(teacher)))
+        same(reverse, kl_of(teacher))
+
+
+def a_rounded_tail_costs_no_bias(lib: Any) -> None:
+    """Log-probabilities of S that add up to nearly nothing outside, as rounding may make them."""
+    support = list(range(V - 1))
+    goal = targets(lib, TEACHER, STALE, support)
+    own = goal.support_logp_NK
+    rounded = lib.Targets(**{**vars(goal), "support_logp_NK": own - own.exp().sum(1, keepdim=True).log()})
+    _, gradient, _ = expected(lambda p, t: lib.hybrid(p, t, None, None), rounded, STALE)
+    shifted = d_of().clone()
+    shifted[:-1] += own[0].exp().sum().log()
+    same(gradient, through_softmax(shifted))
 
 
 def later_tokens_are_credited_to_every_token(lib: Any) -> None:
@@ -378,6 +410,8 @@ CHECKS = (
     uncapped_policy_gradient_is_the_reverse_kl_gradient,
     hybrid_is_unbiased_for_every_support,
     capped_and_dropped_tokens_keep_their_part_of_the_gradient,
+    a_tail_of_the_teachers_shape_gives_no_noise,
+    a_rounded_tail_costs_no_bias,
     later_tokens_are_credited_to_every_token,
     future_credit_is_the_discounted_sum_of_the_rest_of_the_row,
     full_is_the_exact_reverse_kl,
@@ -481,8 +515,15 @@ MUTANTS = [
     ("objectives.hybrid", "(targets.support_NK != targets", "(targets.support_NK == targets"),
     ("objectives.hybrid", "torch.where(outside_N, logp_N.detach()", "torch.where(outside_N, logp_N"),
     ("objectives.hybrid", "d_N + targets.future_N", "torch.where(outside_N, d_N + targets.future_N, 0.0)"),
-    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "inside_N - (weight_N * credit_N)"),
-    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "weight_N * inside_N + (weight_N * credit_N)"),
+    ("objectives.hybrid", "rest_N + (weight_N * credit_N)", "rest_N - (weight_N * credit_N)"),
+    ("objectives.hybrid", "loss_N = inside_N", "loss_N = weight_N * inside_N"),
+    ("objectives.hybrid", "baseline_N * rest_N + (", "baseline_N * rest_N.detach() + ("),
+    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N"),
+    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N + baseline_N"),
+    ("objectives.hybrid", "baseline_N = (rest_N.detach()", "baseline_N = (rest_N"),
+    ("objectives.hybrid", " + baseline_N * rest_N.detach()", ""),
+    ("objectives.hybrid", "rest_N = 1.0 - torch.where(member_NK, p_NK, 0.0)", "rest_N = 1.0 - p_NK"),
+    ("objectives.hybrid", "tail_N = 1.0 - torch.where(member_NK, q_NK, 0.0)", "tail_N = 1.0 - q_NK"),
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK >= -1"),
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK > 0"),
     ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logq_NK - logp_NK)).sum(1)"),

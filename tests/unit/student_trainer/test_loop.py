@@ -104,6 +104,14 @@ def test_versions_between_two_publications_stay_here(tmp_path: Path) -> None:
     assert [line for line in story.lines if line.startswith("publish")] == ["publish 2", "publish 4"]
 
 
+def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0)])
+    answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), Stop(reason="over", checkpoint=False)]
+    story.trainer.source.poll = lambda version, interrupted: answers.pop(0)  # type: ignore[method-assign]
+    assert train(story.trainer) is Outcome.STOP
+    assert story.lines == ["publish 0", "step 0", "publish 1"]
+
+
 def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)], checkpoint=True)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT

@@ -63,6 +63,9 @@ class PlainEngine:
         self.gradients = [p.grad.clone() for p in self.student.parameters() if p.grad is not None]
         self._optimizer.step()
 
+    def was_step_applied(self) -> bool:
+        return True
+
     def get_lr(self) -> list[float]:
         return [0.1]
 

@@ -355,3 +355,24 @@ def test_a_range_of_another_model_is_refused(name: str, kind: str) -> None:
     head = delta_file.Header("run", "", Version(0, 1), Version(0, 0), 0, 1, [part])
     with pytest.raises(SnapshotError, match="another model"):
         delta_file.check_cover([head], places)
+
+
+def test_streams_that_promise_more_than_they_hold_are_refused_before_anything_is_read_beyond_them() -> None:
+    """What lies in memory after the end of a stream would be a usable value."""
+    beyond_gap, beyond_step = np.array([3], "<u8")[:0], np.array([4], "u2")[:0]
+    escape, nothing, none_wide = np.array([255], "u1"), np.array([0], "u1"), np.empty(0, "<u8")
+    bits = np.zeros(8, "u2")
+    assert kernels.apply_gaps(bits, 16, escape, beyond_gap, nothing, beyond_step) == -1
+    assert kernels.apply_gaps(bits, 16, nothing, none_wide, escape, beyond_step) == -1
+    assert kernels.apply_bitmap(bits, 16, np.array([1], "u1"), escape, beyond_step) == -1
+    assert kernels.apply_bitmap(bits, 16, np.array([1], "u1"), np.array([0], "u1")[:0], beyond_step) == -1
+    assert not bits.any()
+
+
+def test_changes_of_a_class_that_the_array_does_not_have_are_refused() -> None:
+    random = np.random.default_rng(11)
+    old = weights(random, 2000, "bf16")
+    blob = codec.encode(old, nudged(random, old, 0.1), "bf16", "small")
+    assert codec.mode_of(blob) == Mode.CLASSES
+    with pytest.raises(SnapshotError, match="do not fit"):
+        codec.apply(np.zeros(2000, "u2"), blob, "bf16")

@@ -1,0 +1,201 @@
+"""A real run in processes of its own that can be killed, resumed and looked at from outside.
+
+    start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
+
+Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import psutil
+
+from distill.launch.processes import descendants, lives, players
+from distill.launch.roles import EVALUATOR, TRAINER
+from distill.launch.supervise import last_lines
+from distill.report.picture import read_lines
+from sync.errors import DistillError
+
+CONTROLLER = "controller"
+POLL_SECONDS = 0.1
+ORPHAN_SECONDS = 15.0
+"""Time for the processes of a killed launcher to be gone; after it they are orphans."""
+
+
+class Patient:
+    """One run: `command` starts it, with --resume put behind it goes on."""
+
+    def __init__(self, command: Sequence[str], run_dir: Path, patience: float = 300.0) -> None:
+        """`patience`: seconds that anything waited for may take."""
+        self.run_dir = run_dir
+        self._command, self._patience = list(command), patience
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._seen: set[psutil.Process] = set()
+        self._dead: set[psutil.Process] = set()
+        self._log = run_dir / "logs" / "launcher.log"
+        self._orphans = 0
+
+    def __enter__(self) -> Patient:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher.wait()
+        for process in filter(lives, self._seen):
+            process.kill()
+
+    # --- what is done to it -------------------------------------------------------------------------------
+
+    def start(self, resume: bool = False) -> None:
+        """Start the launcher, its output behind the earlier one's."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [*self._command, *(["--resume"] if resume else [])]
+        with self._log.open("ab") as output:
+            self._launcher = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def kill(self, role: str, rng: random.Random) -> None:
+        """Kill −9 the process of a role; of the trainer, one of its ranks."""
+        process = rng.choice(self._players()[role])
+        self._dead |= set(self._players()[role])
+        process.kill()
+
+    def kill_launcher(self, everything: bool = False) -> None:
+        """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
+        self._players()
+        self._dead |= self._seen
+        assert self._launcher is not None, "started before"
+        self._launcher.kill()
+        for process in filter(lives, list(self._seen) if everything else []):
+            process.kill()
+        self._launcher.wait()
+        self._await_empty()
+
+    def stop(self) -> int:
+        """SIGTERM to the launcher; its exit status."""
+        assert self._launcher is not None, "started before"
+        self._players()
+        self._launcher.send_signal(signal.SIGTERM)
+        return self._ended()
+
+    def end(self) -> None:
+        """Wait until the run has come to its end. Raises DistillError when it fails."""
+        status = self._ended()
+        if status != 0:
+            raise DistillError(f"the run ended with status {status}; the end of {self._log}:\n{self._said()}")
+
+    # --- what is seen of it -------------------------------------------------------------------------------
+
+    def roles(self) -> list[str]:
+        """Roles that have a process now, such as "student-0"."""
+        return sorted(self._players())
+
+    def over(self) -> bool:
+        """Whether it has ended by itself, or is about to: all steps are done."""
+        assert self._launcher is not None, "started before"
+        return self._launcher.poll() is not None or (self.run_dir / "final").is_dir()
+
+    def step(self) -> int:
+        """Optimizer step that was reported last; 0: none."""
+        steps = [
+            line["step"] for line in read_lines(self.run_dir / "metrics.jsonl") if "seconds/train" in line
+        ]
+        return int(steps[-1]) if steps else 0
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json"""
+        return dict(json.loads((self.run_dir / "summary.json").read_text()))
+
+    def orphans(self) -> int:
+        """Processes that outlived a launcher, over all its endings so far."""
+        return self._orphans
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Until the condition holds, or the run is over. Raises DistillError when that takes too long."""
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            status = None if self._launcher is None else self._launcher.poll()
+            if status == 0:
+                return
+            if status is not None or time.monotonic() > deadline:
+                why = "is not there in time" if status is None else f"cannot come: it ended with {status}"
+                raise DistillError(f"{what} {why}; the end of {self._log}:\n{self._said()}")
+            time.sleep(POLL_SECONDS)
+
+    def wait_at_work(self, roles: Iterable[str]) -> None:
+        """Until every one of these roles has a new process that has done work."""
+        since: dict[str, float] = {}
+
+        def all_work() -> bool:
+            playing = self._players()
+            for role in roles:
+                fresh = set(playing.get(role, ())) - self._dead
+                if fresh and role not in since:
+                    since[role] = time.time()
+            return all(role in since and self._worked(role, since[role], playing) for role in roles)
+
+        self.wait(lambda: self.over() or all_work(), f"work of {', '.join(roles)}")
+
+    def _worked(self, role: str, since: float, playing: dict[str, list[psutil.Process]]) -> bool:
+        if role == EVALUATOR:
+            return any(_answers(process) for process in playing.get(role, ()))
+        name = role.replace("teacher-", "teacher ", 1)
+        what = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
+        return any(
+            span["role"] == name and span["end"] > since and what in (None, span["what"])
+            for span in read_lines(self.run_dir / "timeline.jsonl")
+        )
+
+    def _players(self) -> dict[str, list[psutil.Process]]:
+        assert self._launcher is not None, "started before"
+        self._seen |= descendants(self._launcher.pid)
+        return players(self._launcher.pid)
+
+    def _ended(self) -> int:
+        assert self._launcher is not None, "started before"
+        deadline = time.monotonic() + self._patience
+        while self._launcher.poll() is None:
+            if time.monotonic() > deadline:
+                raise DistillError(f"the run does not end; the end of {self._log}:\n{self._said()}")
+            self._players()
+            time.sleep(POLL_SECONDS)
+        self._await_empty()
+        return self._launcher.wait()
+
+    def _await_empty(self) -> None:
+        """Count what outlives the launcher."""
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while any(map(lives, self._seen)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._orphans += sum(map(lives, self._seen))
+        self._seen = set(filter(lives, self._seen))
+
+    def _said(self) -> str:
+        return "\n".join(last_lines(self._log))
+
+
+def kind_of(role: str) -> str:
+    """ "student" of "student-0"; roles of one kind are alike."""
+    return "trainer rank" if role == TRAINER else role.split("-")[0]
+
+
+def _answers(process: psutil.Process) -> bool:
+    """Whether a server of this machine is healthy; its guardian's command line has the address."""
+    try:
+        line = psutil.Process(process.ppid()).cmdline()
+        address = f"http://{line[line.index('--host') + 1]}:{line[line.index('--port') + 1]}/health"
+        return httpx.get(address, timeout=2.0, trust_env=False).status_code == 200
+    except (psutil.Error, httpx.HTTPError, ValueError):
+        return False

@@ -1,0 +1,31 @@
+"""Waiting for tasks without leaving one behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from sync.errors import Unreachable
+
+T = TypeVar("T")
+
+
+async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
+    """`work`, given up when `lost` is set first (Unreachable)."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Unreachable(f"replica {name} was lost")
+        return await task
+    finally:
+        await cancel([task, watch])
+
+
+async def cancel(tasks: list[asyncio.Task[Any] | None]) -> None:
+    """Cancel and wait; errors of the tasks are not raised."""
+    live = [task for task in tasks if task is not None]
+    for task in live:
+        task.cancel()
+    await asyncio.gather(*live, return_exceptions=True)

@@ -1,0 +1,51 @@
+"""Which processes play the roles of a run, as seen from outside by the launcher's process id."""
+
+from __future__ import annotations
+
+import psutil
+
+from distill.launch.roles import TRAINER
+from distill.launch.supervise import GUARDIAN
+from student_trainer.launch import ranks_of
+
+
+def players(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
+    found = {}
+    for guardian in _children(launcher):
+        name = _guarded_role(guardian)
+        if name is not None:
+            working = ranks_of(guardian.pid) if name == TRAINER else _children(guardian.pid)
+            found[name] = [process for process in working if lives(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def descendants(launcher: int) -> set[psutil.Process]:
+    """Every process below the launcher."""
+    try:
+        return set(psutil.Process(launcher).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor waiting to be collected."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _children(parent: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(parent).children())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _guarded_role(process: psutil.Process) -> str | None:
+    try:
+        line = process.cmdline()
+    except psutil.Error:
+        return None
+    return line[line.index(GUARDIAN) + 1] if GUARDIAN in line[:-1] else None

@@ -1,0 +1,225 @@
+"""The proof that weights arrive as they left, with real engines: `distill sync verify RUN_DIR --engines`.
+
+    publisher   N random versions of the student, as deltas, into a store of its own
+    follower    a vLLM replica that takes every one of them
+    late        a vLLM replica that joins after the last one
+
+(a) what each worker handed to its loader has the publisher's digests, tensor by tensor;
+(b) both replicas give bit-equal log-probabilities of the same prompts, sent one by one.
+Then one projection of the last version is scaled and given to the late replica alone: both proofs must fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+
+from distill.config import StudentConfig
+from distill.launch import student
+from distill.launch.ports import Ports
+from distill.launch.roles import url_of
+from distill.launch.supervise import ChildSpec, Supervisor
+from sync.errors import DataError
+from sync.replica.config import ReplicaConfig
+from sync.stores import open_store
+from sync.stores.config import DirectoryStoreConfig
+from sync.transport import TOKEN_VARIABLE, Peer, token_from_environment
+from sync.weights import checkpoint
+from sync.weights.publish import Publisher, Slice
+from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
+
+_RUN: Final = "proof"
+_LOCAL: Final = "127.0.0.1"
+_START_SECONDS: Final = 300.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found; `holds` is the verdict."""
+
+    versions: int
+    digests_equal: bool
+    """(a) for follower, late joiner and publisher."""
+    scores_equal: bool
+    """(b) for follower and late joiner."""
+    planted_digests_differ: bool
+    planted_scores_differ: bool
+    sequences: int
+    updates_per_second: float
+    """Versions that the follower took in, one after the other."""
+    pause_seconds: float
+    """Median of the follower's updates."""
+
+    @property
+    def holds(self) -> bool:
+        """Both proofs hold, and both can fail."""
+        return all(
+            (
+                self.digests_equal,
+                self.scores_equal,
+                self.planted_digests_differ,
+                self.planted_scores_differ,
+            )
+        )
+
+
+class Versions:
+    """A publisher of random versions of a model folder; version n is step n of lineage 0."""
+
+    def __init__(self, model: Path, store: Path, work: Path) -> None:
+        self.folder, self._random = work / "model", np.random.default_rng(0)
+        shutil.copytree(model, self.folder)
+        self.arrays = {n: a.copy() for n, a in checkpoint.bits(checkpoint.tensors(self.folder)).items()}
+        self._places = checkpoint.tensors(self.folder)
+        slices = [Slice(n, at.shape, at.kind, 0, len(self.arrays[n])) for n, at in self._places.items()]
+        target = open_store(DirectoryStoreConfig(), store)
+        self._publisher = Publisher(target, _RUN, checkpoint.fingerprint(self.folder), slices)
+        self.step = 0
+        self._publisher.anchor(Version(0, 0), None, self.folder, self.arrays)
+
+    def random(self) -> Version:
+        """Publish a version in which a random share of each tensor's elements moved by a few units in the
+        last place."""
+        for array in self.arrays.values():
+            share = self._random.choice([0.0, 0.001, 0.01, 0.1, 0.5])
+            moved = self._random.random(array.size) < share
+            array ^= np.where(moved, self._random.integers(1, 4, array.size), 0).astype(array.dtype)
+        return self._publish()
+
+    def planted(self) -> Version:
+        """Publish a version with one projection doubled: one more in the exponents of its bf16 elements."""
+        name = next(n for n, at in self._places.items() if at.kind == "bf16" and "proj" in n)
+        array = self.arrays[name]
+        array += np.where(array & 0x7F80, 0x80, 0).astype(array.dtype)
+        return self._publish()
+
+    def digests(self) -> dict[str, str]:
+        """Of the version published last."""
+        return {name: checkpoint.digest(array) for name, array in self.arrays.items()}
+
+    def _publish(self) -> Version:
+        self.step += 1
+        version = Version(0, self.step)
+        self._publisher.delta(version, self.arrays)
+        return version
+
+
+async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences: int = 64) -> Proof:
+    """Run the proof on the student's model folder, in the new folder `work`. Raises DistillError.
+
+    `sequences`: how many prompts proof (b) compares.
+    """
+    model = Path(config.path)
+    if not await asyncio.to_thread(model.is_dir):
+        raise DataError(
+            f"student.path {config.path} is no folder on this machine: the proof alters a copy of it"
+        )
+    published = await asyncio.to_thread(Versions, model, work / "store", work)
+    children, urls = _replicas(config.model_copy(update={"path": str(published.folder)}), work)
+    supervisor = Supervisor(children, work / "logs", restarts=0)
+    try:
+        await supervisor.start()
+        await supervisor.ready(_START_SECONDS)
+        return await _prove(published, urls, versions, _prompts(model, sequences))
+    finally:
+        await supervisor.stop(10.0)
+
+
+def _replicas(config: StudentConfig, work: Path) -> tuple[list[ChildSpec], list[str]]:
+    """The follower and the late joiner."""
+    children = []
+    token = token_from_environment()
+    with Ports() as ports:
+        for index in range(2):
+            port = ports.take(_LOCAL, 0, "student.port")
+            mirror = work / f"mirror-{index}"
+            replica = ReplicaConfig(run=_RUN, store_path=work / "store", mirror=mirror)
+            line, environment = student.command(config, replica, index, _LOCAL, port)
+            if token is not None:
+                environment[TOKEN_VARIABLE] = token
+            children.append(ChildSpec(f"student-{index}", line, environment, url=url_of(_LOCAL, port)))
+    return children, [str(child.url) for child in children]
+
+
+def _prompts(model: Path, count: int) -> list[list[int]]:
+    """Random sequences of 32 ids below the model's vocabulary size."""
+    settings = json.loads((model / "config.json").read_text())
+    vocabulary = int(settings.get("text_config", settings)["vocab_size"])
+    return np.random.default_rng(1).integers(0, vocabulary, (count, 32)).tolist()
+
+
+async def _prove(published: Versions, urls: list[str], versions: int, prompts: list[list[int]]) -> Proof:
+    token = token_from_environment()
+    async with Peer(urls[0], token) as follower, Peer(urls[1], token) as late:
+        pauses: list[float] = []
+        followed = 0.0
+        for _ in range(versions):
+            version = await asyncio.to_thread(published.random)
+            began = time.monotonic()
+            pauses.append((await _update(follower, version)).pause_seconds)
+            followed += time.monotonic() - began
+        await _update(late, version)
+        digests = [await _digests(peer) for peer in (follower, late)]
+        expected = published.digests()
+        scores = [await _scores(url, token, prompts) for url in urls]
+        planted = await asyncio.to_thread(published.planted)
+        await _update(late, planted)
+        differing = await _digests(late), await _scores(urls[1], token, prompts)
+    return Proof(
+        versions=versions,
+        digests_equal=digests == [expected, expected],
+        scores_equal=scores[0] == scores[1],
+        planted_digests_differ=differing[0] != expected,
+        planted_scores_differ=differing[1] != scores[0],
+        sequences=len(prompts),
+        updates_per_second=versions / followed,
+        pause_seconds=float(np.median(pauses)),
+    )
+
+
+async def _update(peer: Peer, version: Version) -> UpdateReply:
+    return await peer.call("/distill/v1/update", UpdateRequest(version=version), UpdateReply, 300.0)
+
+
+async def _digests(peer: Peer) -> dict[str, str] | None:
+    return (await peer.call("/distill/v1/state?digests=1", None, ReplicaState, 120.0)).digests
+
+
+async def _scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
+    """vLLM's own prompt log-probabilities, one sequence at a time."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    found = []
+    async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120.0) as client:
+        name = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        for ids in prompts:
+            body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status()
+            found.append(answer.json()["choices"][0]["prompt_logprobs"])
+    return found
+
+
+def lines(proof: Proof) -> list[str]:
+    """The proof as text."""
+    word: Callable[[bool], str] = lambda good: "yes" if good else "NO"  # noqa: E731
+    return [
+        f"versions followed                    {proof.versions} ({proof.updates_per_second:.1f} a second)",
+        f"median pause of an update            {proof.pause_seconds * 1e3:.1f} ms",
+        f"(a) digests equal, all three          {word(proof.digests_equal)}",
+        f"(b) {proof.sequences} prompts score bit-equally      {word(proof.scores_equal)}",
+        f"(a) fails on a planted difference     {word(proof.planted_digests_differ)}",
+        f"(b) fails on a planted difference     {word(proof.planted_scores_differ)}",
+    ]
+
+
+def figures(proof: Proof) -> dict[str, Any]:
+    """The proof as JSON."""
+    return {**asdict(proof), "holds": proof.holds}

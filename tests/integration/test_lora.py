@@ -1,0 +1,222 @@
+"""A whole LoRA run with real engines, and a replica that follows adapters: in flight, digests, equality."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from replica_server import Server, generate, prompt_logprobs, save_model, update
+from safetensors.torch import load_file, save_file
+
+from distill.adapters import merged
+from sync.errors import RemoteError
+from sync.settings import ModelSource
+from sync.stores import open_store
+from sync.stores.config import DirectoryStoreConfig
+from sync.weights import checkpoint
+from sync.weights.publish import Publisher, Slice
+from sync.wire import ReplicaState, Version, VersionSpan, unpack
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+RANK, STEPS, TOLERANCE = 4, 5, 0.12
+ROOT = Path(__file__).parents[2]
+SEQUENCES = [np.random.default_rng(i).integers(2, 64, 30).tolist() for i in range(16)]
+
+
+def save_adapter(base: Path, seed: int, folder: Path) -> None:
+    """A random adapter of all linear layers, as peft saves it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    settings = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(folder)
+
+
+def publish(store: Path, adapters: list[Path]) -> None:
+    """Steps 1, 2, … of lineage 1; each is an adapter."""
+    places = checkpoint.tensors(adapters[0])
+    slices = [Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape))) for n, at in places.items()]
+    publisher = Publisher(
+        open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(adapters[0]), slices
+    )
+    for step, folder in enumerate(adapters, 1):
+        bits = checkpoint.bits(checkpoint.tensors(folder))
+        publisher.anchor(Version(1, step), None, folder, bits, "lora")
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    """(base folder, adapter folders of steps 1 to 3, a server that follows, a fresh one that will)"""
+    work = tmp_path_factory.mktemp("lora")
+    base, adapters = work / "base", [work / "one", work / "two", work / "altered"]
+    save_model("Qwen3", 0, base)
+    for seed, folder in enumerate(adapters[:2]):
+        save_adapter(base, seed, folder)
+    subprocess.run(["cp", "-r", adapters[1], adapters[2]], check=True)
+    tensors = load_file(adapters[2] / "adapter_model.safetensors")
+    tensors[sorted(tensors)[0]] *= 1.5
+    save_file(tensors, adapters[2] / "adapter_model.safetensors", {"format": "pt"})
+    servers = [Server(base, work, index, lora_rank=RANK) for index in range(2)]
+    try:
+        publish(work / "store", adapters)
+        for server in servers:
+            server.wait()
+        yield base, adapters, *servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def error(base: Path, adapter: Path | None, prompt: list[int], answer, start: int = 0) -> float:
+    """Largest distance in nats between the engine's log-probabilities and the merged model's."""
+    from transformers import AutoModelForCausalLM
+
+    if adapter is None:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    else:
+        model = merged(ModelSource(path=str(base)), adapter, torch.float32)
+    tokens = unpack(answer.token_ids).astype(np.int64)
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([prompt + tokens.tolist()])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(tokens)), tokens]
+    return float(np.abs(unpack(answer.logprob) - expected.numpy())[start:].max())
+
+
+async def test_a_replica_follows_adapters_while_it_generates(setup):
+    base, adapters, server, _ = setup
+    async with server.peer() as peer:
+        (before,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
+        assert before.spans == [VersionSpan(Version(0, 0), 0, 24)]
+        assert error(base, None, [5, 6, 7], before) < TOLERANCE
+        flight = asyncio.create_task(generate(peer, [[5, 6, 7], [8, 9]], max_tokens=400))
+        await asyncio.sleep(0.3)
+        for step in (1, 2):
+            reply = await update(peer, step, kv_on_swap="recompute")
+            assert (reply.version, reply.bytes_read > 0) == (Version(1, step), True)
+            await asyncio.sleep(0.2)
+        answers = await flight
+        (after,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
+    for prompt, answer in zip([[5, 6, 7], [8, 9]], answers, strict=True):
+        assert [span.version for span in answer.spans][-2:] == [Version(1, 1), Version(1, 2)]
+        assert (answer.spans[0].start, answer.spans[-1].end) == (0, 400)
+        assert error(base, adapters[1], prompt, answer, answer.spans[-1].start) < TOLERANCE
+    assert error(base, adapters[1], [5, 6, 7], after) < TOLERANCE
+    assert error(base, adapters[0], [5, 6, 7], after) > 5 * TOLERANCE
+
+
+async def test_both_proofs_hold_for_adapters_and_fail_on_a_planted_difference(setup):
+    _, adapters, server, fresh = setup
+    async with server.peer() as peer, fresh.peer() as late:
+        await update(peer, 1)
+        await update(peer, 2)
+        await update(late, 2)
+        states = [await one.call("/distill/v1/state?digests=1", None, ReplicaState) for one in (peer, late)]
+        assert states[0].digests == states[1].digests == checkpoint.digests(adapters[1])
+        scores = [await prompt_logprobs(one, SEQUENCES, "student") for one in (server, fresh)]
+        assert scores[0] == scores[1]
+        assert scores[0][0] != (await prompt_logprobs(server, SEQUENCES[:1]))[0], "the base alone"
+        await update(late, 3)
+        state = await late.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert state.digests != states[0].digests
+        assert await prompt_logprobs(fresh, SEQUENCES, "student") != scores[0]
+
+
+async def test_an_altered_adapter_keeps_the_old_one(setup):
+    base, adapters, server, _ = setup
+    (file,) = server.store.glob("tests/*00000003/model/adapter_model.safetensors")
+    good = file.read_bytes()
+    async with server.peer() as peer:
+        await update(peer, 1)
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(RemoteError, match="409"):
+            await update(peer, 3)
+        file.write_bytes(good)
+        (answer,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
+        assert answer.spans == [VersionSpan(Version(1, 1), 0, 24)]
+        assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
+
+
+def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
+    for seed, name in enumerate(("student", "teacher")):
+        save_model("Qwen3", seed, tmp_path / name, end=True)
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"w{2 + i % 60} w{2 + i * 7 % 60}"}) + "\n" for i in range(160))
+    )
+    config = f"""
+[run]
+name = "lora"
+folder = "{tmp_path}/runs"
+steps = {STEPS}
+[student]
+path = "{tmp_path}/student"
+[student.engine_args]
+max-model-len = 64
+enforce-eager = true
+[teachers.teacher]
+path = "{tmp_path}/teacher"
+dtype = "float32"
+threads = 1
+[prompts]
+type = "jsonl"
+path = "{tmp_path}/prompts.jsonl"
+template = "plain"
+[rollout]
+batch = 16
+max_tokens = 16
+[trainer]
+ranks = 2
+deepspeed = "{ROOT}/configs/deepspeed/zero3_cpu.json"
+threads = 1
+[trainer.overrides]
+"optimizer.params.lr" = 2e-2
+[trainer.lora]
+rank = {RANK}
+alpha = 8
+[evaluation]
+prompts = 16
+batch = 16
+threads = 1
+[tracking]
+wandb = "disabled"
+"""
+    (tmp_path / "lora.toml").write_text(config)
+    distill = [sys.executable, "-P", "-m", "distill.cli.main"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(
+            [*distill, *words], env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    call("run", str(tmp_path / "lora.toml"))
+    run = tmp_path / "runs/lora"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["completed"], summary["weights_identical"]) == (True, True)
+    assert summary["evaluations"][-1]["reverse_kl"] < summary["evaluations"][0]["reverse_kl"]
+    listing = call("sync", "ls", str(run)).splitlines()
+    assert [line.split()[1] for line in listing] == ["lora"] * (STEPS + 1)
+    assert "whole" in call("sync", "verify", str(run))
+    assert (run / "final/adapter_model.safetensors").is_file()
+
+    call("export", str(run), str(tmp_path / "merged"))
+    expected = merged(ModelSource(path=str(tmp_path / "student")), run / "final").state_dict()
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    start = load_file(tmp_path / "student/model.safetensors")
+    assert found.keys() == start.keys()
+    assert any(not torch.equal(found[name], start[name]) for name in start)
+    call("export", str(run), str(tmp_path / "adapter"), "--adapter")
+    assert checkpoint.digests(tmp_path / "adapter") == checkpoint.digests(run / "final")

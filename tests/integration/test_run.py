@@ -1,0 +1,355 @@
+"""Whole runs through the command line, every engine real, on random models of three architectures.
+
+| run | student | prompts | objective | weights | trainer |
+| --- | --- | --- | --- | --- | --- |
+| finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
+| roles alone | what `finished` left | JSONL, text | topk | snapshots | by URL, 1 rank |
+| broadcast | Llama, untied | JSONL, text | topk | gloo, 2 replicas | 1 rank |
+| interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from distill.control.summary import digest_of_all
+from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
+from sync.transport import TOKEN_VARIABLE
+from sync.weights.tensors import digest, read_folder
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
+STEPS, BATCH = 5, 8
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+SETTINGS = """
+[run]
+name = "run"
+folder = "{folder}"
+steps = 5
+grace_seconds = 20
+start_seconds = 240
+[student]
+path = "{models}/{student}"
+[student.engine_args]
+max-model-len = 64
+max-num-seqs = 32
+enforce-eager = true
+[teachers.teacher]
+path = "{models}/teacher"
+threads = 1
+[rollout]
+batch = 8
+max_tokens = 8
+[trainer]
+ranks = 1
+deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
+threads = 1
+[trainer.overrides]
+"optimizer.params.lr" = 1e-3
+[tracking]
+wandb = "disabled"
+"""
+
+
+# --- models and prompts -----------------------------------------------------------------------------------
+
+
+def save_model(kind: str, folder: Path, tied: bool, width: int = 64) -> None:
+    """Random weights in bf16, biases too, and a tokenizer of one token per character with a chat template.
+
+    The tokenizer is a Qwen2Tokenizer without merges: whatever a Qwen2 folder holds, that is what is loaded.
+    """
+    import transformers
+    from transformers.models.qwen2 import Qwen2Tokenizer
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(VOCABULARY),
+        hidden_size=width,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=width // 2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        tie_word_embeddings=tied,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    tokenizer = Qwen2Tokenizer(vocab=ids, merges=[], unk_token=PAD, pad_token=PAD, eos_token=EOS)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Students `qwen3`, `llama` and `qwen2`, and their `teacher`."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    save_model("Qwen3", folder / "qwen3", tied=True)
+    save_model("Llama", folder / "llama", tied=False)
+    save_model("Qwen2", folder / "qwen2", tied=False)
+    save_model("Qwen3", folder / "teacher", tied=True, width=128)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """[prompts] for "chat", "plain" and "dataset", 40 rows each."""
+    from datasets import Dataset
+
+    folder = tmp_path_factory.mktemp("prompts")
+    texts = ["".join("abcdefgh"[(row + i) % 8] for i in range(3 + row % 4)) for row in range(40)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    for name, rows in {"chat": chats, "plain": [f"{text}>" for text in texts]}.items():
+        lines = [json.dumps({"prompt": row}) for row in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "dataset").mkdir()
+    Dataset.from_dict({"question": texts}).to_parquet(folder / "dataset/train.parquet")
+    return {
+        "chat": {"type": "jsonl", "path": str(folder / "chat.jsonl")},
+        "plain": {"type": "jsonl", "path": str(folder / "plain.jsonl"), "template": "plain"},
+        "dataset": {"type": "dataset", "path": str(folder / "dataset"), "field": "question"},
+    }
+
+
+# --- commands ---------------------------------------------------------------------------------------------
+
+
+class Command:
+    """A `distill` command in a session of its own, as a terminal starts it; leaving the context kills it."""
+
+    def __init__(self, log: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "distill.cli.main", *words],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+                cwd=log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def end(self, seconds: float = 280.0) -> int:
+        """Its exit status."""
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            self.process.kill()
+        self.process.wait()
+
+
+class Run:
+    """One configuration and its folder."""
+
+    def __init__(self, folder: Path, models: Path, student: str, prompts: Mapping[str, Any]) -> None:
+        self.folder, self.run_dir, self.config = folder, folder / "run", folder / "run.toml"
+        text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT)
+        values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in prompts.items())
+        self.config.write_text(f"{text}\n[prompts]\n{values}\n")
+
+    def command(
+        self, name: str, *overrides: str, more: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> Command:
+        settings = [word for override in overrides for word in ("--set", override)]
+        return Command(self.folder / f"{name}.log", name, str(self.config), *settings, *more, env=env)
+
+    def finish(self, *overrides: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Run to the end; its summary."""
+        with self.command("run", *overrides, more=more) as running:
+            assert running.end() == 0, self.logs(running)
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def steps(self) -> int:
+        """Optimizer steps whose figures are written."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_text().count('"loss"') if path.is_file() else 0
+
+    def logs(self, command: Command) -> str:
+        parts = [command.said]
+        for path in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
+        return "\n".join(parts)
+
+
+def check_result(run: Run, summary: Mapping[str, Any], replicas: int = 1) -> None:
+    """All steps, equal weights everywhere, and a folder of exactly those weights that transformers loads."""
+    from transformers import AutoModelForCausalLM
+
+    assert summary["completed"]
+    assert summary["steps"] == STEPS
+    assert summary["tokens"]["trained"] > 0
+    assert summary["rollouts"]["composed"] == STEPS * BATCH
+    assert summary["weights_identical_by_replica"] == {f"student-{i}": True for i in range(replicas)}
+    assert summary["weights_identical"] is True
+    final = run.run_dir / "final"
+    digests = {name: digest(tensor) for name, tensor in read_folder(final)}
+    assert digest_of_all(digests) == summary["weights_digest"]
+    model, loaded = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    assert not any(loaded.values()), loaded
+    assert model.dtype == torch.bfloat16
+    assert share_changed(final, run) > 0.5
+
+
+def share_changed(final: Path, run: Run) -> float:
+    """Share of tensors in which training changed at least one element."""
+    start = dict(read_folder(Path(json.loads((run.run_dir / "config.json").read_text())["student"]["path"])))
+    end = dict(read_folder(final))
+    assert start.keys() == end.keys()
+    return sum(not torch.equal(start[name], end[name]) for name in start) / len(start)
+
+
+def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert command.process.poll() is None, command.said
+        assert time.monotonic() < deadline, command.said
+        time.sleep(0.1)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes whose command line or environment holds `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = [*process.cmdline(), *process.environ().values()]
+            if process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in words):
+                found.append(process)
+    return found
+
+
+# --- tests ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(
+    models: Path, prompts: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """A Qwen3 with tied embeddings, distilled on two ranks with exact reverse KL."""
+    run = Run(tmp_path_factory.mktemp("finished"), models, "qwen3", prompts["chat"])
+    run.finish("trainer.ranks=2", "evaluation.prompts=4", "evaluation.threads=1", "objective.type=full")
+    return run
+
+
+def test_a_tied_qwen3_from_chat_messages_on_two_ranks(finished: Run) -> None:
+    summary = finished.summary()
+    check_result(finished, summary)
+    assert summary["sync"]["versions"] == STEPS + 1
+    assert summary["after"]["reverse_kl"] < summary["before"]["reverse_kl"]
+    assert marked(str(finished.folder)) == []
+
+
+def test_each_role_alone_joined_by_urls_and_a_token(
+    finished: Run, tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+) -> None:
+    """The student is the folder that another run left: a fresh vLLM loads it."""
+    run, env = Run(tmp_path, models, "qwen3", prompts["plain"]), {TOKEN_VARIABLE: "a token of the tests"}
+    student, teacher, evaluator, controller = free_ports(4)
+    joined = [
+        f"student.path={finished.run_dir / 'final'}",
+        f"student.port={student}",
+        f'student.urls=["http://127.0.0.1:{student}"]',
+        f"teachers.teacher.port={teacher}",
+        f'teachers.teacher.urls=["http://127.0.0.1:{teacher}"]',
+        f"evaluation.placement.port={evaluator}",
+        f'evaluation.placement.urls=["http://127.0.0.1:{evaluator}"]',
+        "evaluation.prompts=4",
+        f"controller.port={controller}",
+        "controller.trainer=external",
+        'objective={type="topk", k=4}',
+    ]
+    url = ("--controller", f"http://127.0.0.1:{controller}")
+    with contextlib.ExitStack() as roles:
+        servers = [
+            roles.enter_context(run.command(name, *joined, env=env))
+            for name in ("student", "teacher", "evaluator")
+        ]
+        trainer = roles.enter_context(run.command("train", *joined, more=url, env=env))
+        control = roles.enter_context(run.command("control", *joined, env=env))
+        assert control.end() == 0, control.said + trainer.said
+        assert trainer.end(30.0) == 0, trainer.said
+        check_result(run, run.summary())
+        assert run.summary()["after"]["completions"] == 4
+        for server in servers:
+            assert server.process.poll() is None, server.said
+            server.process.terminate()
+        for server in servers:
+            assert server.end(20.0) in (0, -signal.SIGTERM), server.said
+    assert marked(str(tmp_path)) == []
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def test_an_untied_llama_over_broadcasts_to_two_replicas(
+    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+) -> None:
+    run = Run(tmp_path, models, "llama", prompts["plain"])
+    summary = run.finish(
+        "student.replicas=2", "weights.road=broadcast", 'objective={type="topk", k=4}', "evaluation=false"
+    )
+    check_result(run, summary, replicas=2)
+    assert summary["before"] is None
+    assert not [path for path in (run.run_dir / "store").rglob("*") if path.is_file()]
+
+
+def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed(
+    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+) -> None:
+    run = Run(tmp_path, models, "qwen2", prompts["dataset"])
+    settings = ('objective={type="student_topk", k=4}', "evaluation=false")
+    with run.command("run", *settings, "run.steps=100000") as running:
+        wait_for(lambda: run.steps() >= 2, running)
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.end(20.0) == 130, run.logs(running)
+        assert "go on with --resume" in running.said
+    assert marked(str(tmp_path)) == []
+    reached = run.summary()["steps"]
+    assert (run.run_dir / "checkpoints/latest").read_text().strip() == f"L000-v{reached:08d}"
+
+    summary = run.finish(*settings, f"run.steps={reached + 2}", more=("--resume",))
+    assert summary["lineages"] == 2
+    assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
+    check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})
+    assert summary["steps"] == reached + 2

@@ -1,0 +1,144 @@
+"""A real vLLM replica for integration tests: its process, tiny models for it, and how to talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from distill.config import StudentConfig
+from distill.launch.student import command
+from sync.replica.config import ReplicaConfig
+from sync.transport import TOKEN_VARIABLE, Peer
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    Sampling,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+)
+
+TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
+
+
+def save_model(kind: str, seed: int, folder: Path, end: bool = False) -> None:
+    """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
+
+    Without `end` it has no end token, so that lengths are known; with it, w1 is.
+    """
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=1 if end else None,
+        initializer_range=0.1,
+        tie_word_embeddings=kind != "Llama",
+        **shape,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "w1", "pad_token": "w0"} if end else {}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
+class Server:
+    """One vLLM server process, and what tests need to talk to it."""
+
+    def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
+        config = StudentConfig(path=str(model), engine_args=engine_args)
+        replica = ReplicaConfig(
+            run="tests",
+            store_path=work / "store",
+            mirror=work / f"mirror-{index}",
+            timeout_seconds=20,
+            lora_rank=lora_rank,
+        )
+        line, environment = command(config, replica, index, "127.0.0.1", port)
+        self.mirror, self.store = replica.mirror, replica.store_path
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = work / f"server-{index}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                line, env=os.environ | environment | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 280
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.2)
+        pytest.fail(f"the server did not come up:\n{self.log.read_text()[-3000:]}")
+
+    def stop(self) -> None:
+        family = (
+            psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        )
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            _, alive = psutil.wait_procs(family, 10)
+            for orphan in alive:
+                orphan.kill()
+        assert not alive, "the server left children behind"
+
+    def peer(self) -> Peer:
+        return Peer(self.url, TOKEN)
+
+
+async def generate(peer: Peer, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+    """Generated or GenerateFailed of every prompt, in their order."""
+    request = GenerateRequest(
+        sampling=Sampling(**sampling), prompts=[GeneratePrompt(str(i), p) for i, p in enumerate(prompts)]
+    )
+    kind: Any = Generated | GenerateFailed
+    answers = [answer async for answer in peer.stream("/distill/v1/generate", request, kind)]
+    assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
+    return sorted(answers, key=lambda answer: int(answer.id))
+
+
+async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
+    request = UpdateRequest(version=Version(1, step), **options)
+    return await peer.call("/distill/v1/update", request, UpdateReply)
+
+
+async def prompt_logprobs(server: Server, sequences: list[list[int]], model: str | None = None) -> list[Any]:
+    """vLLM's own prompt log-probabilities, one sequence at a time; `model` None: the base."""
+    out = []
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:
+        name = model or (await client.get(f"{server.url}/v1/models")).json()["data"][0]["id"]
+        for tokens in sequences:
+            body = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
+            response = await client.post(f"{server.url}/v1/completions", json=body)
+            out.append(response.raise_for_status().json()["choices"][0]["prompt_logprobs"])
+    return out
