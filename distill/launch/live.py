@@ -218,7 +218,8 @@ class _Checks:
             )
             if found.self_loss is not None and found.self_gradient is not None:
                 self._note(probes.self_teacher(found.self_loss, found.self_gradient), f"teacher {name}")
-            if found.teacher_gradient is not None:
+            begins_equal = self.config.teachers[name].follow_student_every is not None
+            if found.teacher_gradient is not None and not begins_equal:
                 self._note(probes.gradient_depends(found.teacher_gradient), f"teacher {name}")
         if rollouts:
             logp = [unpack(one) for one in reply.student]

@@ -148,6 +148,10 @@ async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> No
     config = configure(models, teachers={"t": {"path": str(models / "student"), "dtype": "float32"}})
     said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
     assert failed(said) == ["teacher t: the gradient depends on the teacher"]
+    follower = {"path": str(models / "student"), "dtype": "float32", "follow_student_every": 2}
+    follows = configure(models, teachers={"t": follower}, objective={"type": "topk", "k": 4})
+    said = await findings(follows, live.Engines({"t": Teacher(config)}, Evaluator(follows)))
+    assert failed(said) == []  # it will come to differ
 
 
 async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
