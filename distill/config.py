@@ -136,6 +136,33 @@ class BufferConfig(Settings):
     """When the journal is forced to disk: every record, every batch handed out, or left to the system."""
 
 
+class GuardConfig(Settings):
+    """[guard]: what is not to be trained on, and which steps end the trust in the weights.
+
+    A step whose loss or gradient norm is not finite is never applied; it counts as a bad one.
+    """
+
+    max_reverse_kl: float | None = Field(None, gt=0)
+    """Highest reverse KL of a step, nats a token; None: no limit."""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Highest gradient norm, before clipping; None: no limit."""
+    min_entropy: float | None = Field(None, ge=0)
+    """Lowest student entropy, nats a token; None: no limit."""
+    max_truncation_rate: float | None = Field(None, ge=0, le=1)
+    """Largest share of a step's rollouts that were cut off at rollout.max_tokens; None: no limit."""
+    patience: int = Field(3, ge=1)
+    """Bad steps, one after the other, after which `action` is taken."""
+    action: Literal["hold", "rollback"] = "hold"
+    """hold: hand out no batch until the run is stopped. rollback: start the trainer again from the newest
+    checkpoint before the first bad step, without the rollouts of the bad ones; takes one of run.restarts."""
+    max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks after which the run is held instead."""
+    repeats: int | None = Field(None, ge=2)
+    """A completion that ends in so many copies of 1 to 8 tokens is quarantined; None: none is."""
+    quarantine_truncated: bool = False
+    """Quarantine completions that were cut off at rollout.max_tokens."""
+
+
 class EvaluationConfig(Settings):
     """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
 
@@ -216,6 +243,8 @@ class RunConfig(Settings):
     """What may be trained on."""
     objective: ObjectiveConfig = Full()
     """What is optimised."""
+    guard: GuardConfig = GuardConfig()
+    """What is not trusted."""
     trainer: TrainerSettings
     """Who trains."""
     weights: WeightsConfig = WeightsConfig()

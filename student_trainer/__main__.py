@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s",
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every batch and event
     os._exit(_guarded(arguments.config))
 
 

@@ -85,7 +85,9 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
     offset_C = np.arange(row_C.size) - (completion_R.cumsum() - completion_R)[row_C]
     place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
     age_C = step - unpack(rows.token_step)
-    targets = _targets(rows, tokens_RL.ravel()[place_C], age_C == 0)
+    written_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
+    fresh_C = (age_C == 0) if written_C is None else (age_C == 0) & ~written_C
+    targets = _targets(rows, tokens_RL.ravel()[place_C], fresh_C, written_C)
     _check_ids(rows, flat, targets, vocab)
     hidden_CG = None if rows.teacher_hidden is None else _floats(rows.teacher_hidden, "teacher_hidden")
     counts = Counts(
@@ -111,6 +113,7 @@ def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, t
     count = len(rows.ids)
     completion = int(completion_R.sum())
     sizes = [prompt_R.size, completion_R.size, rows.teacher.shape[0]]
+    sizes += [array.shape[0] for array in (rows.reward, rows.by_teacher) if array is not None]
     per_token = [rows.behavior_logprob, rows.token_step, rows.teacher_logprob, rows.teacher_hidden]
     per_token += [rows.teacher_topk_ids, rows.teacher_topk_logprob, rows.teacher_entropy]
     per_token += [rows.student_topk_ids, rows.student_topk_teacher_logprob]
@@ -149,7 +152,7 @@ def _floats(array: Array, name: str) -> Tensor:
     return tensor
 
 
-def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray) -> Targets:
+def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray, written_C: np.ndarray | None) -> Targets:
     """Targets of all completion tokens; S is the student's set where it was sent, else the teacher's."""
     ids, logprob, name = rows.teacher_topk_ids, rows.teacher_topk_logprob, "teacher_topk_logprob"
     if rows.student_topk_ids is not None:
@@ -168,6 +171,7 @@ def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray) -> Targets:
         support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
         support_logp_NK=None if logprob is None else _floats(logprob, name),
         teacher_entropy_N=None if entropy is None else _floats(entropy, "teacher_entropy"),
+        by_teacher_N=None if written_C is None else torch.from_numpy(written_C),
     )
 
 

@@ -40,14 +40,15 @@ class Controller(Protocol):
 class HttpController:
     """The controller over HTTP. `tell` may be called from any thread."""
 
-    def __init__(self, peer: BlockingPeer) -> None:
-        self._peer = peer
+    def __init__(self, peer: BlockingPeer, start_seconds: float | None = None) -> None:
+        """`start_seconds`: how long the first word waits for a controller that starts later; None: as any."""
+        self._peer, self._start_seconds = peer, start_seconds
         self._thread = ThreadPoolExecutor(1, "events")
         self._lock = threading.Lock()
         self._sent: list[Future[Ok]] = []
 
     def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        return self._peer.call("/v1/hello", hello, TrainerWelcome)
+        return self._peer.call("/v1/hello", hello, TrainerWelcome, self._start_seconds)
 
     def tell(self, event: Message) -> None:
         with self._lock:

@@ -20,7 +20,8 @@ from student_trainer.objectives.diagnostics import diagnose
 from student_trainer.objectives.terms import STATS, Objective, Targets
 
 RHO_MAX = len(STATS)
-"""Place of the largest ρ in a statistics vector; the sums named in STATS stand before it."""
+"""Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
+M teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Supervision:
     teacher_hidden_CG: Tensor | None = None
     heads: tuple[HeadWeights, ...] = ()
     """Of the teachers, in the order of TrainerWelcome.teachers; empty unless hidden states are sent."""
+    teachers: int = 0
+    """M, where the reverse KL is wanted for each of them; else 0"""
 
 
 def log_probs(raw_NV: Tensor, shape: HeadShape) -> Tensor:
@@ -122,7 +125,7 @@ def _chunks(work: Supervision, count: int, chunk: int) -> Iterator[tuple[slice, 
         }
         hidden = None if work.teacher_hidden_CG is None else work.teacher_hidden_CG[part]
         targets = replace(work.targets, **cut)
-        yield part, Supervision(targets, work.teacher_C[part], hidden, work.heads)
+        yield part, Supervision(targets, work.teacher_C[part], hidden, work.heads, work.teachers)
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
@@ -130,6 +133,8 @@ def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
     for name, value in sums.items():
         if name == "rho_max":
             stats[RHO_MAX] = torch.maximum(stats[RHO_MAX], value)
+        elif name == "by_teacher":
+            stats[RHO_MAX + 1 :] += value
         else:
             stats[STATS.index(name)] += value
 
@@ -148,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows_VH, rows_V = _known_rows(HeadWeights(weight_VH, bias_V, shape), hidden_CH.device)
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
-        stats = hidden_CH.new_zeros(len(STATS) + 1, dtype=torch.float32)
+        stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * work.teachers, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
@@ -188,13 +193,21 @@ def _chunk_loss(
     (grad_NV,) = torch.autograd.grad(total, raw_NV)
     sums = diagnose(logp_NV.detach(), targets)
     sums |= {name: value.sum() for name, value in terms.items()}
+    if piece.teachers and "reverse_kl" in terms:
+        sums["by_teacher"] = _by_teacher(terms["reverse_kl"], piece)
     return total.detach(), sums | {"loss": total.detach()}, grad_NV
+
+
+def _by_teacher(kl_N: Tensor, piece: Supervision) -> Tensor:
+    """[2M]: sums of each teacher's reverse KL, then counts of its tokens."""
+    sums_2M = kl_N.new_zeros(2, piece.teachers)
+    return sums_2M.index_add_(1, piece.teacher_C, torch.stack([kl_N, torch.ones_like(kl_N)])).flatten()
 
 
 def chunked_loss(
     hidden_CH: Tensor, head: HeadWeights, work: Supervision, objective: Objective, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the objective over C tokens, and the statistics vector (STATS, then the largest ρ).
+    """Sum of the objective over C tokens, and the statistics vector (see RHO_MAX).
 
     The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be
     0: then both are zero, and so are the gradients.

@@ -58,9 +58,14 @@ class Job:
     """What is asked of the head for one micro-batch; not a container that DeepSpeed looks into."""
 
     def __init__(
-        self, batch: MicroBatch, objective: Objective, gamma: float, heads: tuple[HeadWeights, ...]
+        self,
+        batch: MicroBatch,
+        objective: Objective,
+        gamma: float,
+        heads: tuple[HeadWeights, ...],
+        teachers: int = 0,
     ) -> None:
-        self.work = Supervision(batch.targets, batch.teacher_C, batch.teacher_hidden_CG, heads)
+        self.work = Supervision(batch.targets, batch.teacher_C, batch.teacher_hidden_CG, heads, teachers)
         self.row_C = batch.row_C
         self.objective = objective
         self.gamma = gamma

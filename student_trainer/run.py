@@ -28,7 +28,7 @@ from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, publish, train
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
-from student_trainer.objectives.registry import build, discount
+from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
 from student_trainer.signals import StopSignals, die_with_parent
@@ -60,7 +60,7 @@ def run(config: TrainerConfig) -> None:
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
-    controller = HttpController(peer)
+    controller = HttpController(peer, config.trainer.init_timeout_seconds)
     welcome = introduce(controller, start, fingerprint, ranks)
     source = HttpSource(
         BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
@@ -153,7 +153,16 @@ def step_function(
     heads: tuple[HeadWeights, ...] = ()
     if needs(config.objective).hidden:
         heads = tuple(teacher_head(controller.head(name), vocab, ranks.device) for name in welcome.teachers)
-    aim = Aim(build(config.objective), discount(config.objective), heads, vocab)
+    objective = config.objective
+    aim = Aim(
+        build(objective),
+        discount(objective),
+        heads,
+        vocab,
+        tuple(welcome.teachers),
+        coefficients(objective, welcome.teachers),
+        objective.task is not None,
+    )
     return lambda batch: train_step(loaded.engine, batch, aim, ranks)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -14,8 +15,9 @@ from student_trainer.head import RHO_MAX, HeadWeights
 from student_trainer.model import Job
 from student_trainer.objectives.terms import STATS, Objective
 from student_trainer.ranks import Ranks
+from student_trainer.rewards import Rewards, advantages, rewards_of
 from sync.errors import DataError
-from sync.wire import TrainBatch
+from sync.wire import Rows, TrainBatch
 
 _COUNTED: Final = ("rows", "tokens", "truncated", "age", "padded")
 
@@ -29,6 +31,12 @@ class Aim:
     heads: tuple[HeadWeights, ...]
     """Of the teachers, for objectives over the whole vocabulary; else empty."""
     vocab: int
+    teachers: tuple[str, ...] = ()
+    """Names, as Rows.teacher indexes them; the reverse KL of each is told apart when there are several."""
+    coefficients: tuple[float, ...] = ()
+    """λ·c of each teacher; empty: 1 for all."""
+    task: bool = False
+    """Whether rollouts' rewards are part of the loss."""
 
 
 def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[str, float]:
@@ -36,6 +44,7 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
     averages gradients over the ranks, hence the factor. A rank without rows runs a forward pass of no weight.
+    DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
     if batch.denominator < 1 or not batch.micro_batches:
         raise DataError(
@@ -43,41 +52,65 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
             "micro-batches: a step needs at least one supervised token and one (maybe empty) micro-batch"
         )
     scale = ranks.world_size / batch.denominator
-    stats, counts = torch.zeros(len(STATS) + 1), []
+    rewards = rewards_of(batch, ranks) if aim.task else None
+    stats, counts = torch.zeros(RHO_MAX + 1 + 2 * told_apart(aim)), []
     for index, rows in enumerate(batch.micro_batches):
-        micro = collate(rows, batch.version.step, aim.vocab).to(ranks.device)
+        micro = collate(rows, batch.version.step, aim.vocab)
+        micro = weighed(micro, rows, aim, rewards, batch.denominator).to(ranks.device)
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         loss, part = engine(micro.tokens_RL, micro.positions_C, job(micro, aim))
         engine.backward(loss * scale)
         stats = merge(stats, part.cpu())
         counts.append(micro.counts)
     engine.step()
-    metrics = summarise(stats, counts, batch.denominator, ranks)
-    if not math.isfinite(metrics["loss"]):
+    metrics = summarise(stats, counts, batch.denominator, ranks, aim.teachers)
+    if rewards is not None:
+        metrics["reward_mean"] = rewards.mean
+    applied = bool(engine.was_step_applied())
+    if applied and not math.isfinite(metrics["loss"]):
         raise DataError(
-            f"the loss of step {batch.version.step + 1} is {metrics['loss']}: the weights are lost, "
-            "go on from a checkpoint with a lower learning rate"
+            f"the loss of step {batch.version.step + 1} is {metrics['loss']} and its update was applied: the "
+            "weights are lost, go on from a checkpoint with a lower learning rate"
         )
-    return metrics | {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
+    norm = {"grad_norm": _norm(engine), "lr": float(engine.get_lr()[0])}
+    return metrics | norm | {"skipped": float(not applied)}
+
+
+def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, denominator: int) -> MicroBatch:
+    """`micro` with what each token counts for. Raises DataError for an unknown teacher."""
+    highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
+    known = len(aim.heads) or len(aim.teachers)
+    if known and highest >= known:
+        raise DataError(
+            f"a row was scored by teacher {highest}, the trainer knows {known}: "
+            "Rows.teacher must index TrainerWelcome.teachers"
+        )
+    coefficient_C = torch.tensor(aim.coefficients)[micro.teacher_C] if aim.coefficients else None
+    advantage_C = None if rewards is None else advantages(rows, rewards, denominator)
+    targets = replace(micro.targets, coefficient_N=coefficient_C, advantage_N=advantage_C)
+    return replace(micro, targets=targets)
+
+
+def told_apart(aim: Aim) -> int:
+    """Teachers whose reverse KL is summed one by one: none when there is only one."""
+    return len(aim.teachers) if len(aim.teachers) > 1 else 0
 
 
 def job(micro: MicroBatch, aim: Aim) -> Job:
-    """What the head is asked to do with one micro-batch. Raises DataError for a teacher without a head."""
-    highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
-    if aim.heads and highest >= len(aim.heads):
-        raise DataError(
-            f"a row was scored by teacher {highest}, the trainer knows {len(aim.heads)}: "
-            "Rows.teacher must index TrainerWelcome.teachers"
-        )
-    return Job(micro, aim.objective, aim.gamma, aim.heads)
+    """What the head is asked to do with one micro-batch."""
+    return Job(micro, aim.objective, aim.gamma, aim.heads, told_apart(aim))
 
 
 def merge(left: Tensor, right: Tensor) -> Tensor:
     """Statistics vectors of two micro-batches as one."""
-    return torch.cat([left[:RHO_MAX] + right[:RHO_MAX], torch.maximum(left[RHO_MAX:], right[RHO_MAX:])])
+    merged = left + right
+    merged[RHO_MAX] = torch.maximum(left[RHO_MAX], right[RHO_MAX])
+    return merged
 
 
-def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Ranks) -> dict[str, float]:
+def summarise(
+    stats: Tensor, counts: list[Counts], denominator: int, ranks: Ranks, teachers: Sequence[str] = ()
+) -> dict[str, float]:
     """Metrics of the step from the sums of all ranks; a mean over no tokens is left out. Collective."""
     own = [sum(getattr(count, name) for count in counts) for name in _COUNTED]
     age_max = float(max(count.age_max for count in counts))
@@ -86,7 +119,7 @@ def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Rank
     )
     rho_max, age_max = float(every[:, RHO_MAX].max()), float(every[:, -1].max())
     summed = every.sum(0).tolist()
-    rows, tokens, truncated, age, padded = summed[RHO_MAX + 1 : -1]
+    rows, tokens, truncated, age, padded = summed[-1 - len(_COUNTED) : -1]
     total = dict(zip(STATS, summed[:RHO_MAX], strict=True))
     shares = {
         "loss": (total["loss"], denominator),
@@ -96,6 +129,7 @@ def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Rank
         "rho_mean": (total["rho"], tokens),
         "effective_sample_size": (total["rho"] ** 2, total["rho_squared"] * tokens),
         "mismatch_kl": (total["fresh_kl"], total["fresh_tokens"]),
+        "score_gap": (total["score_gap"], total["score_gap_tokens"]),
         "student_mass": (total["student_mass"], total["support_tokens"]),
         "teacher_mass": (total["teacher_mass"], total["support_tokens"]),
         "topk_overlap": (total["overlap"], total["overlap_tokens"]),
@@ -103,9 +137,18 @@ def summarise(stats: Tensor, counts: list[Counts], denominator: int, ranks: Rank
         "eos_rate": (rows - truncated, rows),
         "age_mean": (age, tokens),
         "tokens_per_slot": (tokens, padded),
+        **_of_teachers(summed[RHO_MAX + 1 : -1 - len(_COUNTED)], teachers),
     }
     metrics = {name: above / below for name, (above, below) in shares.items() if below > 0}
     return metrics | {"tokens": tokens, "rows": rows, "rho_max": rho_max, "age_max": age_max}
+
+
+def _of_teachers(sums: list[float], teachers: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Reverse KL of each teacher's tokens, as sum and count; nothing unless they were told apart."""
+    if not sums:
+        return {}
+    half = len(teachers)
+    return {f"reverse_kl/{name}": (sums[i], sums[half + i]) for i, name in enumerate(teachers)}
 
 
 def _norm(engine: Any) -> float:

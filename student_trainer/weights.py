@@ -81,7 +81,7 @@ class Weights:
         model: Any = self._student.model
         if self._ranks.rank == 0 and self.adapters:
             model.save_pretrained(folder, state_dict={in_memory(name): state[name] for name in state})
-            (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card: a fifth of a small adapter
+            (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
         elif self._ranks.rank == 0:
             model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)

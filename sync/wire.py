@@ -173,7 +173,7 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
     address: str
     """"host:port" of the TCP store that the trainer serves."""
     group: str
-    """Name of the group's keys in that store; a new one whenever the members change."""
+    """Name of the group's keys in that store; a new one for every broadcast."""
     rank: int
     """1 … world_size - 1."""
     world_size: int
@@ -386,6 +386,8 @@ class Rows(msgspec.Struct, frozen=True):
     """f4 [R]: the task's reward, None when the task has none"""
     truncated: Array | None = None
     """u1 [R]: 1 where the completion ended at the token limit"""
+    by_teacher: Array | None = None
+    """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
 
 
 class TrainBatch(Message, frozen=True):

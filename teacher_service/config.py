@@ -42,6 +42,9 @@ class TeacherConfig(ModelSource, Placement):
     idle_unload_seconds: float | None = Field(None, gt=0)
     """Time without work after which engine "transformers" gives its memory back, until work comes; for
     teachers that share a machine. None: never."""
+    follow_student_every: int | None = Field(None, ge=1)
+    """Published steps after which this teacher takes over the student's weights (self-distillation; engine
+    "transformers", objectives without hidden states); it begins with those of `path`. None: never."""
     route: list[str] = []
     """Data sources whose samples go to this teacher; with no `route_by` either: every source that no other
     teacher takes."""

@@ -192,9 +192,9 @@ def kind_of(role: str) -> str:
 
 
 def _answers(process: psutil.Process) -> bool:
-    """Whether a server of this machine is healthy, by the address in its command line."""
+    """Whether a server of this machine is healthy; its guardian's command line has the address."""
     try:
-        line = process.cmdline()
+        line = psutil.Process(process.ppid()).cmdline()
         address = f"http://{line[line.index('--host') + 1]}:{line[line.index('--port') + 1]}/health"
         return httpx.get(address, timeout=2.0, trust_env=False).status_code == 200
     except (psutil.Error, httpx.HTTPError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,30 @@ def teacher(
     """Scored tokens a second, bytes a token and resilience of the teacher service."""
     module = bench("teacher")
     finish(module, module.run(model), json_file)
+
+
+@app.command()
+def objective(
+    folder: Annotated[Path, typer.Option(help="Finished trials are kept here and not repeated")] = Path(
+        "runs/bench-objective"
+    ),
+    only: Annotated[str, typer.Option(help="Objectives, such as topk,full; default: all")] = "",
+    lag: Annotated[str, typer.Option(help="Ages of the weights that write, such as 0,4,16")] = "0",
+    seeds: Annotated[int, typer.Option(help="How many")] = 3,
+    memory: Annotated[bool, typer.Option("--memory", help="Memory and speed of the loss instead")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda, for --memory")] = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Which objective learns a toy task fastest; or the chunked loss against full logits."""
+    module = bench("memory" if memory else "objective")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill").setLevel(logging.INFO)
+    names = only.split(",") if only else module.OBJECTIVES
+    if memory:
+        figures = module.run(folder, names, device=device)
+    else:
+        figures = module.run(folder, names, seeds=seeds, lags=[int(age) for age in lag.split(",")])
+    finish(module, figures, json_file)
 
 
 @app.command("async")

@@ -126,7 +126,8 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
         table.add_row(*row)
-    console.print(table)
+    if table.rows:
+        console.print(table)
     console.print(f"model   {summary['model']}", soft_wrap=True, highlight=False)
     console.print(f"picture {config.run_dir / 'report.png'}", soft_wrap=True, highlight=False)
     console.print(f"figures {config.run_dir / 'summary.json'}", soft_wrap=True, highlight=False)

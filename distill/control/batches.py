@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+import msgspec
 import numpy as np
 
 from distill.control.records import Rollout
 from sync.errors import DataError
-from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, pack, unpack
+from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, VersionSpan, pack, unpack
 
 StepOf = Callable[[Version], int]
 
@@ -26,12 +27,16 @@ def compose(
     micro_batch_tokens: int,
     teachers: Sequence[str],
     step_of: StepOf,
+    supervised: int | None = None,
 ) -> list[TrainBatch]:
     """One TrainBatch per rank; the same rollouts give the same bytes.
+
+    `supervised`: tokens of each completion that are trained on, from its beginning; None: all.
 
     `micro_batch_tokens`: padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own.
     `step_of`: a token's version as a step of the trainer's lineage.
     """
+    rollouts = [_cut(rollout, supervised) for rollout in rollouts]
     shares = [_micro_batches(share, micro_batch_tokens) for share in _deal(rollouts, world_size)]
     count = max(len(share) for share in shares)
     index = {name: i for i, name in enumerate(teachers)}
@@ -46,6 +51,36 @@ def compose(
         )
         for share in shares
     ]
+
+
+def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
+    """The rollout with no more than `tokens` tokens of its completion; its reward stays that of the whole."""
+    if tokens is None or rollout.length <= tokens:
+        return rollout
+    marks = {
+        name: _first(array, tokens)
+        for name in rollout.scored.__struct_fields__
+        if isinstance(array := getattr(rollout.scored, name), Array)
+    }
+    spans = [
+        VersionSpan(span.version, span.start, min(span.end, tokens))
+        for span in rollout.spans
+        if span.start < tokens
+    ]
+    return msgspec.structs.replace(
+        rollout,
+        tokens=_first(rollout.tokens, tokens),
+        logprob=_first(rollout.logprob, tokens),
+        spans=spans,
+        scored=msgspec.structs.replace(rollout.scored, **marks),
+        topk_ids=None if rollout.topk_ids is None else _first(rollout.topk_ids, tokens),
+    )
+
+
+def _first(array: Array, count: int) -> Array:
+    """The first `count` rows of an array."""
+    row = len(array.data) // array.shape[0]
+    return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
 
 
 def _tokens(rollout: Rollout) -> int:

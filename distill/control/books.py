@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from distill.control.journal import Journal
@@ -114,10 +114,17 @@ class Books:
         await self.journal.commit(durable=True)
         return state.batches.get(version)
 
-    async def open_lineage(self, checkpoint: Version | None, fingerprint: str) -> LineageOpened:
-        """A trainer started from `checkpoint`."""
-        record = self.state.plan_lineage(checkpoint, fingerprint)
+    async def open_lineage(
+        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+    ) -> LineageOpened:
+        """A trainer started from `checkpoint`.
+
+        `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
+        """
+        record = self.state.plan_lineage(checkpoint, fingerprint, anew=without is not None)
         self.write(record)
+        if bad := [rollout for rollout in without or () if rollout in self.state.buffer]:
+            self.drop(bad, "rolled_back", f"trained on in bad steps after {checkpoint or 'the model folder'}")
         await self.journal.commit(durable=True)
         return record
 

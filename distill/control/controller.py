@@ -21,8 +21,9 @@ from distill.control.books import Books
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
-from distill.control.parts import Hooks, Parts
-from distill.control.records import Rollout, VersionApplied
+from distill.control.guard import Guard, retreat, unfit
+from distill.control.parts import Hooks, Parts, Quarantined
+from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
@@ -30,13 +31,7 @@ from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
 from sync.errors import ConfigError, DistillError, Overloaded
-from sync.wire import (
-    Audience,
-    CheckpointSaved,
-    Published,
-    StepReport,
-    TrainerWelcome,
-)
+from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +77,10 @@ class Controller:
             self.scoring.put,
             self.timeline,
             parts.student_topk,
+            unfit=lambda answer: unfit(answer, config.guard),
+            put_aside=self._put_aside,
         )
+        self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
@@ -220,11 +218,29 @@ class Controller:
         self._changed.wake()
 
     def _refused(self, finished: Finished, problem: str) -> None:
-        prompt = finished.asked.prompt.id
-        logger.warning("rollout %s cannot be marked: %s", prompt, problem)
-        self.books.drop([prompt], "teacher_refused", problem, finished.answer.token_ids.shape[0])
+        self._put_aside(finished, "teacher_refused", problem)
+
+    def _put_aside(self, finished: Finished, reason: DropReason, detail: str) -> None:
+        prompt, tokens = finished.asked.prompt, finished.answer.token_ids
+        logger.warning("rollout %s is put aside, %s: %s", prompt.id, reason, detail)
+        self.books.drop([prompt.id], reason, detail, tokens.shape[0])
+        self._hooks.quarantined(Quarantined(prompt, reason, detail, unpack(tokens).tolist()))
         self.fleet.wake.wake()
         self._changed.wake()
+
+    def _distrust(self, problem: str) -> None:
+        """Too many bad steps: go back to a checkpoint before them, or hold."""
+        set_back, back = self._hooks.set_back, None
+        if self.config.guard.action == "rollback" and self._rollbacks_left:
+            back = retreat(self.books.state, self._guard.since, self.config.trainer.keep_checkpoints)
+        if set_back is None or back is None:
+            self.withhold()
+            self.hold(f"{problem}; no batch is handed out either: look at it, then stop the run")
+            return
+        logger.error("%s: back to %s", problem, back.to or "the model folder")
+        self._rollbacks_left -= 1
+        set_back(back.to)
+        self.desk.roll_back(back)
 
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
@@ -232,6 +248,7 @@ class Controller:
         self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
 
     def _opened(self, welcome: TrainerWelcome) -> None:
+        self._guard.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -247,6 +264,8 @@ class Controller:
             self.timeline.add("trainer", what, start, end, busy=what != "wait")
             end = start
         self._hooks.step(report.version, {**report.metrics, **self._step_metrics(report)})
+        if problem := self._guard.look(report.version.step, report.metrics):
+            self._distrust(problem)
 
     def _step_metrics(self, report: StepReport) -> dict[str, float]:
         batch = self.books.state.batch_of(report.version.step - 1)
@@ -349,6 +368,7 @@ class Controller:
             published=self._published,
             saved=self._saved,
             opened=self._opened,
+            supervised=self.config.objective.max_supervised_tokens,
             wants_broadcast=self.fleet.wants_broadcast,
         )
 

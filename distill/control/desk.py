@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from distill.control.batches import compose
 from distill.control.books import Books
+from distill.control.guard import Retreat
 from distill.control.records import Checkpointed, Stepped, VersionPublished
 from distill.control.signals import Signal
 from sync.errors import RemoteError
@@ -57,6 +58,7 @@ class Desk:
         published: Callable[[Published], Audience | None],
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
+        supervised: int | None = None,
         wants_broadcast: Callable[[], bool] = lambda: False,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
@@ -64,6 +66,7 @@ class Desk:
         self._steps = steps
         self._micro_batch_tokens = micro_batch_tokens
         self._teachers = teachers
+        self._supervised = supervised
         self._changed = changed
         self._reported = reported
         self._published = published
@@ -87,12 +90,19 @@ class Desk:
         """No batch is handed out while set."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
+        self._retreat: Retreat | None = None
+        """What the next trainer must begin with."""
 
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
             self._changed.wake()
+
+    def roll_back(self, retreat: Retreat) -> None:
+        """Send the present trainer away; the next one must begin as `retreat` says."""
+        self.live, self._retreat = False, retreat
+        self._changed.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another model, or a checkpoint this run does not know."""
@@ -108,7 +118,14 @@ class Desk:
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
             )
-        record = await self._books.open_lineage(at, hello.fingerprint)
+        if self._retreat is not None and self._retreat.to != at:
+            raise RemoteError(
+                f"the run was rolled back to {self._retreat.to or 'the model folder'} and the trainer comes "
+                f"from {at}: start it again from there"
+            )
+        without = None if self._retreat is None else self._retreat.without
+        record = await self._books.open_lineage(at, hello.fingerprint, without)
+        self._retreat = None
         self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
         self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
         version = Version(record.lineage, record.start)
@@ -144,7 +161,7 @@ class Desk:
                 self._changed.wake()
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready and not self.withheld:
+            if step <= self.ready and (step <= self._given or not self.withheld):
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
             if self._wants_broadcast():
@@ -188,7 +205,13 @@ class Desk:
         version = Version(state.lineage, step)
         rollouts = self._books.rollouts(batch)
         return compose(
-            rollouts, version, self._world_size, self._micro_batch_tokens, self._teachers, state.step_of
+            rollouts,
+            version,
+            self._world_size,
+            self._micro_batch_tokens,
+            self._teachers,
+            state.step_of,
+            self._supervised,
         )
 
     async def event(self, event: Event) -> Ok | Audience:

@@ -8,15 +8,27 @@ from typing import Any
 
 from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
+from distill.control.records import DropReason
 from distill.control.replicas import ReplicaEngine
 from distill.control.scoring import Judge, Teacher, Transform
 from distill.control.timeline import Span
-from distill.prompts.stream import PromptStream
+from distill.prompts.stream import Prompt, PromptStream
 from sync.wire import CheckpointSaved, EvalReport, Published, TrainerWelcome, Version, Want
 
 
 def _ignore(*_: Any) -> None:
     """The default of every hook."""
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A completion that was not trained on, for a look."""
+
+    prompt: Prompt
+    reason: DropReason
+    detail: str
+    tokens: list[int]
+    """Of the completion."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,11 @@ class Hooks:
     """A trainer has said hello."""
     published: Callable[[Published], None] = _ignore
     saved: Callable[[CheckpointSaved], None] = _ignore
+    quarantined: Callable[[Quarantined], None] = _ignore
+    """A completion was put aside: a line of quarantine.jsonl."""
+    set_back: Callable[[Version | None], None] | None = None
+    """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
+    cannot roll back."""
     span: Callable[[Span], None] = _ignore
     """A stretch of work or waiting has ended: a line of timeline.jsonl."""
 

@@ -12,7 +12,16 @@ import msgspec
 from distill.prompts.stream import Prompt
 from sync.wire import Array, EvalReport, Scored, Version, VersionSpan
 
-DropReason = Literal["too_old", "teacher_refused", "empty", "engine_failed", "straggler"]
+DropReason = Literal[
+    "too_old",
+    "teacher_refused",
+    "empty",
+    "engine_failed",
+    "straggler",
+    "repetitive",
+    "over_long",
+    "rolled_back",
+]
 AgainReason = Literal["replica_lost", "replica_busy", "aborted", "straggler", "controller_restarted"]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 

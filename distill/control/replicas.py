@@ -146,8 +146,6 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._receiving: set[asyncio.Task[None]] = set()
         self._running = False
-        self._audience: tuple[tuple[str, int], ...] = ()
-        self._groups = 0
         self._broadcasts = 0
         self._began = time.monotonic()
 
@@ -340,15 +338,12 @@ class Fleet:
     def broadcast(self, published: Published) -> Audience:
         """Seat every live replica that needs it in a broadcast and tell each to receive; says who listens.
 
-        A new group's name whenever the members change, a member failed, or the trainer restarted.
+        Every broadcast has a group of its own: addresses of an earlier one may not be met again.
         """
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._broadcasts += 1
         live = [replica for replica in self._live() if replica.version != published.version]
-        members = (("lineage", published.version.lineage), *((r.name, r.joined) for r in live))
-        if members != self._audience:
-            self._audience, self._groups = members, self._groups + 1
-        group, size = f"{published.version.lineage}-{self._groups}", 1 + len(live)
+        group, size = f"{published.version.lineage}-{self._broadcasts}", 1 + len(live)
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
             request = UpdateRequest(version=published.version, kv_on_swap=self._kv_on_swap, broadcast=ticket)
@@ -362,10 +357,8 @@ class Fleet:
             await self._update(replica, request)
             self._published.wake()
         except RemoteError as error:
-            self._audience = ()
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
         except Unreachable as error:
-            self._audience = ()
             logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
             self.report_lost(replica)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from distill.config import RolloutConfig
 from distill.control.books import Books
-from distill.control.records import AgainReason
+from distill.control.records import AgainReason, DropReason
 from distill.control.replicas import Answer, Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
@@ -53,8 +53,12 @@ class Feeder:
         finished: Callable[[Finished], None],
         timeline: Timeline,
         student_topk: int = 0,
+        unfit: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
+        put_aside: Callable[[Finished, DropReason, str], None] | None = None,
     ) -> None:
+        """`unfit`: why a completion is not worth scoring; `put_aside` takes such ones (None: dropped)."""
         self._books = books
+        self._unfit, self._put_aside = unfit, put_aside or self._drop
         self._fleet = fleet
         self._config = config
         self._steps = steps
@@ -163,12 +167,18 @@ class Feeder:
         elif answer.finish_reason == "abort":
             self._put_back([asked], "aborted")
         elif answer.token_ids.shape[0] == 0:
-            self._books.drop([prompt], "empty", "a completion without tokens")
+            self._put_aside(Finished(asked, answer), "empty", "a completion without tokens")
         elif problem := fault(answer):
             logger.warning("completion of %s cannot be used: %s", prompt, problem)
             self._books.drop([prompt], "engine_failed", problem, answer.token_ids.shape[0])
+        elif why := self._unfit(answer):
+            self._put_aside(Finished(asked, answer), *why)
         else:
             self._finished(Finished(asked, answer))
+
+    def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
+        tokens = finished.answer.token_ids.shape[0]
+        self._books.drop([finished.asked.prompt.id], reason, detail, tokens)
 
 
 def fault(answer: Generated) -> str | None:

@@ -110,6 +110,8 @@ class RunState:
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
+        self._shrunk: dict[str, Entry] = {}
+        """Of batches that were left, what the journal keeps traces of: a replay meets its later records."""
         self._apply: dict[type[Record], Callable] = {
             Opened: self._opened,
             Issued: self._issued,
@@ -148,11 +150,11 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
-    def plan_lineage(self, checkpoint: Version | None, fingerprint: str) -> LineageOpened:
-        """The lineage that a trainer starting from `checkpoint` opens."""
+    def plan_lineage(self, checkpoint: Version | None, fingerprint: str, anew: bool = False) -> LineageOpened:
+        """What a trainer starting from `checkpoint` opens; `anew`: no batch is handed out again."""
         start = checkpoint.step if checkpoint else 0
         origin, branch = self.lineages.origin_of(checkpoint), start
-        if origin is not None:
+        if origin is not None and not anew:
             while self.available(Version(self.lineages.owner(origin, branch), branch)):
                 branch += 1
         return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint)
@@ -208,6 +210,8 @@ class RunState:
         for rollout in record.ids:
             if rollout in self.buffer:
                 tokens += self.buffer.remove([rollout])[0].length
+            elif rollout in self._shrunk:
+                tokens += self._shrunk.pop(rollout).length
             else:
                 self.asked.pop(rollout)
             self.where.pop(rollout, None)
@@ -216,7 +220,8 @@ class RunState:
         self.counters.dropped_tokens[record.reason] += tokens
 
     def _composed(self, record: Composed, _: Location | None) -> None:
-        entries = self.buffer.remove(record.ids)
+        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self._shrunk])}
+        entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
         ages = [record.version.step - entry.oldest(self.step_of) for entry in entries]
         tokens = sum(entry.length for entry in entries)
         self.batches[record.version] = Batch(record.version, entries, tokens, ages)
@@ -240,6 +245,8 @@ class RunState:
             for entry in self.batches.pop(version).entries:
                 if entry.id in self.where:
                     self.buffer.admit(entry)
+                else:
+                    self._shrunk[entry.id] = entry
 
     def _stepped(self, record: Stepped, _: Location | None) -> None:
         self.reached = record.version

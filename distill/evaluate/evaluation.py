@@ -24,6 +24,8 @@ from teacher_service.engines.head import OutputHead
 
 Judge = Callable[[Prompt, Sequence[int]], bool]
 """Whether a completion (token ids, end token included) answers its prompt."""
+Watch = Callable[[Tensor, Tensor], None]
+"""Told p [B, V] and what was drawn from it [B] at every step, rows that have ended included."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,11 @@ def _batches(
 
 
 def sample(
-    student: LanguageModel, prompts: Sequence[Sequence[int]], limits: Limits, generator: torch.Generator
+    student: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    generator: torch.Generator,
+    watch: Watch = lambda p_BV, token_B: None,
 ) -> Sampled:
     """One completion of every prompt, temperature 1, with a key-value cache."""
     model, vocab = student.model, len(student.head.weight_VH)
@@ -165,6 +171,7 @@ def sample(
         )
         cache, p_BV = out.past_key_values, out.logits[:, -1, :vocab].float().softmax(-1)
         step_BN = torch.multinomial(p_BV, 1, generator=generator)
+        watch(p_BV, step_BN[:, 0])
         tokens_BL = torch.cat([tokens_BL, step_BN], 1)
         attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
         going_B = going_B & ~torch.isin(step_BN[:, 0], ends)

@@ -97,7 +97,7 @@ def _gradient(
     logits_NV = live_NV.clone().requires_grad_()
     loss_N, _ = objective(logits_NV.log_softmax(1), targets)
     (gradient_NV,) = torch.autograd.grad(loss_N.sum(), logits_NV)
-    return float(loss_N.sum()), gradient_NV
+    return float(loss_N.detach().sum()), gradient_NV
 
 
 def _completion(sequence: ScoreSequence) -> Tensor:

@@ -196,11 +196,11 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     import setproctitle
     import uvicorn
 
-    from distill.evaluate.followed import FollowedStore
+    from distill.evaluate.followed import follow
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
-    weights = FollowedStore(config)
+    weights = follow(config)
     bench = build(config, weights)
     keeper = BestKeeper(config, bench.evaluate, weights)
     uvicorn.run(

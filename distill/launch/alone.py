@@ -13,6 +13,7 @@ from typing import NoReturn
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
+from distill.launch.preflight import check_folder
 from distill.launch.run_folder import write_json
 from distill.launch.supervise import ChildSpec
 from distill.report.redact import without_secrets
@@ -29,6 +30,7 @@ def replace_process(child: ChildSpec) -> NoReturn:
 
 def student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
+    check_folder(config.student, "student")
     host, port = _listen(config.student, index, "student")
     return roles.student_child(config, index, host, port)
 
@@ -40,8 +42,9 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     if name not in config.teachers:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
+    check_folder(place, f"teachers.{name}")
     host, port = _listen(place, index, f"teachers.{name}")
-    return roles.teacher_child(place, name, index, _role(config, f"teacher-{name}", place), host, port)
+    return roles.teacher_child(config, name, index, _role(config, f"teacher-{name}", place), host, port)
 
 
 def evaluator(config: RunConfig) -> ChildSpec:
@@ -54,6 +57,7 @@ def evaluator(config: RunConfig) -> ChildSpec:
 
 def trainer(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
+    check_folder(config.student, "student")
     settings = roles.trainer_config(config, controller_url)
     argv, env = trainer_launch.command(settings, _role(config, roles.TRAINER, settings))
     return ChildSpec(roles.TRAINER, argv, env)

@@ -7,6 +7,7 @@ lists processes. PIPE is a descriptor whose other end only the launcher holds.
 
     command ends          → kill what it left behind, exit with its status
     PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
+    a byte in PIPE        → kill everything at once
     the guardian is killed → the kernel kills the command (the launcher kills the rest of the session)
 
 Signals to end are for the command, which gets them as a member of the group; the guardian waits for it.
@@ -15,10 +16,12 @@ Signals to end are for the command, which gets them as a member of the group; th
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -69,13 +72,19 @@ def _watch(child: int, pipe: int) -> int:
     deadline: float | None = None
     while (status := _reap(child)) is None:
         if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
-            deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
+            at_once = _bytes_in(pipe) > 0
+            deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)
             os.killpg(0, signal.SIGTERM)
         elif deadline is not None:
             if time.monotonic() > deadline:
                 return 128 + signal.SIGKILL
             time.sleep(POLL_SECONDS)
     return status
+
+
+def _bytes_in(pipe: int) -> int:
+    """Bytes that wait in a pipe; they stay there, for other guardians."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _reap(child: int) -> int | None:

@@ -22,10 +22,10 @@ from teacher_service.router import Router
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
-    _check_folder(config.student, "student")
+    check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
-            _check_folder(teacher, f"teachers.{name}")
+            check_folder(teacher, f"teachers.{name}")
     _check_deepspeed(config.trainer.deepspeed)
     _check_combinations(config)
     router = Router(config.teachers)
@@ -33,6 +33,7 @@ def check(config: RunConfig) -> PromptSplit:
     _check_tokenizers(config, tokenizer)
     split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
+    _check_reward(config, split)
     return split
 
 
@@ -80,9 +81,11 @@ def context_length(source: ModelSource) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
-def _check_folder(source: ModelSource, key: str) -> None:
+def check_folder(source: ModelSource, key: str) -> None:
+    """Raise ConfigError for a path that looks like a folder and holds no model."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") != 1
+    looks_local = looks_local or path.parent.is_dir()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
@@ -119,12 +122,20 @@ def _check_combinations(config: RunConfig) -> None:
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
+    unknown = config.objective.teacher_coefficients.keys() - config.teachers.keys()
+    if unknown:
+        raise ConfigError(
+            f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
+            f"{', '.join(config.teachers)}: use their names"
+        )
     if config.trainer.lora is not None and config.weights.road != "snapshot":
         raise ConfigError(
             f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
             'through a store: set weights.road = "snapshot"'
         )
     for name, teacher in config.teachers.items():
+        if teacher.follow_student_every is not None:
+            _check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
@@ -132,6 +143,28 @@ def _check_combinations(config: RunConfig) -> None:
             )
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
+
+
+def _check_following(config: RunConfig, name: str) -> None:
+    rules = {
+        f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
+        "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
+        f'objective "{config.objective.type}" keeps its head, which would go out of date': needs(
+            config.objective
+        ).hidden,
+    }
+    for reason in (reason for reason, broken in rules.items() if broken):
+        raise ConfigError(
+            f"teachers.{name}.follow_student_every is set and {reason}: change that, or leave it out"
+        )
+
+
+def _check_reward(config: RunConfig, split: PromptSplit) -> None:
+    if config.objective.task is not None and split.judge is None:
+        raise ConfigError(
+            f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
+            "take prompts of a task that judges completions, or leave objective.task out"
+        )
 
 
 def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:

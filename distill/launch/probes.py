@@ -232,7 +232,7 @@ def gradient_depends(change: float) -> Finding:
     figure = f"it changes by {change:.2g}, at least {LEAST_GRADIENT:g} is wanted"
     problem = (
         "the teacher is the student itself, or every token is left out of the loss: name another teacher, "
-        "and see that objective.drop_rho_outside contains 1 and that no coefficient is 0"
+        "and see that objective.drop_rho_outside contains 1"
     )
     return Finding(
         "the gradient depends on the teacher", figure, None if change >= LEAST_GRADIENT else problem

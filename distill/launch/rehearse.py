@@ -58,5 +58,4 @@ async def _ask(
     finally:
         closing = [teacher.aclose() for teacher in teachers.values()]
         closing += [replica.aclose() for replica in replicas.values()]
-        closing += [evaluator.aclose()] if evaluator else []
-        await asyncio.gather(*closing)
+        await asyncio.gather(*closing, *([evaluator.aclose()] if evaluator else []))

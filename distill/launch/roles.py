@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import EvaluationConfig, RunConfig
@@ -18,7 +18,6 @@ from sync.errors import ConfigError
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE
-from teacher_service.config import TeacherConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
 
@@ -97,11 +96,16 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
     """What replica `index` must know besides vLLM's arguments."""
+    return _followed(config, f"student-{index}")
+
+
+def _followed(config: RunConfig, mirror: str) -> ReplicaConfig:
+    """The run's weights for one process that follows them into a mirror of its own."""
     return ReplicaConfig(
         run=config.run.name,
         store=config.weights.store,
         store_path=config.run_dir / "store",
-        mirror=config.run_dir / "mirrors" / f"student-{index}",
+        mirror=config.run_dir / "mirrors" / mirror,
         lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
         timeout_seconds=config.weights.timeout_seconds,
     )
@@ -113,13 +117,15 @@ def student_child(config: RunConfig, index: int, host: str, port: int) -> ChildS
     return ChildSpec(f"student-{index}", argv, env, url=url_of(host, port))
 
 
-def teacher_child(
-    config: TeacherConfig, name: str, index: int, path: Path, host: str, port: int
-) -> ChildSpec:
-    """Process `index` of a teacher whose configuration is at `path`."""
+def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: str, port: int) -> ChildSpec:
+    """Process `index` of the teacher called `name`, whose TeacherConfig is at `path`."""
+    place = config.teachers[name]
     argv = _module("teacher_service", path, host, port) + ["--name", name, "--index", str(index)]
-    label = f"teacher-{name}" if config.replicas == 1 else f"teacher-{name}-{index}"
-    return ChildSpec(label, argv, _environment(config, index, label), url=url_of(host, port))
+    label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
+    environment = _environment(place, index, label)
+    if place.follow_student_every is not None:
+        environment |= _followed(config, f"teacher-{name}-{index}").environment()
+    return ChildSpec(label, argv, environment, url=url_of(host, port))
 
 
 def evaluator_child(settings: EvaluationConfig, path: Path, host: str, port: int) -> ChildSpec:
@@ -159,7 +165,7 @@ def _teachers(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[St
         path = folder.write_role(f"teacher-{name}", place)
         for index in range(place.replicas):
             port = ports.take(place.host, place.port + index if place.port else 0, f"teachers.{name}.port")
-            child = teacher_child(place, name, index, path, place.host, port)
+            child = teacher_child(config, name, index, path, place.host, port)
             yield name, str(child.url), [child]
 
 
@@ -193,5 +199,4 @@ def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
 
 
 def _with_env(child: ChildSpec, more: dict[str, str]) -> ChildSpec:
-    argv: Sequence[str] = child.argv
-    return ChildSpec(child.name, argv, {**child.env, **more}, child.url, child.joined, child.ends)
+    return replace(child, env={**child.env, **more})

@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from distill.config import RunConfig
 from distill.control.controller import Controller
 from distill.control.journal import Journal
-from distill.control.parts import Hooks, Parts
+from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.replicas import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live, preflight
@@ -99,6 +100,8 @@ class _Launcher:
     ) -> None:
         self._config, self._folder, self._token = config, folder, token
         self._joined, self.stopped_by, self._split = False, "", split
+        self._back_to: list[Version | None] = []
+        """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
         self._spans = Spans(folder.path / "timeline.jsonl")
@@ -110,7 +113,7 @@ class _Launcher:
         children = list(plan.children)
         if config.controller.trainer == "launch":
             child = trainer_child(config, folder, self._controller.url, token)
-            children.append(replace(child, joined=lambda: self._joined))
+            children.append(replace(child, joined=lambda: self._joined, prepare=self._before_trainer))
         self._supervisor = Supervisor(children, folder.logs, config.run.restarts)
 
     async def run(self) -> dict[str, Any]:
@@ -250,6 +253,11 @@ class _Launcher:
 
         def opened(_: object) -> None:
             self._joined = True
+            self._back_to.clear()
+
+        def quarantined(one: Quarantined) -> None:
+            with (self._folder.path / "quarantine.jsonl").open("a") as file:
+                file.write(msgspec.json.encode(one).decode() + "\n")
 
         def step(version: Version, figures: dict[str, float]) -> None:
             log_all(self._sinks, version.step, figures)
@@ -267,7 +275,19 @@ class _Launcher:
                 self._sinks, report.version.step, {f"eval/{name}": value for name, value in found.items()}
             )
 
-        return Hooks(step=step, evaluated=evaluated, opened=opened, span=self._spans.write)
+        return Hooks(
+            step=step,
+            evaluated=evaluated,
+            opened=opened,
+            quarantined=quarantined,
+            set_back=self._back_to.append if config.controller.trainer == "launch" else None,
+            span=self._spans.write,
+        )
+
+    def _before_trainer(self) -> None:
+        self._joined = False
+        for version in self._back_to:
+            self._folder.set_back(version)
 
     async def _close_peers(self) -> None:
         closing = [peer.aclose() for peer in self._teachers.values()]

@@ -13,6 +13,7 @@ from distill.config import RunConfig
 from distill.report.redact import without_secrets
 from sync.errors import ConfigError
 from sync.settings import Settings
+from sync.wire import Version
 
 GIB = 1 << 30
 
@@ -61,6 +62,17 @@ class RunFolder:
         write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
         return path
 
+    def set_back(self, to: Version | None) -> None:
+        """Remove the checkpoints after `to` (None: all), so that a trainer resumes there. None must run."""
+        folder = self.path / "checkpoints"
+        for path in folder.glob("L*-v*"):
+            if to is None or Version.parse(path.name) > to:
+                shutil.rmtree(path)
+        if to is None:
+            (folder / "latest").unlink(missing_ok=True)
+        else:
+            write_text(folder / "latest", f"{to}\n")
+
     def close(self) -> None:
         """Let another process use the folder."""
         self._lock.close()
@@ -84,8 +96,13 @@ def check_disk(path: Path, min_free_gib: float) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write so that a reader finds the old file or the whole new one."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_json`."""
     pending = path.with_name(f".{path.name}.new")
-    pending.write_text(json.dumps(value, indent=2) + "\n")
+    pending.write_text(text)
     pending.replace(path)
 
 

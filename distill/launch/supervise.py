@@ -28,6 +28,8 @@ from sync.transport import Peer
 log = logging.getLogger(__name__)
 
 GUARDIAN = "distill.launch.child"
+GUARDIAN_SECONDS = 10.0
+"""Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 LONGEST_PAUSE_SECONDS = 30.0
@@ -48,6 +50,8 @@ class ChildSpec:
     """Healthy when GET /health answers 200; None: see `joined`."""
     joined: Callable[[], bool] | None = None
     """For a child without a server: whether it has reported for work; None: healthy once it runs."""
+    prepare: Callable[[], None] = lambda: None
+    """Called before every start."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
@@ -80,6 +84,7 @@ class Child:
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
         self.phase = Phase.STARTING
+        self.spec.prepare()
         guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -187,15 +192,20 @@ class Supervisor:
         for child in alive:
             if child.status is None:
                 log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
+        self.kill()
+        if waits:
+            await asyncio.wait(waits, timeout=GUARDIAN_SECONDS)
+        for child in alive:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*waits)
         self._close()
 
     def kill(self) -> None:
-        """End every child now, without waiting."""
+        """Have the guardians kill all that is below them, now, without waiting."""
         for child in self.children.values():
             child.phase = Phase.ENDED
-            child.signal(signal.SIGKILL)
+        if self._write_end >= 0:
+            os.write(self._write_end, b"k")
 
     def _close(self) -> None:
         for end in (self._read_end, self._write_end):

@@ -126,7 +126,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.strip())
             except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
                 raise DataError(
                     f"{path}:{number}: not JSON ({error}): write one JSON object a line"

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.control.timeline import Span
@@ -29,11 +29,18 @@ class Sink(Protocol):
         ...
 
 
+def open_lines(path: Path) -> IO[str]:
+    """Open for appending whole lines; a last one that a crash cut off is removed."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return path.open("a", buffering=1)
+
+
 class JsonLines:
     """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = open_lines(path)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
@@ -46,7 +53,7 @@ class Spans:
     """timeline.jsonl: one JSON object a line with role, what, start, end (seconds since the epoch)."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = open_lines(path)
 
     def write(self, span: Span) -> None:
         """Append one stretch of work or waiting."""

@@ -34,7 +34,7 @@ class ProgressDisplay:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if "eval/reverse_kl" in figures:

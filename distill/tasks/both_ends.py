@@ -45,6 +45,11 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
+def letters_at(step: int, shortest: int = SHORTEST, longest: int = LONGEST) -> int:
+    """Letters of the prompts of one teaching step: each length in turn."""
+    return shortest + step % (longest + 1 - shortest)
+
+
 def choices(left: set[str]) -> set[str]:
     """What may come next when the letters `left` are not yet listed."""
     return {min(left), max(left)} if left else set()

@@ -9,7 +9,31 @@ from pydantic import Field
 from sync.settings import Settings
 
 
-class PolicyGradientTerms(Settings):
+class TaskReward(Settings):
+    """A task's reward beside the divergence: L = L_task + λ·L_KL, L_task by REINFORCE.
+
+    The baseline is the mean reward of the step's rollouts; L_task is divided by the supervised tokens of
+    rollouts with a reward.
+    """
+
+    rho_cap: float | None = Field(5.0, gt=0)
+    """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); None: uncapped."""
+
+
+class Mixing(Settings):
+    """Fields of every objective: what it is mixed with, and which tokens count."""
+
+    coefficient: float = Field(1.0, gt=0)
+    """λ: weight of the divergence from the teacher, against a `task` of weight 1."""
+    teacher_coefficients: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Teacher's name → a further factor of λ for the samples it marks; teachers not named: 1."""
+    task: TaskReward | None = None
+    """None: the divergence alone."""
+    max_supervised_tokens: int | None = Field(None, ge=1)
+    """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
+
+
+class PolicyGradientTerms(Mixing):
     """Fields of every objective that corrects for stale samples."""
 
     rho_cap: float | None = Field(5.0, gt=0)
@@ -42,7 +66,7 @@ class StudentTopK(PolicyGradientTerms):
     """Ids per position that the replica returns and the teacher marks."""
 
 
-class ForwardTopK(Settings):
+class ForwardTopK(Mixing):
     """Forward KL on the teacher's top-k and one bucket for the rest."""
 
     type: Literal["forward_topk"] = "forward_topk"
@@ -50,13 +74,13 @@ class ForwardTopK(Settings):
     """Ids per position that the teacher returns."""
 
 
-class Full(Settings):
+class Full(Mixing):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
     type: Literal["full"] = "full"
 
 
-class JSD(Settings):
+class JSD(Mixing):
     """Generalised Jensen-Shannon divergence over the full vocabulary, optionally skewed."""
 
     type: Literal["jsd"] = "jsd"
@@ -64,7 +88,7 @@ class JSD(Settings):
     """Weight of the teacher in the mixture."""
 
 
-class SkewReverse(Settings):
+class SkewReverse(Mixing):
     """Reverse KL against the mixture (1 − alpha)·q + alpha·p over the full vocabulary."""
 
     type: Literal["skew"] = "skew"
@@ -72,7 +96,7 @@ class SkewReverse(Settings):
     """Weight of the student in the mixture."""
 
 
-class SFT(Settings):
+class SFT(Mixing):
     """Cross-entropy on the teacher's own samples: cold start and baseline."""
 
     type: Literal["sft"] = "sft"

@@ -2,6 +2,7 @@
 
 ρ = p(y)/μ(y) of all tokens;  fresh: tokens sampled from these very weights, where ρ should be 1
 fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
+score_gap = |log q(y) of the teacher's dense marks − log q(y) as sent|: rounding, when both are right
 student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
 """
 
@@ -31,7 +32,7 @@ def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
         "fresh_kl": torch.where(targets.fresh_N, mismatch_N, 0.0).sum(),
         "fresh_tokens": targets.fresh_N.sum(),
     }
-    return sums | _teacher_entropy(targets) | _support(logp_NV, targets)
+    return sums | _teacher_entropy(targets) | _score_gap(targets) | _support(logp_NV, targets)
 
 
 def _teacher_entropy(targets: Targets) -> dict[str, Tensor]:
@@ -43,6 +44,18 @@ def _teacher_entropy(targets: Targets) -> dict[str, Tensor]:
     else:
         return {}
     return {"teacher_entropy": entropy_N.sum(), "teacher_entropy_tokens": torch.ones_like(entropy_N).sum()}
+
+
+def _score_gap(targets: Targets) -> dict[str, Tensor]:
+    """Over all tokens where the teacher's whole distribution is known, else over those inside its S."""
+    if targets.teacher_logp_NV is not None:
+        gap_N = (at(targets.teacher_logp_NV, targets.token_N) - targets.teacher_logp_N).abs()
+        return {"score_gap": gap_N.sum(), "score_gap_tokens": torch.ones_like(gap_N).sum()}
+    if targets.support_NK is None or targets.support_logp_NK is None:
+        return {}
+    hit_NK = targets.support_NK == targets.token_N.unsqueeze(1)
+    gap_NK = (targets.support_logp_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
+    return {"score_gap": torch.where(hit_NK, gap_NK, 0.0).sum(), "score_gap_tokens": hit_NK.sum()}
 
 
 def _support(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
@@ -21,6 +22,7 @@ from student_trainer.objectives.forward_topk import forward_topk
 from student_trainer.objectives.full import full
 from student_trainer.objectives.hybrid import hybrid
 from student_trainer.objectives.jsd import jsd
+from student_trainer.objectives.mixture import mixture
 from student_trainer.objectives.sampled import sampled
 from student_trainer.objectives.sft import sft
 from student_trainer.objectives.skew import skew
@@ -28,7 +30,12 @@ from student_trainer.objectives.terms import Objective
 
 
 def build(config: ObjectiveConfig) -> Objective:
-    """The objective's function of (live log p [N, V], Targets)."""
+    """The function of (live log p [N, V], Targets) that is optimised, mixing included."""
+    rho_cap = None if config.task is None else config.task.rho_cap
+    return partial(mixture, divergence=_divergence(config), rho_cap=rho_cap)
+
+
+def _divergence(config: ObjectiveConfig) -> Objective:
     match config:
         case Sampled():
             return partial(sampled, rho_cap=config.rho_cap, drop_rho_outside=config.drop_rho_outside)
@@ -51,3 +58,9 @@ def build(config: ObjectiveConfig) -> Objective:
 def discount(config: ObjectiveConfig) -> float:
     """γ of the objective; 0 where credit is always immediate."""
     return config.discount if isinstance(config, PolicyGradientTerms) else 0.0
+
+
+def coefficients(config: ObjectiveConfig, teachers: Sequence[str]) -> tuple[float, ...]:
+    """λ·c of each teacher, in their order; empty where all are 1."""
+    values = tuple(config.coefficient * config.teacher_coefficients.get(name, 1.0) for name in teachers)
+    return values if any(value != 1.0 for value in values) else ()

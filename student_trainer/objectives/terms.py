@@ -26,6 +26,8 @@ STATS: Final = (
     "support_tokens",
     "overlap",
     "overlap_tokens",
+    "score_gap",
+    "score_gap_tokens",
 )
 """Sums over tokens that an objective may report; each is 0 where it has nothing to say."""
 
@@ -51,6 +53,12 @@ class Targets:
     teacher_entropy_N: Tensor | None = None
     future_N: Tensor | None = None
     """Σ_{j≥1} γ^j d_{t+j} over the rest of the row; None: γ = 0"""
+    coefficient_N: Tensor | None = None
+    """λ·c of the token's teacher; None: 1"""
+    advantage_N: Tensor | None = None
+    """(R − b)·N/M of the token's rollout; None: no task reward"""
+    by_teacher_N: Tensor | None = None
+    """bool: the teacher wrote the token; None: the student wrote all"""
 
 
 Terms = tuple[Tensor, dict[str, Tensor]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
@@ -9,6 +11,8 @@ from teacher_service.engines.base import Engine
 
 def build(config: TeacherConfig, vocab_size: int) -> Engine:
     """Load the engine; heavy libraries are imported here. Raises ConfigError when it cannot serve."""
+    if config.follow_student_every is not None:
+        return _following(config, vocab_size, config.follow_student_every)
     if config.engine == "transformers":
         from teacher_service.engines.resting import RestingEngine
         from teacher_service.engines.transformers import load
@@ -27,3 +31,22 @@ def build(config: TeacherConfig, vocab_size: int) -> Engine:
     from teacher_service.engines.openai import connect as connect_openai
 
     return connect_openai(config, vocab_size)
+
+
+def _following(config: TeacherConfig, vocab_size: int, every: int) -> Engine:
+    """An engine that follows the run named in this process's environment."""
+    if config.engine != "transformers" or config.idle_unload_seconds is not None:
+        raise ConfigError(
+            f'follow_student_every needs engine = "transformers" without idle_unload_seconds, this is '
+            f"{config.engine!r} with {config.idle_unload_seconds}: change or remove one of them"
+        )
+    from sync.replica.config import ReplicaConfig
+    from sync.weights.followed import Followed
+    from teacher_service.engines.following import FollowingEngine
+    from teacher_service.engines.transformers import load
+
+    def load_folder(folder: Path | None) -> Engine:
+        placed = {} if folder is None else {"path": str(folder), "revision": None}
+        return load(config.model_copy(update=placed), vocab_size)
+
+    return FollowingEngine(load_folder, Followed(ReplicaConfig.from_environment()), every)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distill.control.audit import audit
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -29,14 +29,14 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`distill run` on two tiny random models."""
     folder = tmp_path_factory.mktemp("run")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     settings = {
         "run.folder": folder / "runs",
         "run.steps": STEPS,
         "run.grace_seconds": GRACE_SECONDS,
         "student.path": folder / "student",
-        "teachers.teacher.path": folder / "teacher",
+        "teachers.sorter.path": folder / "teacher",
         "rollout.batch": 32,
         "trainer.ranks": 1,
         "evaluation.prompts": 64,

@@ -19,7 +19,7 @@ from distill.bench.patient import Patient
 from distill.control.audit import AuditReport, audit
 from distill.control.records import Checkpointed, LineageOpened, Record
 from distill.control.segments import read_all
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
@@ -98,8 +98,8 @@ def command(folder: Path) -> list[str]:
     """`distill run` of a configuration in `folder`, its models beside it."""
     torch.manual_seed(0)
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).to(torch.bfloat16).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).to(torch.bfloat16).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     sizes = {"steps": STEPS, "batch": BATCH, "checkpoint_every": CHECKPOINT_EVERY}
     path = folder / "survivor.toml"
     path.write_text(CONFIG.format(folder=folder, root=ROOT, **sizes))

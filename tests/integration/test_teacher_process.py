@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,10 +21,14 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from distill.bench.fuzz import flood, fuzz
+from distill.evaluate.evaluation import LanguageModel
+from distill.evaluate.plain import log_probs
+from distill.launch import probes
 from sync.tokenizers import fingerprint
 from sync.transport import Peer
 from sync.wire import Scored, ScoreRequest, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
+from teacher_service.engines.head import find_head
 
 pytestmark = pytest.mark.engine
 VOCAB = 20
@@ -145,6 +150,51 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
             logp = model(ids[None]).logits[0, :, :VOCAB].double().log_softmax(-1)
         expected = logp[torch.arange(1, len(ids) - 1), ids[2:]].numpy()
         np.testing.assert_allclose(unpack(result.logprob), expected, atol=1e-5)
+
+
+async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
+    teacher: Process, folder: Path, tmp_path: Path
+) -> None:
+    """Broken: a process that was given other weights, and one with too short a context."""
+    await up(teacher)
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    asked = probes.probe_sequences(prompts, 4, 12)
+    longest = probes.longest_sequence(prompts, 40, 24)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    own = LanguageModel(model.eval(), find_head(model, VOCAB))
+    completions = [unpack(one.token_ids)[one.start :, None].astype(np.int64) for one in asked]
+    plain = [
+        np.take_along_axis(log_probs(own, one).numpy(), ids, 1)[:, 0]
+        for one, ids in zip(asked, completions, strict=True)
+    ]
+    async with TeacherClient("toy", [teacher.url], "secret") as client:
+        repeats, noise = await probes.repeatable(client.score, asked, 1e-3)
+        scored = await probes.marks(client.score, asked)
+        found = [
+            repeats,
+            await probes.not_uniform(client.score, asked[0], VOCAB),
+            await probes.not_shifted(client.score, asked[0], VOCAB, noise),
+            await probes.not_truncated(client.score, longest, VOCAB),
+            probes.equals_plain(scored, plain, 1e-3),
+        ]
+    assert [finding.line for finding in found if finding.problem] == []
+
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(model.config).save_pretrained(other)
+    broken = Process(other, tmp_path, max_length=48)
+    try:
+        await up(broken)
+        async with TeacherClient("toy", [broken.url], "secret") as client:
+            cut = await probes.not_truncated(client.score, longest, VOCAB)
+            wrong = probes.equals_plain(await probes.marks(client.score, asked), plain, 1e-3)
+    finally:
+        broken.end(signal.SIGKILL)
+    assert "a sequence of 64 tokens came back with 0 of 24 marks" in cut.line
+    assert cut.problem is not None
+    assert wrong.problem is not None
+    assert "see that the teacher's process serves the path and revision" in wrong.problem
 
 
 async def test_malformed_requests_break_nothing(teacher: Process) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -389,6 +390,32 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
     start = load_file(models / "llama/model.safetensors")
     assert max(float((folders[0][name] - start[name]).abs().max()) for name in start) > 1e-3
     assert max(float((folders[0][name] - folders[1][name]).abs().max()) for name in start) < 1e-6
+
+
+def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, controller: Any) -> None:
+    give = shares(full=False)
+
+    def overflowing(version: Version, rank: int, world: int) -> Message:
+        if version.step == 3:
+            return STOP
+        batch = give(version, rank, world)
+        if version.step == 1:
+            rows = batch.micro_batches[0]
+            huge = np.full(rows.teacher_logprob.shape, -3e38, np.float32)
+            batch.micro_batches[0] = msgspec.structs.replace(rows, teacher_logprob=pack(huge))
+        return batch
+
+    stub = controller(overflowing)
+    config = settings(
+        models, tmp_path, stub.url, "llama", objective={"type": "sampled"}, trainer={"ranks": 1}
+    )
+    with Running(config) as running:
+        assert running.end() == 0, running.log
+    reports, published = stub.told(StepReport), stub.told(Published)
+    assert [report.metrics["skipped"] for report in reports] == [0.0, 1.0, 0.0]
+    assert not np.isfinite(reports[1].metrics["grad_norm"])
+    assert np.isfinite(reports[2].metrics["loss"])
+    assert published[2].bytes < published[1].bytes / 2, "nothing changed in the step that was left out"
 
 
 def test_an_error_in_one_rank_ends_all_with_one_message(

@@ -17,7 +17,7 @@ from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
-from distill.tasks.making import STUDENT, TEACHER, make_tokenizer, new_model
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -28,8 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/ and teacher/ with random weights."""
     folder = tmp_path_factory.mktemp("models")
     for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        new_model(recipe).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
     return folder
 
 
@@ -77,6 +77,15 @@ def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
     message = distill(f"student.path={tmp_path / 'none'}")
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
+
+
+def test_a_missing_model_folder_that_could_be_a_hub_id(
+    distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
 
 
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
@@ -212,6 +221,15 @@ def test_an_unknown_task(distill: Distill) -> None:
     assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
 
 
+@pytest.mark.parametrize("role", ["student", "teacher", "train"])
+def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, role: str) -> None:
+    missing = [f"{place}.path={tmp_path / 'none'}" for place in ("student", "teachers.sorter")]
+    more = ("--controller", "http://127.0.0.1:1") if role == "train" else ()
+    assert f"{tmp_path / 'none'} does not exist: name a model folder" in distill(
+        *missing, name=role, more=more
+    )
+
+
 def test_control_names_what_is_not_joined(distill: Distill) -> None:
     message = distill(name="control")
     assert "set student.urls, teachers.sorter.urls, evaluation.placement.urls" in message
@@ -223,3 +241,8 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
+
+
+def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
+    message = distill("objective.teacher_coefficients.math=2.0")
+    assert "objective.teacher_coefficients names math, the teachers are teacher: use their names" in message

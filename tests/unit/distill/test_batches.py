@@ -35,6 +35,27 @@ def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[TrainBatch]
     return compose(rollouts, Version(0, 6), ranks, tokens, ["t0", "t1"], lambda version: version.step)
 
 
+def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
+    topk = pack(np.arange(24, dtype="i4").reshape(8, 3))
+    long = rollout(1, 2, 8, topk_ids=topk, hidden=Array("bf16", (8, 2), bytes(range(32))))
+    short = rollout(2, 3, 2, topk_ids=pack(np.zeros((2, 3), "i4")), hidden=Array("bf16", (2, 2), bytes(8)))
+    (batch,) = compose(
+        [long, short], Version(0, 6), 1, 99, ["t0", "t1"], lambda version: version.step, supervised=5
+    )
+    (rows,) = batch.micro_batches
+    assert batch.denominator == 7
+    assert unpack(rows.completion_lens).tolist() == [5, 2]
+    assert unpack(rows.tokens)[:7].tolist() == [1000, 1001, 1002, 1003, 1004, 1005, 1006]
+    assert unpack(rows.token_step)[:5].tolist() == [3, 3, 3, 3, 5]
+    assert rows.behavior_logprob.shape == rows.teacher_logprob.shape == (7,)
+    assert rows.teacher_topk_ids is not None
+    assert unpack(rows.teacher_topk_ids)[:5].tolist() == np.arange(15).reshape(5, 3).tolist()
+    assert rows.teacher_hidden is not None
+    assert rows.teacher_hidden.data[:20] == bytes(range(20))
+    assert rows.truncated is not None
+    assert unpack(rows.truncated).tolist() == [1, 0]
+
+
 def padded(rows: Rows) -> int:
     lengths = unpack(rows.prompt_lens) + unpack(rows.completion_lens)
     return int(lengths.max(initial=0)) * len(lengths)

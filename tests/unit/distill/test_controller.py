@@ -111,8 +111,14 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
     run = controller(config(run={"steps": 1000}))
     trainer = MemoryTrainer(run.desk, step_seconds=0.005)
-    asyncio.get_running_loop().call_later(0.1, run.request_stop, "a person said so")
+
+    async def stop() -> None:
+        await trainer.stepped.wait()
+        run.request_stop("a person said so")
+
+    stopping = asyncio.create_task(stop())
     summary = await complete(run, trainer)
+    await stopping
     assert summary["stop_reason"] == "a person said so"
     assert 0 < summary["steps"] < 1000
     assert trainer.checkpoint == Version(0, summary["steps"])

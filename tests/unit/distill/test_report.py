@@ -96,3 +96,12 @@ def test_lines_for_people_hold_the_figures() -> None:
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60: reverse KL 0.500 nats a token"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
+
+
+def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    sink = JsonLines(path)
+    sink.log(2, {"loss": 1.0})
+    sink.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]

@@ -83,9 +83,9 @@ def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -
 
 
 def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
-    from distill.tasks.making import make_tokenizer
+    from distill.tasks.making import letter_tokenizer
 
-    tokenizer = make_tokenizer()
+    tokenizer = letter_tokenizer()
     assert tokenizer.encode("kdz>") == ids("kdz>", end=False)
     assert tokenizer.decode(ids("kdz")) == "kdz<eos>"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (1, 0, None)

@@ -119,17 +119,17 @@ def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
-    wants = {
-        Sampled(): (Want(entropy=True), 0),
-        TopK(k=7): (Want(topk=7, entropy=True), 0),
-        StudentTopK(k=5): (Want(entropy=True), 5),
-        ForwardTopK(k=9): (Want(topk=9, entropy=True), 0),
-        Full(): (Want(hidden=True), 0),
-        JSD(): (Want(hidden=True), 0),
-        SkewReverse(): (Want(hidden=True), 0),
-        SFT(): (Want(entropy=True), 0),
-    }
-    for objective, (want, k) in wants.items():
+    wants = [
+        (Sampled(), Want(entropy=True), 0),
+        (TopK(k=7), Want(topk=7, entropy=True), 0),
+        (StudentTopK(k=5), Want(entropy=True), 5),
+        (ForwardTopK(k=9), Want(topk=9, entropy=True), 0),
+        (Full(), Want(hidden=True), 0),
+        (JSD(), Want(hidden=True), 0),
+        (SkewReverse(), Want(hidden=True), 0),
+        (SFT(), Want(entropy=True), 0),
+    ]
+    for objective, want, k in wants:
         assert callable(build(objective))
         assert needs(objective) == want
         assert student_topk(objective) == k

@@ -10,20 +10,24 @@ import itertools
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import student_trainer
+from student_trainer.ranks import Ranks
+from sync.wire import Rows, TrainBatch, Version, pack
 
 V = 6
 EXACT = 1e-12
 ORDER = ("objectives.terms", "objectives.importance", "objectives.sampled", "objectives.hybrid")
 ORDER += ("objectives.forward_topk", "objectives.full", "objectives.jsd", "objectives.skew", "objectives.sft")
-ORDER += ("objectives.diagnostics", "batch", "head")
+ORDER += ("objectives.mixture", "objectives.diagnostics", "batch", "head", "rewards")
 ROOT = Path(student_trainer.__file__).parent
 
 
@@ -102,6 +106,12 @@ def kl_of(teacher: Tensor = TEACHER, theta: Tensor = THETA) -> Tensor:
     return (theta.softmax(0) * d_of(teacher, theta)).sum()
 
 
+def tail_ratio(support: list[int]) -> Tensor:
+    """log of the student's mass outside the support over the teacher's."""
+    outside = torch.ones(V, dtype=torch.float64).index_fill(0, torch.tensor(support), 0.0)
+    return ((outside * THETA.softmax(0)).sum() / (outside * TEACHER.exp()).sum()).log()
+
+
 def same(left: Tensor, right: Tensor, tolerance: float = EXACT) -> None:
     assert left.shape == right.shape
     assert float((left - right).abs().max()) <= tolerance, (left, right)
@@ -145,8 +155,34 @@ def capped_and_dropped_tokens_keep_their_part_of_the_gradient(lib: Any) -> None:
         support = targets(lib, TEACHER, STALE, [0, 3])
         _, gradient, _ = expected(lambda p, t, a=arguments: lib.hybrid(p, t, *a), support, STALE)
         inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor([0, 3]), 1.0)
-        mass = inside * THETA.softmax(0) * d_of() + (1 - inside) * mass
+        exact = THETA.softmax(0) * torch.where(inside > 0, d_of(), tail_ratio([0, 3]))
+        sampled = (1 - inside) * STALE.exp() * weight * (d_of() - tail_ratio([0, 3]))
+        mass = exact + sampled
         same(gradient, mass - THETA.softmax(0) * mass.sum())
+
+
+def a_tail_of_the_teachers_shape_gives_no_noise(lib: Any) -> None:
+    """Where p/q is one ratio outside S, every sampled token gives the exact gradient and the exact KL."""
+    shift = torch.tensor([0.7, -0.3, 0.7, 0.7, 0.2, 0.7], dtype=torch.float64)
+    teacher = (THETA.log_softmax(0) + shift).log_softmax(0)
+    goal = targets(lib, teacher, STALE, [1, -1, 4])
+    for y in range(V):
+        only_y = torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(y), 0.0)
+        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, only_y)
+        same(gradient, through_softmax(d_of(teacher)))
+        same(reverse, kl_of(teacher))
+
+
+def a_rounded_tail_costs_no_bias(lib: Any) -> None:
+    """Log-probabilities of S that add up to nearly nothing outside, as rounding may make them."""
+    support = list(range(V - 1))
+    goal = targets(lib, TEACHER, STALE, support)
+    own = goal.support_logp_NK
+    rounded = lib.Targets(**{**vars(goal), "support_logp_NK": own - own.exp().sum(1, keepdim=True).log()})
+    _, gradient, _ = expected(lambda p, t: lib.hybrid(p, t, None, None), rounded, STALE)
+    shifted = d_of().clone()
+    shifted[:-1] += own[0].exp().sum().log()
+    same(gradient, through_softmax(shifted))
 
 
 def later_tokens_are_credited_to_every_token(lib: Any) -> None:
@@ -250,6 +286,86 @@ def diagnostics_are_their_definitions(lib: Any) -> None:
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
 
 
+def a_mixture_is_its_two_terms(lib: Any) -> None:
+    """λ·∇KL − ∇E[R − b] for any μ; with a cap, what it leaves of each sampled token."""
+    rho, cap = (THETA.log_softmax(0) - STALE).exp(), 1.1
+    weights = torch.full((V,), 0.3, dtype=torch.float64)
+    for mixed in (None, cap):
+        loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=mixed)
+        mass = STALE.exp() * (rho if mixed is None else rho.clamp(max=mixed)) * FUTURE
+        task = mass - THETA.softmax(0) * mass.sum()
+        goal = targets(lib, TEACHER, STALE, [], coefficient_N=weights, advantage_N=FUTURE)
+        _, gradient, reverse = expected(loss, goal, STALE)
+        same(gradient, 0.3 * through_softmax(d_of()) - task)
+        same(reverse, kl_of())
+        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], advantage_N=FUTURE), STALE)
+        same(gradient, through_softmax(d_of()) - task)
+        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], coefficient_N=weights), STALE)
+        same(gradient, 0.3 * through_softmax(d_of()))
+
+
+def tokens_of_the_teacher_are_learned_by_cross_entropy(lib: Any) -> None:
+    """With y ~ q in every row the divergence and the task have no say: the gradient is that of λ·KL(q‖p)."""
+    weights, every = torch.full((V,), 0.3, dtype=torch.float64), torch.ones(V, dtype=torch.bool)
+    loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=None)
+    more = {"coefficient_N": weights, "advantage_N": FUTURE}
+    _, gradient, _ = expected(loss, targets(lib, TEACHER, TEACHER, [], by_teacher_N=every, **more), TEACHER)
+    same(gradient, 0.3 * (THETA.softmax(0) - TEACHER.exp()))
+    one = every & (torch.arange(V) == 2)
+    mixed = expected(loss, targets(lib, TEACHER, STALE, [], by_teacher_N=one, **more), STALE)[1]
+    alone = expected(loss, targets(lib, TEACHER, STALE, [], **more), STALE)[1]
+    p, hot = THETA.softmax(0), one.double()
+    rho = (THETA.log_softmax(0) - STALE)[2].exp()
+    taken = (0.3 * rho * d_of()[2] - rho * FUTURE[2]) * (hot - p)
+    same(mixed - alone, STALE[2].exp() * (0.3 * (p - hot) - taken))
+
+
+def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
+    """Three rewards of mean 2 over 1 + 2 + 3 tokens, beside four tokens without one: N = 10, M = 6."""
+    nothing, i4, f4 = pack(np.zeros(0, "i4")), np.int32, np.float32
+    rows = [
+        Rows(["r"] * len(counts), nothing, nothing, pack(np.array(counts, i4)), nothing, nothing, nothing,
+             nothing, reward=None if reward is None else pack(np.array(reward, f4)))
+        for counts, reward in (([1, 2], [0.0, 5.0]), ([4], None), ([3], [1.0]))
+    ]  # fmt: skip
+    batch = TrainBatch(version=Version(0, 0), denominator=10, micro_batches=rows)
+    rewards = lib.rewards_of(batch, Ranks(0, 1, torch.device("cpu")))
+    assert (rewards.mean, rewards.tokens) == (2.0, 6.0)
+    same(lib.advantages(rows[0], rewards, 10), torch.tensor([-2.0, 3.0, 3.0]) * 10 / 6, 1e-6)
+    assert lib.advantages(rows[1], rewards, 10) is None
+    same(lib.advantages(rows[2], rewards, 10), -torch.ones(3) * 10 / 6, 1e-6)
+
+
+def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 5, generator=g), torch.randn(V, 5, generator=g)
+    teacher = torch.randn(7, V, generator=g).log_softmax(1)
+    token, whose = torch.arange(7) % V, torch.tensor([0, 2, 2, 0, 0, 2, 0])
+    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
+    head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
+    work = lib.Supervision(goal, whose, teacher, (head, head, head), 3)
+    logp = (hidden @ weight.t()).log_softmax(1)
+    kl = (logp.exp() * (logp - teacher)).sum(1)
+    for chunk in (2, 7):
+        _, stats = lib.chunked_loss(
+            hidden, lib.HeadWeights(weight, None, lib.HeadShape(V)), work, lib.full, chunk
+        )
+        wanted = [kl[whose == 0].sum(), 0.0, kl[whose == 2].sum(), 4.0, 0.0, 3.0]
+        same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
+
+
+def a_score_gap_shows_dense_marks_of_another_position(lib: Any) -> None:
+    live = THETA.log_softmax(0).expand(V, V)
+    sound = targets(lib, TEACHER, STALE, [0, 3, -1])
+    for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
+        sums = lib.diagnose(live, goal)
+        same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
+        assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
+        sent = lib.Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
+        gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
+        same(lib.diagnose(live, sent)["score_gap"], gap[list(asked)].sum())
+
+
 def a_chunked_head_is_a_whole_head(lib: Any) -> None:
     """Loss and gradients through every setting of the head, against plain autograd."""
     g = torch.Generator().manual_seed(0)
@@ -294,6 +410,8 @@ CHECKS = (
     uncapped_policy_gradient_is_the_reverse_kl_gradient,
     hybrid_is_unbiased_for_every_support,
     capped_and_dropped_tokens_keep_their_part_of_the_gradient,
+    a_tail_of_the_teachers_shape_gives_no_noise,
+    a_rounded_tail_costs_no_bias,
     later_tokens_are_credited_to_every_token,
     future_credit_is_the_discounted_sum_of_the_rest_of_the_row,
     full_is_the_exact_reverse_kl,
@@ -302,6 +420,11 @@ CHECKS = (
     sft_is_the_forward_kl_on_teacher_samples,
     a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
     the_gradient_depends_on_the_teacher,
+    a_mixture_is_its_two_terms,
+    tokens_of_the_teacher_are_learned_by_cross_entropy,
+    rewards_are_centred_and_divided_by_their_own_tokens,
+    each_teachers_reverse_kl_is_summed_alone,
+    a_score_gap_shows_dense_marks_of_another_position,
     diagnostics_are_their_definitions,
     a_chunked_head_is_a_whole_head,
 )
@@ -392,8 +515,15 @@ MUTANTS = [
     ("objectives.hybrid", "(targets.support_NK != targets", "(targets.support_NK == targets"),
     ("objectives.hybrid", "torch.where(outside_N, logp_N.detach()", "torch.where(outside_N, logp_N"),
     ("objectives.hybrid", "d_N + targets.future_N", "torch.where(outside_N, d_N + targets.future_N, 0.0)"),
-    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "inside_N - (weight_N * credit_N)"),
-    ("objectives.hybrid", "inside_N + (weight_N * credit_N)", "weight_N * inside_N + (weight_N * credit_N)"),
+    ("objectives.hybrid", "rest_N + (weight_N * credit_N)", "rest_N - (weight_N * credit_N)"),
+    ("objectives.hybrid", "loss_N = inside_N", "loss_N = weight_N * inside_N"),
+    ("objectives.hybrid", "baseline_N * rest_N + (", "baseline_N * rest_N.detach() + ("),
+    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N"),
+    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N + baseline_N"),
+    ("objectives.hybrid", "baseline_N = (rest_N.detach()", "baseline_N = (rest_N"),
+    ("objectives.hybrid", " + baseline_N * rest_N.detach()", ""),
+    ("objectives.hybrid", "rest_N = 1.0 - torch.where(member_NK, p_NK, 0.0)", "rest_N = 1.0 - p_NK"),
+    ("objectives.hybrid", "tail_N = 1.0 - torch.where(member_NK, q_NK, 0.0)", "tail_N = 1.0 - q_NK"),
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK >= -1"),
     ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK > 0"),
     ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logq_NK - logp_NK)).sum(1)"),
@@ -418,6 +548,27 @@ MUTANTS = [
     ("objectives.skew", "logp_NV - logm_NV", "logm_NV - logp_NV"),
     ("objectives.sft", "targets.teacher_logp_N - at(", "at(logp_NV, targets.token_N) - 0 * at("),
     ("objectives.terms", "token_N.unsqueeze(1)).squeeze(1)", "token_N.roll(1).unsqueeze(1)).squeeze(1)"),
+    ("objectives.mixture", "targets.coefficient_N * loss_N", "loss_N"),
+    ("objectives.mixture", "loss_N - (task_N", "loss_N + (task_N"),
+    ("objectives.mixture", "(weight_N * targets.advantage_N)", "targets.advantage_N"),
+    ("objectives.mixture", "rho_cap, None)", "None, None)"),
+    ("objectives.mixture", "loss_N = loss_N - (task", "loss_N = -(task"),
+    ("objectives.mixture", "torch.where(written_N, 0.0, task_N)", "task_N"),
+    ("objectives.mixture", "torch.where(written_N, sft(", "torch.where(~written_N, sft("),
+    ("rewards", "- rewards.mean)", ")"),
+    ("rewards", "* denominator / rewards.tokens", ""),
+    ("rewards", "total / rollouts", "total"),
+    ("rewards", "unpack(rows.completion_lens).sum()", "1"),
+    (
+        "objectives.diagnostics",
+        '"score_gap_tokens": hit_NK.sum()',
+        '"score_gap_tokens": 0 * hit_NK.sum() + 6',
+    ),
+    ("objectives.diagnostics", "torch.where(hit_NK, gap_NK, 0.0)", "gap_NK"),
+    ("objectives.diagnostics", "targets.token_N) - targets.teacher_logp_N)", "targets.token_N))"),
+    ("head", "torch.stack([kl_N, torch.ones_like(kl_N)])", "torch.stack([kl_N, kl_N])"),
+    ("head", "stats[RHO_MAX + 1 :] += value", "stats[RHO_MAX + 1 :] = value"),
+    ("head", "hidden, work.heads, work.teachers)", "hidden, work.heads, 0)"),
     ("objectives.diagnostics", "rho_N - 1.0 - ", "rho_N - 1.0 + "),
     ("objectives.diagnostics", '"rho_squared": rho_N.square()', '"rho_squared": rho_N'),
     ("objectives.diagnostics", '"student_entropy": -', '"student_entropy": '),

@@ -11,14 +11,23 @@ import torch
 from student_trainer.batch import collate
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.model import Student, check_head, head_shape
-from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, StudentTopK, TopK
-from student_trainer.objectives.registry import build, discount
+from student_trainer.objectives.config import (
+    SFT,
+    Full,
+    ObjectiveConfig,
+    Sampled,
+    StudentTopK,
+    TaskReward,
+    TopK,
+)
+from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.step import Aim, train_step
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
 VOCAB, PADDED = 21, 24
+TEACHERS = ("t0",)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -53,6 +62,9 @@ class PlainEngine:
     def step(self) -> None:
         self.gradients = [p.grad.clone() for p in self.student.parameters() if p.grad is not None]
         self._optimizer.step()
+
+    def was_step_applied(self) -> bool:
+        return True
 
     def get_lr(self) -> list[float]:
         return [0.1]
@@ -115,7 +127,8 @@ def aim(config: ObjectiveConfig, teacher: Student) -> Aim:
     heads: tuple[HeadWeights, ...] = ()
     if isinstance(config, Full):
         heads = (HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
-    return Aim(build(config), discount(config), heads, VOCAB)
+    coefficient = coefficients(config, TEACHERS)
+    return Aim(build(config), discount(config), heads, VOCAB, TEACHERS, coefficient, config.task is not None)
 
 
 def batch(parts: list[Rows]) -> TrainBatch:
@@ -251,3 +264,102 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
         broken.head.weight[0] = torch.nan
     with pytest.raises(DataError, match="the loss of step 4 is nan"):
         train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), aim(Full(), teacher), ALONE)
+
+
+# --- mixing -------------------------------------------------------------------------------------------------
+
+
+def rewarded(rows: Rows, rewards: list[float]) -> Rows:
+    import msgspec
+
+    return msgspec.structs.replace(rows, reward=pack(np.array(rewards, np.float32)))
+
+
+def gradients(
+    parts: list[Rows], config: ObjectiveConfig, teachers: tuple[str, ...] = TEACHERS
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Of one step of the same student, and its metrics."""
+    engine = PlainEngine(student(2), 0.1)
+    goal = Aim(
+        build(config), 0.0, (), VOCAB, teachers, coefficients(config, teachers), config.task is not None
+    )
+    metrics = train_step(engine, batch(parts), goal, ALONE)
+    return engine.gradients, metrics
+
+
+def difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(left, right, strict=True))
+
+
+def test_rewards_weigh_the_same_whatever_the_packing() -> None:
+    teacher, config = student(1), Sampled(task=TaskReward())
+    marks = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
+    one, metrics = gradients([rewarded(marked_rows(teacher, [0, 1, 2, 3, 4, 5]), marks)], config)
+    parts = [([3, 1], [0.0, 1.0]), ([5], [1.0]), ([0, 2, 4], [0.0, 1.0, 0.5])]
+    other, again = gradients([rewarded(marked_rows(teacher, rows), r) for rows, r in parts], config)
+    assert difference(one, other) <= 1e-6
+    assert metrics["reward_mean"] == again["reward_mean"] == pytest.approx(3.5 / 6)
+    without, _ = gradients([marked_rows(teacher, [0, 1, 2, 3, 4, 5])], Sampled())
+    assert difference(one, without) > 1e-3
+
+
+def test_equal_rewards_teach_nothing() -> None:
+    rows = marked_rows(student(1), [0, 1, 2])
+    mixed, _ = gradients([rewarded(rows, [1.0, 1.0, 1.0])], Sampled(task=TaskReward()))
+    alone, _ = gradients([rows], Sampled())
+    assert difference(mixed, alone) <= 1e-7
+
+
+def test_the_task_term_is_divided_by_the_tokens_of_rewarded_rollouts_alone() -> None:
+    teacher, config = student(1), Sampled(task=TaskReward())
+    plain, judged = marked_rows(teacher, [3, 4]), marked_rows(teacher, [0, 1, 2])
+    marks = rewarded(judged, [0.0, 1.0, 1.0])
+
+    def task_term(with_rewards: list[Rows], without: list[Rows]) -> list[torch.Tensor]:
+        pairs = zip(gradients(with_rewards, config)[0], gradients(without, Sampled())[0], strict=True)
+        return [mixed - alone for mixed, alone in pairs]
+
+    alone, beside = task_term([marks], [judged]), task_term([marks, plain], [judged, plain])
+    assert difference(alone, beside) <= 1e-6
+    assert max(float(g.abs().max()) for g in alone) > 1e-3
+
+
+def test_a_batch_without_rewards_is_refused_where_they_are_part_of_the_loss() -> None:
+    with pytest.raises(DataError, match=r"0 rollouts with a reward.*leave it out"):
+        gradients([marked_rows(student(1), [0])], Sampled(task=TaskReward()))
+
+
+def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
+    import msgspec
+
+    rows = msgspec.structs.replace(marked_rows(student(1), [0, 1, 2], step=4))
+    written = msgspec.structs.replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
+    mixed, metrics = gradients([written], Sampled())
+    alone, _ = gradients([rows], SFT())
+    assert difference(mixed, alone) <= 1e-7
+    assert "mismatch_kl" not in metrics  # its tokens were not sampled from the student, whatever their step
+    assert "mismatch_kl" in gradients([rows], Sampled())[1]
+    half = msgspec.structs.replace(rows, by_teacher=pack(np.array([1, 0, 1], np.uint8)))
+    assert collate(half, 3, VOCAB).targets.by_teacher_N is not None
+    assert collate(half, 3, VOCAB).targets.by_teacher_N.tolist() == [True] + [False] * 4 + [True] * 7
+    with pytest.raises(DataError, match="per-row lengths"):
+        collate(msgspec.structs.replace(rows, by_teacher=pack(np.ones(2, np.uint8))), 3, VOCAB)
+
+
+def test_a_teachers_coefficient_weighs_its_samples_and_its_figures_stand_alone() -> None:
+    import msgspec
+
+    teacher, names = student(1), ("math", "code")
+    first = marked_rows(teacher, [0, 1, 2])
+    second = msgspec.structs.replace(marked_rows(teacher, [3, 4]), teacher=pack(np.ones(2, np.int32)))
+    config = Sampled(coefficient=0.5, teacher_coefficients={"code": 3.0})
+    mixed, metrics = gradients([first, second], config, names)
+    one, _ = gradients([first], Sampled())
+    two, _ = gradients([msgspec.structs.replace(second, teacher=pack(np.zeros(2, np.int32)))], Sampled())
+    n1, n2 = first.behavior_logprob.shape[0], second.behavior_logprob.shape[0]
+    wanted = [(0.5 * n1 * a + 1.5 * n2 * b) / (n1 + n2) for a, b in zip(one, two, strict=True)]
+    assert difference(mixed, wanted) <= 1e-6
+    parts = metrics["reverse_kl/math"] * n1 + metrics["reverse_kl/code"] * n2
+    assert metrics["reverse_kl"] * (n1 + n2) == pytest.approx(parts, rel=1e-5)
+    assert metrics["reverse_kl/math"] != pytest.approx(metrics["reverse_kl/code"])
+    assert "reverse_kl/t0" not in gradients([first], Sampled())[1]

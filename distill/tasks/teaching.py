@@ -1,0 +1,169 @@
+"""How the tiny models of a task are made from scratch on a CPU, whatever the task.
+
+A made pair is a folder named by a hash of its recipe; it appears by one rename, so that what is found
+there is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill.tasks import Models
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+log = logging.getLogger(__name__)
+WARM_UP_STEPS, LAST_RATE_SHARE, MAX_NORM = 25, 0.02, 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A Qwen3 and how it is taught."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    steps: int
+    rows: int
+    rate: float
+    muon: bool
+    """Matrices by Muon, the rest by AdamW: half the steps of AdamW alone."""
+    both_choices: bool
+    """Taught both right choices at each step, half the odds each; else one sampled answer."""
+
+
+Loss = Callable[[Any, np.random.Generator, int], "torch.Tensor"]
+"""(model, randomness, step) → mean loss per token of fresh rows."""
+
+
+def recipe_hash(recipes: Sequence[Recipe], seed: int, sources: Sequence[str]) -> str:
+    """Changes with the seed, any number of the recipes, and any line of the files that apply them."""
+    parts = [json.dumps([*map(asdict, recipes), seed]).encode()]
+    parts += [Path(path).read_bytes() for path in (*sources, __file__)]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
+
+
+def made_once(home: Path, make: Callable[[Path], None]) -> Models:
+    """The pair in `home`; `make` fills a folder with `teacher` and `student` when there is none yet."""
+    if not home.is_dir():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=home.parent))
+        try:
+            make(unfinished)
+            _appear(unfinished, home)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return Models(home / "teacher", home / "student")
+
+
+def _appear(unfinished: Path, home: Path) -> None:
+    """Give a whole folder its name; a pair that somebody else finished meanwhile is as good."""
+    try:
+        unfinished.rename(home)
+    except OSError:
+        if not home.is_dir():
+            raise
+
+
+def save_pair(folder: Path, tokenizer: Any, **models: Any) -> None:
+    """Write each model in bf16, with the tokenizer, into a folder of its name."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    for name, model in models.items():
+        model.to(torch.bfloat16).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def make_tokenizer(vocabulary: Sequence[str], token: str, end: str, pad: str) -> PreTrainedTokenizerFast:
+    """One id per word of `vocabulary`; `token` is the pattern that cuts a text into words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=pad))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(token), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=end, pad_token=pad, clean_up_tokenization_spaces=False
+    )
+
+
+def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen3ForCausalLM:
+    """Random weights, fp32, tied embeddings."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            head_dim=32,
+            intermediate_size=recipe.feed_forward,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end_id,
+            pad_token_id=pad_id,
+        )
+    )
+
+
+def teach(recipe: Recipe, seed: int, new: Callable[[], Any], loss: Loss) -> Any:
+    """The model of `new`, taught by `loss`; all randomness comes from `seed`."""
+    import torch
+
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = new()
+    optimizers = _optimizers(model, recipe)
+    for step in range(recipe.steps):
+        rate = recipe.rate * _rate_share(step, recipe.steps)
+        mean = loss(model, rng, step)
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            log.info("%d of %d steps, loss %.3f nats a token", step + 1, recipe.steps, mean.item())
+    return model.eval()
+
+
+def _rate_share(step: int, steps: int) -> float:
+    """Linear warm-up, then linear down to a small share."""
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * max(LAST_RATE_SHARE, 1 - step / steps)
+
+
+def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    import torch
+
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if recipe.muon and p.ndim == 2 and "embed" not in name]
+    rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01 * (not recipe.muon))
+    ]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers

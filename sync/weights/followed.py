@@ -1,0 +1,30 @@
+"""A process's own copy of a run's weights: any published version as a model or adapter folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sync.replica.config import ReplicaConfig
+from sync.stores import open_store
+from sync.weights.manifest import read_latest
+from sync.weights.mirror import Mirror
+from sync.wire import Version
+
+
+class Followed:
+    """Versions of a run, read from its store into a mirror; not for two threads at once."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._store, self._run = open_store(config.store, config.store_path), config.run
+        self._mirror = Mirror(config.mirror, self._store, config.run)
+
+    def newest(self) -> Version | None:
+        """The version published last; None: none yet. Raises StoreError."""
+        return read_latest(self._store, self._run)
+
+    def folder(self, version: Version) -> Path:
+        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        if self._mirror.version != version:
+            self._mirror.promote(self._mirror.stage(version))
+        assert self._mirror.path is not None, "a version was promoted"
+        return self._mirror.path

@@ -1,0 +1,198 @@
+"""Limits on metrics, what is put aside, and a rollback of a whole run in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill.config import GuardConfig
+from distill.control.audit import check
+from distill.control.guard import Guard, repetition, trouble, unfit
+from distill.control.journal import Location
+from distill.control.memory import MemoryTrainer
+from distill.control.parts import Hooks, Quarantined
+from distill.control.segments import read_all
+from distill.launch.run_folder import RunFolder
+from sync.errors import RemoteError
+from sync.wire import Generated, StepReport, Version, VersionSpan, pack
+
+GOOD = {
+    "loss": 1.0,
+    "grad_norm": 2.0,
+    "reverse_kl": 0.5,
+    "student_entropy": 0.6,
+    "truncation_rate": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "metrics", "said"),
+    [
+        ({}, {"loss": math.nan}, "loss is nan, the update was left out"),
+        ({}, {"grad_norm": math.inf}, "grad_norm is inf"),
+        ({"max_reverse_kl": 1.0}, {"reverse_kl": 1.5}, "reverse_kl is 1.5, above guard.max_reverse_kl = 1"),
+        ({"max_grad_norm": 3.0}, {"grad_norm": 4.0}, "above guard.max_grad_norm = 3"),
+        ({"max_truncation_rate": 0.5}, {"truncation_rate": 0.6}, "above guard.max_truncation_rate = 0.5"),
+        ({"min_entropy": 0.2}, {"student_entropy": 0.1}, "below guard.min_entropy = 0.2"),
+    ],
+)
+def test_every_limit_is_named_when_it_is_passed(limits: Any, metrics: Any, said: str) -> None:
+    config = GuardConfig(**limits)
+    assert trouble(GOOD, config) is None
+    assert said in str(trouble({**GOOD, **metrics}, config))
+
+
+def test_only_bad_steps_in_a_row_count() -> None:
+    guard = Guard(GuardConfig(patience=2, max_reverse_kl=1.0))
+    bad = {**GOOD, "reverse_kl": 2.0}
+    assert [guard.look(step, m) is None for step, m in enumerate([bad, GOOD, bad], 1)] == [True] * 3
+    assert "step 4: reverse_kl is 2" in str(guard.look(4, bad))
+    assert guard.since == 3
+
+
+def answer(tokens: list[int], reason: Any = "stop") -> Generated:
+    return Generated(
+        id="x",
+        token_ids=pack(np.array(tokens, np.int32)),
+        logprob=pack(np.zeros(len(tokens), np.float32)),
+        spans=[VersionSpan(Version(0, 0), 0, len(tokens))],
+        finish_reason=reason,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "period"),
+    [([9, 4, 4, 4], 1), ([4, 7, 4, 7, 4, 7], 2), ([1, 2, 3] * 3, 3), ([4, 4, 4, 9], None), ([5, 5], None)],
+)
+def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int | None) -> None:
+    assert repetition(np.array(tokens), 3) == period
+
+
+def test_repetitive_and_cut_off_completions_are_unfit_when_asked_for() -> None:
+    assert unfit(answer([4, 4, 4, 4], "length"), GuardConfig()) is None
+    assert unfit(answer([4, 4, 4, 4]), GuardConfig(repeats=4))[0] == "repetitive"  # type: ignore[index]
+    assert unfit(answer([4, 5], "length"), GuardConfig(quarantine_truncated=True))[0] == "over_long"  # type: ignore[index]
+
+
+class Diverging(MemoryTrainer):
+    """Reports a high reverse KL for the steps `bad`, once; it leaves when it is sent away."""
+
+    bad: set[int]
+
+    async def _step(self, version: Version, shares: Any) -> Version:
+        event, high = self.desk.event, version.step + 1 in self.bad
+
+        async def told(message: Any) -> Any:
+            if isinstance(message, StepReport):
+                self.bad.discard(message.version.step)
+                metrics = {"loss": 1.0, "reverse_kl": 9.0 if high else 0.1}
+                message = StepReport(version=message.version, metrics=metrics, seconds=message.seconds)
+            return await event(message)
+
+        self.desk.event = told  # type: ignore[method-assign]
+        try:
+            return await super()._step(version, shares)
+        finally:
+            self.desk.event = event  # type: ignore[method-assign]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> tuple[Any, Diverging]:
+    settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
+    made = controller(settings, hooks)
+    trainer = Diverging(made.desk, checkpoint_every=2)
+    trainer.bad = {7, 8}
+    return made, trainer
+
+
+async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_rollouts(
+    controller: Any, config: Any, tmp_path: Path
+) -> None:
+    back: list[Version | None] = []
+    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
+    made, trainer = built(controller, config, guard, Hooks(set_back=back.append))
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(20):
+        with pytest.raises(RemoteError, match="this one must leave"):
+            await trainer.run()
+        assert back == [Version(0, 4)]
+        bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
+        with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
+            await trainer.run()
+        trainer.checkpoint = back[0]
+        await trainer.run()
+        summary = await running
+    assert summary["completed"]
+    assert trainer.welcomes[-1].version == Version(1, 4)
+    again = {i for ids in trainer.ledger[1].values() for i in ids}
+    assert not again & bad
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    report = check(records, trainer.ledger)
+    assert report.ok, report
+    assert report.dropped["rolled_back"] >= len(bad)
+    resumed = controller(config(run={"steps": 12}))
+    assert resumed.books.state.counters.dropped == made.books.state.counters.dropped
+    resumed.close()
+
+
+async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: Any, config: Any) -> None:
+    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
+    made, trainer = built(controller, config, guard, Hooks(set_back=lambda to: pytest.fail("no rollback")))
+    trainer.checkpoint_every = 1
+    running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
+    async with asyncio.timeout(20):
+        await until(lambda: made.feeder.held)
+        made.request_stop("enough")
+        await asyncio.gather(training, running)
+
+
+async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any, config: Any) -> None:
+    made, trainer = built(controller, config, {"max_reverse_kl": 1.0, "patience": 1}, Hooks())
+    running = asyncio.create_task(made.run())
+    training = asyncio.create_task(trainer.run())
+    async with asyncio.timeout(20):
+        await until(lambda: made.feeder.held)
+        await asyncio.sleep(0.1)
+        assert made.books.state.reached.step <= 8, "one batch was handed out before the report came"
+        made.request_stop("enough")
+        await training
+        await running
+
+
+async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
+    seen: list[Quarantined] = []
+    guard = {"quarantine_truncated": True}
+    made, trainer = built(controller, config, guard, Hooks(quarantined=seen.append))
+    trainer.bad = set()
+    running = asyncio.create_task(made.run())
+    training = asyncio.create_task(trainer.run())
+    async with asyncio.timeout(20):
+        await until(lambda: bool(seen))
+        made.request_stop("enough")
+        await asyncio.gather(training, running)
+    assert seen[0].reason == "over_long"
+    assert seen[0].prompt.token_ids[1:] == [1, 2]
+    assert len(seen[0].tokens) == 8
+
+
+def test_setting_back_removes_the_checkpoints_after(tmp_path: Path, config: Any) -> None:
+    with RunFolder.open(config(run={"folder": tmp_path}), resume=False) as folder:
+        names = ["L000-v00000002", "L000-v00000004", "L001-v00000003"]
+        for name in names:
+            (folder.path / "checkpoints" / name).mkdir(parents=True)
+        folder.set_back(Version(0, 2))
+        left = sorted(path.name for path in (folder.path / "checkpoints").iterdir())
+        assert left == [names[0], "latest"]
+        assert (folder.path / "checkpoints/latest").read_text().strip() == names[0]
+        folder.set_back(None)
+        assert list((folder.path / "checkpoints").iterdir()) == []

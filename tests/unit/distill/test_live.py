@@ -1,0 +1,239 @@
+"""Preflight over tiny real models in this process: what is asked of whom, and that one failure stops all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill.config import RunConfig
+from distill.control.memory import MemoryReplica
+from distill.evaluate import service
+from distill.launch import live, preflight
+from distill.launch.probes import Finding
+from distill.loading import validate
+from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
+from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
+from sync.errors import ConfigError
+from sync.wire import (
+    Array,
+    Generated,
+    ProbeReply,
+    ProbeRequest,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherInfo,
+    Want,
+    pack,
+    unpack,
+)
+from teacher_service.describe import describe, load_tokenizer
+from teacher_service.engines import build
+from teacher_service.engines.base import Asked, Engine, Item
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """student/, teacher/ and other/ with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, (name, recipe) in enumerate({"student": STUDENT, "teacher": TEACHER, "other": TEACHER}.items()):
+        import torch
+
+        torch.manual_seed(seed)
+        untaught(recipe).save_pretrained(folder / name)
+        letter_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, Any] = {
+        "run": {"name": "x", "steps": 3},
+        "student": {"path": str(models / "student")},
+        "teachers": {"t": {"path": str(models / "teacher"), "dtype": "float32"}},
+        "prompts": {"type": "task", "task": "both_ends"},
+        "rollout": {"max_tokens": 12},
+        "trainer": {"deepspeed": "x.json"},
+        "evaluation": {"prompts": 8, "device": "cpu"},
+    }
+    return validate({**base, **sections}, "x")
+
+
+class Teacher:
+    """A teacher's engine without its process; `info` may be told to differ."""
+
+    def __init__(self, config: RunConfig, **facts: Any) -> None:
+        tokenizer = load_tokenizer(config.teachers["t"])
+        self.engine: Engine = build(config.teachers["t"], len(tokenizer.get_vocab()))
+        self.facts = describe("t", self.engine.facts, tokenizer)
+        self._told = facts
+        self.scored = 0
+
+    async def info(self, timeout: float | None = None) -> TeacherInfo:
+        import msgspec
+
+        return msgspec.structs.replace(self.facts, **self._told)
+
+    async def score(
+        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+    ) -> list[Scored | ScoreRefused]:
+        self.scored += len(sequences)
+        items = [Item(unpack(one.token_ids), one.start) for one in sequences]
+        flat = self.engine.score(items, Asked()).logprob_C
+        parts = np.split(flat, np.cumsum([item.positions for item in items])[:-1])
+        return [Scored(one.id, pack(part)) for one, part in zip(sequences, parts, strict=True)]
+
+
+class Evaluator:
+    """The evaluator's models without its process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._bench = service.build(config, weights=None)  # type: ignore[arg-type]
+
+    async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
+        return self._bench.probe(request)
+
+
+def split_of(config: RunConfig) -> PromptSplit:
+    return open_prompts(config, load_tokenizer(config.student), 64)
+
+
+async def findings(config: RunConfig, engines: live.Engines) -> list[Finding]:
+    """What is said; every failure is in the error that it ends with."""
+    said: list[Finding] = []
+    error = ""
+    try:
+        await live.check_engines(config, split_of(config), engines, said.append)
+    except ConfigError as raised:
+        error = str(raised)
+    assert bool(error) == any(one.problem for one in said)
+    assert [one.line for one in said if one.problem] == error.splitlines()[1:]
+    return said
+
+
+def failed(said: list[Finding]) -> list[str]:
+    return [one.check for one in said if one.problem]
+
+
+async def test_sound_engines_pass_every_check(models: Path) -> None:
+    config = configure(models)
+    said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
+    assert failed(said) == []
+    assert [one.check.removeprefix("teacher t: ") for one in said] == [
+        "length", "same tokenizer", "same chat template", "marks", "length", "scores repeat", "not uniform",
+        "not shifted", "context is whole", "equals a plain forward pass", "a self-teacher gives 0",
+        "the gradient depends on the teacher",
+    ]  # fmt: skip
+
+
+async def test_another_vocabulary_is_said_before_any_score_is_asked_for(models: Path) -> None:
+    config = configure(models)
+    stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
+    said = await findings(config, live.Engines({"t": stranger}, Evaluator(config)))
+    assert failed(said) == ["teacher t: same tokenizer"]
+    assert stranger.scored == 0
+
+
+async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(models: Path) -> None:
+    config = configure(models)
+    other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
+    said = await findings(config, live.Engines({"t": Teacher(other)}, Evaluator(config)))
+    assert failed(said) == ["teacher t: equals a plain forward pass"]
+
+
+async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> None:
+    config = configure(models, teachers={"t": {"path": str(models / "student"), "dtype": "float32"}})
+    said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
+    assert failed(said) == ["teacher t: the gradient depends on the teacher"]
+
+
+async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
+    config = configure(models)
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
+    assert failed(said) == ["teacher t: marks"]
+    assert 'objective "full" needs hidden' in said[-2].line
+
+
+async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
+    config = configure(
+        models, student={"path": str(models / "student"), "engine_args": {"max_model_len": 20}}
+    )
+    said = await findings(config, live.Engines({"t": Teacher(config, max_length=21)}, None))
+    assert failed(said) == ["length", "teacher t: length"]
+
+
+async def test_rollouts_are_compared_with_a_plain_forward_pass(models: Path) -> None:
+    config = configure(models)
+    bench = Evaluator(config)
+
+    class Honest(MemoryReplica):
+        """Random tokens with the log-probabilities that the student really gives them, less `off` nats."""
+
+        off = 0.0
+
+        async def generate(self, request: Any) -> Any:
+            async for one in super().generate(request):
+                prompt = next(p for p in request.prompts if p.id == one.id)
+                ids = unpack(one.token_ids) % 29
+                joined = np.append(np.asarray(prompt.token_ids, "i4"), ids).astype("i4")
+                written = ScoreSequence(one.id, pack(joined), len(prompt.token_ids))
+                (logp,) = (await bench.probe(ProbeRequest(student=[written], teachers={}), 1.0)).student
+                yield _spoken(one, pack(ids.astype("i4")), pack(unpack(logp) - np.float32(self.off)))
+
+    class Hot(Honest):
+        off = 0.5
+
+    for replica, wrong in ((Honest(), []), (Hot(), ["rollout engine agrees"])):
+        said = await findings(config, live.Engines({"t": Teacher(config)}, bench, {"r": replica}))
+        assert failed(said) == wrong
+
+
+def _spoken(answer: Generated, ids: Array, logprob: Array) -> Generated:
+    import msgspec
+
+    return msgspec.structs.replace(answer, token_ids=ids, logprob=logprob)
+
+
+def test_the_first_step_is_judged_by_its_fresh_tokens(config: Callable[..., RunConfig]) -> None:
+    settings = config()
+    assert live.first_step(settings, {"loss": 1.0}) == []
+    good = live.first_step(settings, {"mismatch_kl": 5e-5, "score_gap": 1e-3})
+    assert [one.problem for one in good] == [None, None]
+    bad = live.first_step(settings, {"mismatch_kl": 0.3, "score_gap": 3.0})
+    with pytest.raises(ConfigError, match="2 of 2 checks failed, nothing is trained"):
+        live.refuse(bad)
+
+
+def test_the_longest_prompt_of_a_table_is_known_whatever_its_length(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = ["abc>"] * 600 + ["abcdefghi>"]
+    path.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in rows))
+    prompts = {"type": "jsonl", "path": str(path), "template": "plain"}
+    assert longest_prompt(split_of(configure(models, prompts=prompts))) == 10
+
+
+def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc>"}\n' * 20)
+    jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
+    assert preflight.check(configure(models, **sections)).judge is not None
+    with pytest.raises(ConfigError, match='prompts of type "jsonl" have no reward: take prompts of a task'):
+        preflight.check(configure(models, prompts=jsonl, **sections))
+
+
+def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Path) -> None:
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    teachers = {"t": {"path": str(models / "teacher"), "follow_student_every": 4}}
+    sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
+    with pytest.raises(ConfigError, match='objective "full" keeps its head'):
+        preflight.check(configure(models, **sections))
+    sections["objective"] = {"type": "topk"}
+    assert preflight.check(configure(models, **sections)).held_out
+    off = {"evaluation": False, "weights": {"road": "broadcast"}}
+    with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
+        preflight.check(configure(models, **sections, **off))

@@ -1,0 +1,304 @@
+"""Every probe passes a sound teacher and catches the set-up it is there for; teachers are in memory.
+
+The teacher is a function of the whole prefix, so that what a model would do (a token alters all later marks)
+holds. Broken ones are made from it by changing what comes in or what goes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from distill.evaluate.plain import objective_figures
+from distill.launch import probes
+from distill.launch.probes import Finding, Score
+from student_trainer.objectives.config import (
+    JSD,
+    ForwardTopK,
+    Full,
+    ObjectiveConfig,
+    Sampled,
+    SkewReverse,
+    TopK,
+)
+from student_trainer.objectives.registry import build
+from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
+from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.table import TableEngine
+
+V, T = 40, 8
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+SEQUENCES = probes.probe_sequences(PROMPTS, 4, T)
+ARROWS = np.random.default_rng(0).normal(size=(V, V))
+
+
+def whole_prefix(token_ids_L: np.ndarray, temperature: float = 0.5) -> np.ndarray:
+    """log q [L, V] from a sum over the prefix that forgets slowly, and from the last token."""
+    states = np.zeros((len(token_ids_L), V))
+    state = np.zeros(V)
+    for i, token in enumerate(token_ids_L):
+        state = 0.8 * state + ARROWS[token]
+        states[i] = state
+    logits = states / temperature
+    return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+
+
+def teacher(source: Callable = whole_prefix) -> Score:
+    engine = TableEngine(source, V)
+
+    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
+        items = [Item(unpack(s.token_ids), s.start) for s in sequences]
+        return [
+            Scored(s.id, pack(engine.score([item], Asked()).logprob_C))
+            for s, item in zip(sequences, items, strict=True)
+        ]
+
+    return score
+
+
+def changed(alter: Callable[[np.ndarray], np.ndarray]) -> Score:
+    """The sound teacher, with `alter` done to the marks [T] of every sequence."""
+    sound = teacher()
+
+    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
+        answers = await sound(sequences, want)
+        return [
+            msgspec.structs.replace(one, logprob=pack(alter(unpack(one.logprob)).astype("f4")))
+            for one in answers
+            if isinstance(one, Scored)
+        ]
+
+    return score
+
+
+def shifted(by: int) -> Score:
+    """Mark t is that of token t + by; the one that has no token is -1."""
+    if by > 0:
+        return changed(lambda marks: np.append(marks[by:], [-1.0] * by))
+    return changed(lambda marks: np.append([-1.0] * -by, marks[:by]))
+
+
+def last_tokens(count: int) -> Score:
+    """A server that sees no more than the last `count` tokens."""
+    return teacher(
+        lambda ids: np.stack([whole_prefix(ids[max(0, i + 1 - count) : i + 1])[-1] for i in range(len(ids))])
+    )
+
+
+def uniform() -> Score:
+    return teacher(lambda ids: np.full((len(ids), V), -np.log(V), np.float32))
+
+
+def in_company() -> Score:
+    """A server whose batches leak: the second sequence of a request is marked otherwise than alone."""
+    sound = teacher()
+
+    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
+        answers = await sound(sequences, want)
+        for i, one in enumerate(answers[1:], 1):
+            assert isinstance(one, Scored)
+            answers[i] = msgspec.structs.replace(one, logprob=pack(unpack(one.logprob) - np.float32(0.1)))
+        return answers
+
+    return score
+
+
+def refusing(longest: int) -> Score:
+    sound = teacher()
+
+    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
+        answers = await sound(sequences, want)
+        return [
+            one if s.token_ids.shape[0] <= longest else ScoreRefused(s.id, "too long")
+            for s, one in zip(sequences, answers, strict=True)
+        ]
+
+    return score
+
+
+def caught(finding: Finding, says: str) -> None:
+    assert finding.problem is not None, finding.line
+    assert says in finding.line, finding.line
+    assert finding.line.startswith("FAILED ")
+
+
+# --- a sound teacher ----------------------------------------------------------------------------------------
+
+
+async def test_a_sound_teacher_passes_every_probe() -> None:
+    score, longest = teacher(), probes.longest_sequence(PROMPTS, 5, T)
+    findings = [
+        await probes.not_uniform(score, SEQUENCES[0], V),
+        await probes.not_shifted(score, SEQUENCES[0], V, 0.0),
+        await probes.not_truncated(score, longest, V),
+    ]
+    repeats, noise = await probes.repeatable(score, SEQUENCES, 1e-3)
+    scored = await probes.marks(score, SEQUENCES)
+    findings += [repeats, probes.equals_plain(scored, scored, 1e-3)]
+    assert [finding.line for finding in findings if finding.problem] == []
+    assert noise == 0.0
+
+
+def test_probe_sequences_are_prompts_that_go_on_with_other_prompts() -> None:
+    tokens = [unpack(sequence.token_ids).tolist() for sequence in SEQUENCES]
+    assert tokens[0] == [1, 2, 3] + [4, 5, 6, 7, 8, 9, 10, 11]
+    assert [sequence.start for sequence in SEQUENCES] == [3, 2, 5, 1]
+    assert all(len(ids) == start + T for ids, start in zip(tokens, [3, 2, 5, 1], strict=True))
+    assert len({tuple(ids) for ids in tokens}) == 4
+
+
+def test_every_turn_gives_another_token() -> None:
+    found = {int(unpack(probes.replaced(SEQUENCES[0], 3, V, turn).token_ids)[3]) for turn in probes.turns(V)}
+    assert len(found) == probes.REPLACEMENTS
+    assert int(unpack(SEQUENCES[0].token_ids)[3]) not in found
+    assert probes.turns(2) == [1]
+
+
+# --- broken set-ups -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by", "says"), [(1, "1 position(s) too early"), (-1, "1 position(s) too late")])
+async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
+    caught(await probes.not_shifted(shifted(by), SEQUENCES[0], V, 0.0), says)
+    plain = await probes.marks(teacher(), SEQUENCES)
+    wrong = probes.equals_plain(await probes.marks(shifted(by), SEQUENCES), plain, 1e-3)
+    caught(wrong, "the marks are right but stand one position too " + says.rpartition(" ")[2])
+
+
+async def test_a_uniform_teacher_is_caught() -> None:
+    caught(await probes.not_uniform(uniform(), SEQUENCES[0], V), f"{-np.log(V):.2f}: it has no opinion")
+
+
+@pytest.mark.parametrize("seen", [T, T + 4])
+async def test_a_truncated_context_is_caught(seen: int) -> None:
+    longest = probes.longest_sequence(PROMPTS, 30, T)
+    caught(await probes.not_truncated(last_tokens(seen), longest, V), "does not see the beginning")
+    caught(await probes.not_truncated(refusing(30), longest, V), "raise the teacher's max_length")
+
+
+async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
+    finding, noise = await probes.repeatable(in_company(), SEQUENCES, 1e-3)
+    caught(finding, "marked otherwise in company than alone")
+    assert noise == pytest.approx(0.1, abs=1e-5)
+
+
+async def test_a_teacher_that_returns_fewer_marks_than_tokens_is_caught() -> None:
+    finding, _ = await probes.repeatable(changed(lambda marks: marks[1:]), SEQUENCES, 1e-3)
+    caught(finding, "[7, 7, 7, 7] marks for [8, 8, 8, 8] tokens")
+
+
+async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
+    order = np.arange(V)
+    order[[4, 9]] = order[[9, 4]]
+    swapped = await probes.marks(teacher(lambda ids: whole_prefix(order[ids])[:, order]), SEQUENCES)
+    plain = await probes.marks(teacher(), SEQUENCES)
+    caught(probes.equals_plain(swapped, plain, 1e-3), "another order of the vocabulary")
+
+
+async def test_another_temperature_is_caught_by_its_scores() -> None:
+    plain = await probes.marks(teacher(), SEQUENCES)
+    hot = await probes.marks(teacher(lambda ids: whole_prefix(ids, 0.6)), SEQUENCES)
+    caught(probes.equals_plain(hot, plain, 1e-3), "another temperature")
+
+
+async def test_a_score_that_is_not_a_number_is_caught() -> None:
+    plain = await probes.marks(teacher(), SEQUENCES)
+    nan = await probes.marks(changed(lambda marks: marks * np.nan), SEQUENCES)
+    caught(probes.equals_plain(nan, plain, 1e-3), "mean difference inf")
+
+
+def info(**facts: Any) -> TeacherInfo:
+    known: dict[str, Any] = {
+        "name": "t", "model": "m", "revision": None, "dtype": "float32", "engine": "table", "vocab_size": V,
+        "hidden_size": 4, "max_length": 64, "tokenizer_fingerprint": "a" * 32 + "b" * 32 + "c" * 32,
+        "chat_template_fingerprint": "d" * 32, "can": [],
+    }  # fmt: skip
+    return TeacherInfo(**known | facts)
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "vocabulary"), (1, "merges"), (2, "special ids")])
+def test_another_tokenizer_is_caught_and_named(part: int, name: str) -> None:
+    ours = info().tokenizer_fingerprint
+    assert probes.same_tokenizer(ours, info()).problem is None
+    other = ours[: 32 * part] + "f" * 32 + ours[32 * (part + 1) :]
+    caught(probes.same_tokenizer(other, info()), f". {name} of m are not the student's")
+
+
+@pytest.mark.parametrize("ours", ["e" * 32, None])
+def test_another_chat_template_is_caught_where_prompts_use_it(ours: str | None) -> None:
+    caught(probes.same_template(ours, info(), needed=True), "another chat format")
+    assert probes.same_template(ours, info(), needed=False).problem is None
+    assert probes.same_template("d" * 32, info(), needed=True).problem is None
+
+
+def test_a_prompt_that_leaves_no_room_for_its_completion_is_caught() -> None:
+    assert probes.fits("it", 52, 12, 64, "raise it").problem is None
+    caught(probes.fits("it", 53, 12, 64, "raise it"), "up to 53 + 12. rollouts would be cut")
+
+
+# --- the objective ------------------------------------------------------------------------------------------
+
+TOKENS = torch.arange(12) % V
+STUDENT = torch.from_numpy(ARROWS[:12]).float().log_softmax(1)
+TEACHER = torch.from_numpy(ARROWS[12:24]).float().log_softmax(1)
+OBJECTIVES: list[ObjectiveConfig] = [
+    Full(), Sampled(), TopK(k=5), ForwardTopK(k=5), JSD(), SkewReverse()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OBJECTIVES, ids=lambda config: config.type)
+def test_objectives_rest_at_a_self_teacher_and_feel_a_real_one(config: ObjectiveConfig) -> None:
+    found = objective_figures(build(config), STUDENT, TEACHER, TOKENS, getattr(config, "k", 0))
+    assert probes.self_teacher(found.self_loss, found.self_gradient).problem is None
+    assert probes.gradient_depends(found.teacher_gradient).problem is None
+
+
+def test_the_gradient_of_the_full_objective_is_its_closed_form() -> None:
+    d, p = STUDENT - TEACHER, STUDENT.exp()
+    wanted = (p * (d - (p * d).sum(1, keepdim=True))).norm() / len(TOKENS)
+    found = objective_figures(build(Full()), STUDENT, TEACHER, TOKENS)
+    assert found.teacher_gradient == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_a_teacher_that_is_the_student_is_caught() -> None:
+    found = objective_figures(build(Full()), STUDENT, STUDENT, TOKENS)
+    caught(probes.gradient_depends(found.teacher_gradient), "the teacher is the student itself")
+
+
+def test_an_objective_that_leaves_every_fresh_token_out_is_caught() -> None:
+    deaf = build(Sampled(drop_rho_outside=(2.0, 5.0)))
+    found = objective_figures(deaf, STUDENT, TEACHER, TOKENS)
+    caught(probes.gradient_depends(found.teacher_gradient), "drop_rho_outside contains 1")
+
+
+def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
+    def truncated(logp: torch.Tensor, goal: Any) -> Any:
+        own = logp.gather(1, goal.support_NK)
+        return (own.exp() * (own - goal.support_logp_NK)).sum(1), {}
+
+    found = objective_figures(truncated, STUDENT, TEACHER, TOKENS, 5)
+    assert found.self_loss < 1e-6
+    caught(probes.self_teacher(found.self_loss, found.self_gradient), "does not rest at the teacher")
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_engine_of_other_weights_is_caught() -> None:
+    p = await probes.marks(teacher(), SEQUENCES)
+    assert probes.mismatch(p, p) == 0.0
+    rounding = [one + 0.01 for one in p]
+    assert probes.mismatch(p, rounding) == pytest.approx(np.exp(-0.01) - 1 + 0.01)
+    assert probes.rollouts_match(probes.mismatch(p, rounding), 0.02, "p").problem is None
+    hot = await probes.marks(teacher(lambda ids: whole_prefix(ids, 1.0)), SEQUENCES)
+    caught(probes.rollouts_match(probes.mismatch(p, hot), 0.02, "p"), "does not sample from the weights")
+
+
+def test_dense_marks_of_other_positions_are_caught() -> None:
+    assert probes.scores_match(0.0004, 0.1).problem is None
+    caught(probes.scores_match(2.0, 0.1), "they are shifted, or its head is another one")

@@ -1,0 +1,122 @@
+"""A self-teacher takes over the student's published versions, one in so many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sync.errors import ConfigError, StoreError
+from sync.wire import Version
+from teacher_service.config import TeacherConfig
+from teacher_service.engines import build
+from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.following import FollowingEngine
+from teacher_service.engines.table import TableEngine, random_table
+
+ITEM = Item(np.array([1, 2, 3], np.int32), 1)
+
+
+class Store:
+    """Versions protocol: what is newest is set by hand; folders are named after versions."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.broken = False
+        self.looks = 0
+
+    def newest(self) -> Version | None:
+        self.looks += 1
+        return self.version
+
+    def folder(self, version: Version) -> Path:
+        if self.broken:
+            raise StoreError("the store is gone")
+        return Path(str(version.step))
+
+
+class Loads:
+    """Engines whose marks depend on the folder; counts those that were closed."""
+
+    def __init__(self) -> None:
+        self.folders: list[str | None] = []
+        self.closed = 0
+
+    def __call__(self, folder: Path | None) -> TableEngine:
+        self.folders.append(None if folder is None else folder.name)
+        loads = self
+
+        class Counted(TableEngine):
+            def close(self) -> None:
+                loads.closed += 1
+
+        return Counted(random_table(11, seed=0 if folder is None else int(folder.name)))
+
+
+def until(true: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if true():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+def another_look(store: Store) -> None:
+    seen = store.looks
+    until(lambda: store.looks >= seen + 2)
+
+
+def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
+    store, loads = Store(), Loads()
+    engine = FollowingEngine(loads, store, 2, poll_seconds=0.005)
+    try:
+        for step, held in ((0, None), (1, None), (2, 2), (3, 2), (4, 4)):
+            store.version = Version(0, step)
+            another_look(store)
+            assert (engine.version and engine.version.step) == held
+            marks = engine.score([ITEM], Asked()).logprob_C
+            expected = TableEngine(random_table(11, seed=held or 0)).score([ITEM], Asked()).logprob_C
+            assert marks.tolist() == expected.tolist()
+        assert loads.folders == [None, "2", "4"]
+        assert loads.closed == 2
+        assert engine.head() is None
+        assert engine.facts.can == ("topk", "gather", "entropy", "prompt")
+    finally:
+        engine.close()
+    assert loads.closed == 3
+
+
+def test_a_trainer_that_went_back_is_followed_at_once() -> None:
+    store, loads = Store(), Loads()
+    engine = FollowingEngine(loads, store, 4, poll_seconds=0.005)
+    try:
+        store.version = Version(0, 8)
+        until(lambda: engine.version == Version(0, 8))
+        store.version = Version(1, 6)
+        until(lambda: engine.version == Version(1, 6))
+    finally:
+        engine.close()
+
+
+def test_a_version_that_cannot_be_had_leaves_the_old_one_serving(caplog: pytest.LogCaptureFixture) -> None:
+    store, loads = Store(), Loads()
+    engine = FollowingEngine(loads, store, 1, poll_seconds=0.005)
+    try:
+        store.broken, store.version = True, Version(0, 1)
+        another_look(store)
+        assert engine.version is None
+        assert "still serving the configured folder: the store is gone" in caplog.text
+        store.broken = False
+        until(lambda: engine.version == Version(0, 1))
+    finally:
+        engine.close()
+
+
+def test_only_an_engine_that_can_be_swapped_may_follow() -> None:
+    for wrong in ({"engine": "openai"}, {"idle_unload_seconds": 5.0}):
+        config = TeacherConfig.model_validate({"path": "m", "follow_student_every": 2, **wrong})
+        with pytest.raises(ConfigError, match="follow_student_every needs engine"):
+            build(config, 10)
