@@ -267,8 +267,8 @@ class MemoryTrainer:
             try:
                 await self.desk.event(event)
                 return
-            except Overloaded:  # nobody listens to a broadcast yet
-                await asyncio.sleep(0.01)
+            except Overloaded as error:  # nobody listens to a broadcast yet
+                await asyncio.sleep(error.retry_after)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version
