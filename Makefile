@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test setup lint types lock clean
+.PHONY: quickstart test coverage setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
 test: $(STAMP) lint types  ## the whole test suite
 	$(BIN)/python -m pytest
+
+coverage: $(STAMP)  ## branch coverage of the tests that start no engine
+	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered
 
 setup: $(STAMP)  ## the virtual environment alone
 

@@ -1,0 +1,46 @@
+"""What others build on is pinned: commands, messages, errors and entry points change on purpose only."""
+
+from importlib.metadata import entry_points
+
+import typer
+
+import sync.errors as errors
+import sync.wire as wire
+from distill.cli.main import app
+
+COMMANDS = (
+    "audit bench chaos control evaluate evaluator export preflight quickstart report run student sync teacher "
+    "train version"
+)
+MESSAGES = (
+    "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed GenerateRequest "
+    "Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply ScoreRequest StepReport Stop "
+    "TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply UpdateRequest Wait"
+)
+ERRORS = (
+    "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "
+    "StoreError Unreachable WireError"
+)
+
+
+def test_the_commands_are_these() -> None:
+    group = typer.main.get_command(app)
+    assert " ".join(sorted(group.commands)) == COMMANDS  # type: ignore[attr-defined]
+
+
+def test_the_messages_are_these() -> None:
+    assert " ".join(sorted(kind.__name__ for kind in wire.Message.__subclasses__())) == MESSAGES
+
+
+def test_every_error_is_drawn_in_the_tree_above_its_module() -> None:
+    names = sorted(name for name, kind in vars(errors).items() if isinstance(kind, type))
+    assert " ".join(names) == ERRORS
+    assert all(name in (errors.__doc__ or "") for name in names)
+
+
+def test_the_entry_points_lead_somewhere() -> None:
+    (script,) = (e for e in entry_points(group="console_scripts") if e.name == "distill")
+    (plugin,) = (e for e in entry_points(group="vllm.general_plugins") if e.name == "onpolicy_distill")
+    assert script.value == "distill.cli.main:main"
+    assert plugin.value == "sync.replica.plugin:register"
+    assert callable(script.load())
