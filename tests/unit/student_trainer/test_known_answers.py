@@ -7,19 +7,17 @@ Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of
 from __future__ import annotations
 
 import itertools
-import sys
 import types
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import mutants
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import student_trainer
 from student_trainer.ranks import Ranks
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -28,29 +26,12 @@ EXACT = 1e-12
 ORDER = ("objectives.terms", "objectives.importance", "objectives.sampled", "objectives.hybrid")
 ORDER += ("objectives.forward_topk", "objectives.full", "objectives.jsd", "objectives.skew", "objectives.sft")
 ORDER += ("objectives.mixture", "objectives.diagnostics", "batch", "head", "rewards")
-ROOT = Path(student_trainer.__file__).parent
 
 
-def library(mutant: tuple[str, str, str] | None = None) -> types.SimpleNamespace:
-    """Fresh modules from the sources, one of them with its text changed; the imported ones stay."""
-    names = {short: f"student_trainer.{short}" for short in ORDER}
-    saved = {full: sys.modules.pop(full) for full in names.values() if full in sys.modules}
-    fresh: dict[str, Any] = {}
-    try:
-        for short, full in names.items():
-            text = (ROOT / (short.replace(".", "/") + ".py")).read_text()
-            if mutant is not None and mutant[0] == short:
-                assert text.count(mutant[1]) == 1, f"{mutant[1]!r} is not once in {short}"
-                text = text.replace(mutant[1], mutant[2])
-            module = types.ModuleType(full)
-            sys.modules[full] = module
-            exec(compile(text, f"{short}.py", "exec"), module.__dict__)
-            fresh |= module.__dict__
-    finally:
-        for full in names.values():
-            sys.modules.pop(full, None)
-        sys.modules |= saved
-    return types.SimpleNamespace(**fresh)
+def library(mutant: mutants.Mutant | None = None) -> types.SimpleNamespace:
+    """Everything that the fresh modules define, side by side."""
+    with mutants.fresh("student_trainer", ORDER, mutant) as modules:
+        return types.SimpleNamespace(**{k: v for module in modules.values() for k, v in vars(module).items()})
 
 
 # --- a small softmax, enumerated --------------------------------------------------------------------------
@@ -586,15 +567,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[1][:30]} -> {m[2][:30]}")
-def test_every_mutant_of_the_objectives_is_killed(mutant: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS, ids=mutants.name)
+def test_every_mutant_of_the_objectives_is_killed(mutant: mutants.Mutant) -> None:
     changed = library(mutant)
-    assert any(fails(check, changed) for check in CHECKS), f"no check notices {mutant}"
-
-
-def fails(check: Callable, lib: Any) -> bool:
-    try:
-        check(lib)
-    except (AssertionError, RuntimeError):
-        return True
-    return False
+    assert any(mutants.fails(check, changed, RuntimeError) for check in CHECKS), f"no check notices {mutant}"
