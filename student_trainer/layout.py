@@ -1,9 +1,9 @@
 """Where each checkpoint tensor lies in the parameters that the model holds.
 
-Most lie alone in a parameter of the same name and shape. transformers fuses the experts of a layer: a checkpoint
-names `experts.3.up_proj.weight`, memory holds `experts.gate_up_proj`, whose flat elements are gate and up of
-expert 0, of expert 1, … Such a tensor is still one flat range of its parameter, so a rank's shard of the
-parameter is, in checkpoint coordinates, a range of a few tensors: nothing has to be gathered to name it.
+Most lie alone in a parameter of the same name and shape. transformers fuses the experts of a layer: the
+checkpoint has `experts.3.up_proj.weight`, memory has `experts.gate_up_proj`, whose flat elements are gate and
+up of expert 0, of expert 1, … Such a tensor is still one flat range of its parameter, so a shard of the
+parameter is, in checkpoint coordinates, ranges of a few tensors: nothing has to be gathered to name them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ _NUMBER: Final = 1 << 40
 """A probe's elements are parameter number × this + flat element."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A checkpoint tensor as a flat range of one parameter."""
 
     name: str

@@ -83,7 +83,7 @@ class Weights:
             yield name, tensor
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint tensor in order: whole in host memory on rank 0, else empty. Collective: use it up."""
+        """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
         for name, tensor in self._whole_parameters():
             flat = tensor.flatten()
             for piece in self.pieces[name]:

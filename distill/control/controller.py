@@ -370,6 +370,7 @@ class Controller:
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
             wants_broadcast=self.fleet.wants_broadcast,
+            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from distill.control.memory import MemoryReplica, weights_of
@@ -251,6 +252,38 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         await world.until(lambda: world.fleet.replicas["b"].phase is Phase.CATCHING_UP)
         assert world.serving() == ["a"]
         assert world.fleet.broadcast(broadcast(3)).world_size == 3
+
+
+async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
+    class Hanging(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await self._breathe(60.0)
+            return await super().update(request, timeout)
+
+    class Refusing(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            raise RemoteError("the sender gave up")
+
+    class Ahead(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            reply = await super().update(request, timeout)
+            return msgspec.structs.replace(reply, bytes_read=0)
+
+    hanging = Hanging()
+    world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 4)
+        group = world.fleet.broadcast(broadcast(1)).group
+        lost = lambda: world.fleet.lost_seats(group)  # noqa: E731
+        await world.until(lambda: len(lost()) == 2)
+        assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
+        hanging.up = False  # nothing breaks its connection: it only does not answer any more
+        await world.until(lambda: "hanging" in lost())
+        assert world.serving() == ["refusing", "ahead", "well"]
+        hanging.revive()
+        await world.until(world.fleet.wants_broadcast)
+        with pytest.raises(RemoteError, match=r"broadcast nowhere is over, the newest is 0-1"):
+            world.fleet.lost_seats("nowhere")
 
 
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from student_trainer import launch
 from student_trainer.__main__ import read_config
@@ -150,4 +149,3 @@ def test_head_shapes_of_model_families() -> None:
     assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
     assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
-
