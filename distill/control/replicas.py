@@ -347,18 +347,28 @@ class Fleet:
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool]:
-        """Bring every serving replica to `version` and compare its weights; name → whether they are equal."""
-        return dict(
+    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool | None]:
+        """Bring every replica to `version` and compare its weights; name → whether they are equal.
+
+        None: it does not serve now and was not compared.
+        """
+        compared = dict(
             await asyncio.gather(*(self._equal(replica, version, digests) for replica in self.serving()))
         )
+        found = {name: compared.get(name) for name in self.replicas}
+        missing = [name for name, equal in found.items() if equal is None]
+        if missing:
+            logger.warning("weights were not compared with %s: away at the end", ", ".join(missing))
+        return found
 
-    async def _equal(self, replica: Replica, version: Version, digests: dict[str, str]) -> tuple[str, bool]:
+    async def _equal(
+        self, replica: Replica, version: Version, digests: dict[str, str]
+    ) -> tuple[str, bool | None]:
         try:
             if replica.version != version:
                 await self._update(replica, UpdateRequest(version=version, kv_on_swap=self._kv_on_swap))
             state = await replica.engine.state(digests=True)
         except DistillError as error:
             logger.error("replica %s cannot show its weights: %s", replica.name, error)
-            return replica.name, False
+            return replica.name, None if isinstance(error, Unreachable) else False
         return replica.name, state.version == version and state.digests == digests

@@ -13,6 +13,7 @@ from distill.control.memory import MemoryReplica, weights_of
 from distill.control.records import VersionApplied
 from distill.control.replicas import Fleet, Phase
 from distill.control.signals import Signal
+from distill.control.summary import identity
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
@@ -317,3 +318,36 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
         final = Version(0, 9)
         proof = await world.fleet.hold_exactly(final, weights_of(final))
     assert proof == {"a": not planted, "b": True}
+
+
+async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
+    class Dying(MemoryReplica):
+        async def state(self, digests: bool = False) -> ReplicaState:
+            if digests:
+                raise Unreachable("it died when it was asked")
+            return await super().state()
+
+    world = World(here=MemoryReplica(), dying=Dying(), gone=MemoryReplica(up=False))
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        final = Version(0, 9)
+        found = await world.fleet.hold_exactly(final, weights_of(final))
+    assert found == {"here": True, "dying": None, "gone": None}
+    figures = identity(found)
+    assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ({"a": True, "b": True}, True),
+        ({"a": True, "b": False}, False),
+        ({"a": False, "b": None}, False),
+        ({"a": True, "b": None}, None),
+        ({}, None),
+    ],
+)
+def test_weights_are_identical_only_when_all_were_compared(
+    found: dict[str, bool | None], verdict: bool | None
+) -> None:
+    assert identity(found)["weights_identical"] is verdict
