@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill.config import RunConfig
-from distill.control.replicas import ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Transform
 from distill.launch import probes
 from distill.launch.preflight import context_length, lacking_marks

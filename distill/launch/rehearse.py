@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distill.config import RunConfig
-from distill.control.replicas import HttpReplica
+from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live
 from distill.launch.probes import Finding

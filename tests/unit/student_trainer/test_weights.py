@@ -82,7 +82,7 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     student = Student(wrapped, HeadShape(11), 8)
     assert check_head(student, student, torch.device("cpu")) < 0.1
     weights = Weights(student, ALONE)
-    assert all("lora_" in name for name in weights.shapes)
+    assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     assert (tmp_path / "out/adapter_config.json").is_file()
     publisher = Publisher(MemoryStore(), "run", weights.fingerprint, weights.slices)
