@@ -189,8 +189,8 @@ def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         templates = [tokenizers.chat_template_fingerprint(one) for one in (tokenizer, theirs)]
         if shares_template(config, name) and templates[0] != templates[1]:
             raise DataError(
-                f"student {config.student.path} and teacher {teacher.path} have different chat templates: the "
-                "teacher would be shown a format it was not taught. Name the same Jinja file in "
+                f"student {config.student.path} and teacher {teacher.path} have different chat templates: "
+                "the teacher would be shown a format it was not taught. Name the same Jinja file in "
                 f"student.chat_template and teachers.{name}.chat_template, or set "
                 f"teachers.{name}.prompt_transform"
             )
