@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 
 from distill.config import JsonlPrompts
 from distill.prompts.sources import TableSource, TaskSource, read_jsonl, text_encoder
@@ -122,6 +123,25 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
     config = write(tmp_path / "p.jsonl", {"prompt": "ok", "from": "x", "gold": ""}, row)
     with pytest.raises(DataError, match=message):
         read_jsonl(config, letters, max_prompt=5)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"content": "a"}], r"p\.jsonl:1: every chat message needs a role"),
+        (["a"], r"p\.jsonl:1: every chat message needs a role"),
+        ([{"role": "system", "content": "a"}], r"p\.jsonl:1: .* refuses the messages \(no system role\)"),
+    ],
+)
+def test_messages_that_no_template_takes_are_named_by_file_and_line(
+    tmp_path: Path, messages: object, message: str
+) -> None:
+    def refuse(_: object) -> list[int]:
+        raise TemplateError("no system role")
+
+    write(tmp_path / "p.jsonl", {"prompt": messages})
+    with pytest.raises(DataError, match=message):
+        read_jsonl(JsonlPrompts(type="jsonl", path=tmp_path / "p.jsonl"), refuse, 5)
 
 
 def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path: Path) -> None:
