@@ -58,9 +58,9 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
         )
     if environment.get(TOKEN_VARIABLE) and not environment.get(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them, for the launcher "
-            "would show it on its command line: put the token into a file that every machine can read, mode "
-            f"600, and set {TOKEN_FILE_VARIABLE} to its path instead"
+            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them, for the "
+            "launcher would show it on its command line: put the token into a file that every machine can "
+            f"read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path instead"
         )
 
 

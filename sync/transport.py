@@ -34,7 +34,10 @@ M = TypeVar("M", bound=Message)
 
 
 def token_from_environment() -> str | None:
-    """The bearer token of this process; None when unset or empty. Raises ConfigError for an unreadable file."""
+    """The bearer token of this process; None when unset or empty.
+
+    Raises ConfigError for a token file that cannot be read.
+    """
     token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
     if token or not path:
         return token or None

@@ -99,9 +99,9 @@ def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
         path = f"{enter_namespaces(tmp_path, link)}:{os.environ['PATH']}"
         environment = {name: value for name, value in os.environ.items() if name != "DISTILL_TOKEN"}
         environment |= {"PATH": path, "PYTHONPATH": str(ROOT), "DISTILL_TOKEN_FILE": str(tmp_path / "token")}
-        line = [sys.executable, "-P", "-m", "distill.cli.main", "run", "run.toml", "--set", "evaluation=false"]
+        line = [sys.executable, "-P", "-m", "distill.cli.main", "run", "run.toml"]
         done = subprocess.run(
-            link.hosts[0].command(line),
+            link.hosts[0].command([*line, "--set", "evaluation=false"]),
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -113,7 +113,8 @@ def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert crossed > 1000, "the ranks spoke over the link"
     log = (tmp_path / "two-trainers/logs/trainer.log").read_text()
-    assert "rank0" in log and "rank1" in log
+    assert "rank0" in log
+    assert "rank1" in log
     assert {line.split()[0] for line in (tmp_path / "ssh.log").read_text().splitlines()} >= {
         host.address for host in link.hosts
     }

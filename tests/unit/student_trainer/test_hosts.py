@@ -45,7 +45,7 @@ def test_a_missing_hostfile_is_refused_and_not_taken_for_this_machine_alone(tmp_
 
 def test_other_machines_cannot_use_a_loopback_address_or_a_token_of_this_process(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "node-1 slots=8\nnode-2 slots=8\n")
-    with pytest.raises(ConfigError, match="this machine's loopback: set controller.host"):
+    with pytest.raises(ConfigError, match=r"this machine's loopback: set controller\.host"):
         check_reach(path, LOOPBACK, {})
     with pytest.raises(ConfigError, match=f"set {TOKEN_FILE_VARIABLE} to its path"):
         check_reach(path, REACHED, {TOKEN_VARIABLE: "secret"})
