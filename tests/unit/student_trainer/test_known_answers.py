@@ -224,6 +224,17 @@ def forward_topk_is_the_bucketed_forward_kl(lib: Any) -> None:
         same(reverse, (inside * p * (p / q).log()).sum() + back)
 
 
+def a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything(lib: Any) -> None:
+    """Sent as fp16 the whole distribution no longer sums to 1, and nothing is left to give the rest to."""
+    for seed in range(8):
+        whole = logits(seed).log_softmax(0)
+        goal = targets(lib, whole.half().double(), STALE, list(range(V)))
+        value, gradient, reverse = expected(lib.forward_topk, goal, STALE)
+        same(value, (whole.exp() * -d_of(whole)).sum(), 2e-3)
+        same(gradient, THETA.softmax(0) - whole.exp(), 2e-3)
+        same(reverse, kl_of(whole), 2e-3)
+
+
 def sft_is_the_forward_kl_on_teacher_samples(lib: Any) -> None:
     value, gradient, _ = expected(lib.sft, targets(lib, TEACHER, TEACHER, []), TEACHER)
     same(gradient, THETA.softmax(0) - TEACHER.exp())
@@ -398,6 +409,7 @@ CHECKS = (
     full_is_the_exact_reverse_kl,
     skew_and_jsd_have_their_closed_form_gradients,
     forward_topk_is_the_bucketed_forward_kl,
+    a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything,
     sft_is_the_forward_kl_on_teacher_samples,
     a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
     the_gradient_depends_on_the_teacher,
@@ -516,6 +528,7 @@ MUTANTS = [
     ("objectives.forward_topk", "(log_tail_N - log_rest_N), 0.0", "(log_rest_N - log_tail_N), 0.0"),
     ("objectives.forward_topk", "1.0 - q_NK.sum(1)", "q_NK.sum(1)"),
     ("objectives.forward_topk", "sum(1) + rest_N", "sum(1) - rest_N"),
+    ("objectives.forward_topk", " & (logq_NK.shape[1] < logp_NV.shape[1])", ""),
     ("objectives.full", "logp_NV - targets.teacher_logp_NV", "targets.teacher_logp_NV - logp_NV"),
     ("objectives.full", "logp_NV.exp() *", "logp_NV.exp().detach() *"),
     ("objectives.full", "kl_N.detach()", "kl_N"),

@@ -398,6 +398,8 @@ def modes_are_chosen_by_size(lib: Any) -> None:
         assert survives(lib, old, mixed(2000, 9).astype("u2"), "bf16", effort)[:1] == b"\5"
         survives(lib, NONE, NONE, "bf16", effort)
     assert survives(lib, np.arange(3, dtype="u8"), np.arange(3, dtype="u8"), "i8", "fast") == b"\0"
+    one, two = np.arange(3, dtype="u2"), np.arange(1, 4, dtype="u2")
+    assert survives(lib, one, two, "i2", "small") == b"\5" + stream(1, 0, 2, 0, 3, 0)
     assert survives(lib, np.zeros(3, "u1"), np.array([1, 2, 3], "u1"), "u1", "small") == b"\5" + stream(
         1, 2, 3
     )
