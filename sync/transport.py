@@ -224,11 +224,7 @@ class BlockingPeer:
         while True:
             problem: Exception
             try:
-                response = (
-                    self._http.get(path)
-                    if content is None
-                    else self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE})
-                )
+                response = self._send(path, content, min(self.timeout, limit))
                 if response.status_code not in _RETRY_STATUS:
                     _raise_refusal(self.url + path, response)
                     return decode(response.content, kind)
@@ -244,6 +240,11 @@ class BlockingPeer:
                 )
             time.sleep(pause)
             pause = min(pause * 2, 2.0)
+
+    def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
+        if content is None:
+            return self._http.get(path, timeout=timeout)
+        return self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE}, timeout=timeout)
 
     def close(self) -> None:
         self._http.close()

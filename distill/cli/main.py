@@ -341,6 +341,8 @@ def sync_verify(
         found.append(one)
         typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
     _write_json(json_file, found)
+    if not found:
+        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
     broken = [one for one in found if one["problem"]]
     if broken:
         raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")

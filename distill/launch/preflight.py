@@ -142,7 +142,7 @@ def _check_combinations(config: RunConfig) -> None:
         )
     for name, teacher in config.teachers.items():
         if teacher.follow_student_every is not None:
-            _check_following(config, name)
+            check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
@@ -152,7 +152,8 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
 
 
-def _check_following(config: RunConfig, name: str) -> None:
+def check_following(config: RunConfig, name: str) -> None:
+    """Raises ConfigError when this run gives teacher `name` nothing to follow."""
     rules = {
         f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
         "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
