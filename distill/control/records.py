@@ -183,10 +183,15 @@ AnyRecord = (
 )
 
 
+def trace_of(record: Rollout | Trace) -> Trace:
+    """The rollout without its arrays."""
+    return Trace(record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher)
+
+
 def compacted(record: AnyRecord) -> AnyRecord:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
-        return Trace(record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher)
+        return trace_of(record)
     if isinstance(record, Issued):
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
         return Issued(prompts, record.epoch, record.position, record.by_teacher)

@@ -76,13 +76,14 @@ class Scoring:
         timeline: Timeline,
         transforms: dict[str, Transform] | None = None,
         judge: Judge | None = None,
+        linger: float = 0.005,
     ) -> None:
-        """`batch`: completions in one request to a teacher."""
+        """`batch`: completions in one request to a teacher; `linger`: see `Lanes`."""
         self._teachers, self._route, self._want = teachers, route, want
         self._scored, self._refused = scored, refused
         self._transforms, self._judge = transforms or {}, judge
         self._lanes: Lanes[Finished, Answer] = Lanes(
-            "score", teachers, batch, ask=self._ask, settle=self._settle, timeline=timeline
+            "score", teachers, batch, ask=self._ask, settle=self._settle, timeline=timeline, linger=linger
         )
 
     def put(self, finished: Finished) -> None:

@@ -18,7 +18,7 @@ from sync.wire import EvalReport
 
 
 def token_shares(state: RunState) -> dict[str, float]:
-    """Generated and trained completion tokens of the whole run, their ratio, and those that teachers wrote."""
+    """Generated and trained completion tokens of the whole run, their ratio, and what teachers wrote."""
     generated, trained = state.counters.generated_tokens, sum(state.trained_tokens.values())
     return {
         "generated": generated,

@@ -19,6 +19,9 @@ from sync.wire import TeacherInfo
 from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
 
+CANNOT_WRITE = ("openai", "sglang")
+"""Engines that score, and never complete a prompt."""
+
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
@@ -42,15 +45,15 @@ def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
     want = needs(config.objective)
     asked = {
         "topk": want.topk > 0,
-        "entropy": want.entropy,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
+        "write": config.objective.on_policy < 1,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     problem = (
-        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled", '
-        "or the transformers engine"
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
+        "on_policy = 1, or the transformers engine"
     )
     return Finding("marks", figure, problem if lacking else None)
 
@@ -129,6 +132,12 @@ def _check_combinations(config: RunConfig) -> None:
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
+    for name, teacher in config.teachers.items():
+        if teacher.engine in CANNOT_WRITE and config.objective.on_policy < 1:
+            raise ConfigError(
+                f"objective.on_policy is {config.objective.on_policy:g} and engine {teacher.engine!r} of "
+                f'teacher {name!r} cannot write: set on_policy = 1, or engine = "transformers" or "vllm"'
+            )
     unknown = config.objective.teacher_coefficients.keys() - config.teachers.keys()
     if unknown:
         raise ConfigError(
