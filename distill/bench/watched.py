@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from distill.launch.processes import players
+from distill.launch.processes import descendants, players
 from sync.errors import DistillError
 
 CONTROLLER = "controller"
@@ -72,7 +72,7 @@ def _watch(pid: int, found: Watched, done: threading.Event) -> None:
     actors: dict[str, list[psutil.Process]] = {}
     while not done.wait(SAMPLE_SECONDS):
         if len(found.times) % LOOK_AGAIN == 0:
-            actors = {CONTROLLER: [psutil.Process(pid)], **players(pid)} if psutil.pid_exists(pid) else {}
+            actors = _actors(pid)
         found.times.append(time.time())
         found.machine.append(busy_seconds())
         for role, processes in actors.items():
@@ -80,6 +80,17 @@ def _watch(pid: int, found: Watched, done: threading.Event) -> None:
             used.append(max([sum(map(_used, processes)), *used[-1:]]))
         for used in found.used.values():
             used += used[-1:] * (len(found.times) - len(used))
+
+
+def _actors(pid: int) -> dict[str, list[psutil.Process]]:
+    """Processes of every role, with those that they started themselves, such as an engine's core."""
+    try:
+        found = {CONTROLLER: [psutil.Process(pid)]}
+    except psutil.NoSuchProcess:
+        return {}
+    for role, processes in players(pid).items():
+        found[role] = [*processes, *(child for one in processes for child in descendants(one.pid))]
+    return found
 
 
 def _used(process: psutil.Process) -> float:
