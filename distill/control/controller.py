@@ -206,9 +206,7 @@ class Controller:
         if final is None:
             return
         self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        reports = self.books.state.evaluations
-        known = any(report.version == final.version for report in reports)
-        if self.evaluations is not None and not self._interrupted and not known:
+        if self.evaluations is not None and not self._interrupted:
             try:
                 await self.evaluations.now(final.version)
             except DistillError as error:

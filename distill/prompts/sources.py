@@ -106,10 +106,17 @@ def read_jsonl(config: JsonlPrompts, encode: Encode, max_prompt: int) -> TableSo
 
 
 def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> TableSource:
-    """Every row of a `datasets` dataset; errors name dataset and row."""
+    """Every row of a `datasets` dataset. Raises DataError that names the dataset, and a row's number."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
-    rows = load_dataset(config.path, config.name, split=config.split, revision=config.revision)
+    try:
+        rows = load_dataset(config.path, config.name, split=config.split, revision=config.revision)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"dataset {config.path!r} (name {config.name!r}, split {config.split!r}) cannot be loaded "
+            f"({error.__cause__ or error}): correct prompts.path, name, split or revision"
+        ) from error
     named = ((f"{config.path} row {i}", str(i), row) for i, row in enumerate(rows))
     return TableSource(_prompts(named, config, encode, max_prompt))
 

@@ -88,6 +88,17 @@ def test_a_missing_model_folder_that_could_be_a_hub_id(
     assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = distill("student.path=studnet")
+    assert (
+        "the tokenizer of 'studnet', which is no folder here, cannot be loaded from the Hub: correct"
+        in message
+    )
+
+
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 

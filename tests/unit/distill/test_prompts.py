@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from jinja2 import TemplateError
 
-from distill.config import JsonlPrompts
-from distill.prompts.sources import TableSource, TaskSource, read_jsonl, text_encoder
+from distill.config import DatasetPrompts, JsonlPrompts
+from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from sync.errors import DataError
 
@@ -155,6 +155,20 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
     config = JsonlPrompts(type="jsonl", path=tmp_path / "no.jsonl", template="plain")
     with pytest.raises(DataError, match=r"no\.jsonl cannot be read"):
         read_jsonl(config, letters, 5)
+
+
+def test_a_dataset_that_cannot_be_loaded_says_what_to_correct(tmp_path: Path) -> None:
+    config = DatasetPrompts(type="dataset", path=str(tmp_path), split="test", template="plain")
+    wanted = f"dataset '{tmp_path}' .* split 'test'.* cannot be loaded .*correct prompts.path, name, split"
+    with pytest.raises(DataError, match=wanted):  # no files
+        read_dataset(config, letters, 5)
+    (tmp_path / "rows.json").write_text('{"prompt": ')
+    with pytest.raises(DataError, match=wanted):  # a broken file
+        read_dataset(config, letters, 5)
+    (tmp_path / "rows.json").write_text('{"prompt": "ab"}')
+    with pytest.raises(DataError, match=wanted):  # no such split
+        read_dataset(config, letters, 5)
+    assert read_dataset(config.model_copy(update={"split": "train"}), letters, 5)[0].token_ids == [97, 98]
 
 
 class Tokenizer:
