@@ -100,6 +100,11 @@ def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
+def test_a_folder_to_evaluate_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+    more = ("--model", str(tmp_path / "none"))
+    assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
+
+
 def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)
