@@ -36,7 +36,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "enable-prefix-caching": False,
     "disable-uvicorn-access-log": True,
 }
-_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2}
+_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2, "enforce-eager": True}
 _PARALLEL: Final = {"tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend"}
 _ENVIRONMENT: Final = {
     "PYTHONSAFEPATH": "1",

@@ -93,14 +93,16 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = distill("student.path=studnet")
-    assert (
-        "the tokenizer of 'studnet', which is no folder here, cannot be loaded from the Hub: correct"
-        in message
-    )
+    assert "the tokenizer of 'studnet' cannot be loaded: it is no folder here; correct `path`" in message
 
 
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
+
+
+def test_a_folder_to_evaluate_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+    more = ("--model", str(tmp_path / "none"))
+    assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
 
 
 def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
