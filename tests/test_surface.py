@@ -16,7 +16,7 @@ MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
     "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply "
     "ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
-    "UpdateRequest Wait"
+    "UpdateRequest Wait WriteReply WriteRequest"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

@@ -18,9 +18,15 @@ from sync.wire import EvalReport
 
 
 def token_shares(state: RunState) -> dict[str, float]:
-    """Generated and trained completion tokens of the whole run, and their ratio."""
+    """Generated and trained completion tokens of the whole run, their ratio, and what teachers wrote."""
     generated, trained = state.counters.generated_tokens, sum(state.trained_tokens.values())
-    return {"generated": generated, "trained": trained, "trained_share": trained / max(1, generated)}
+    return {
+        "generated": generated,
+        "trained": trained,
+        "trained_share": trained / max(1, generated),
+        "generated_by_teacher": state.counters.by_teacher_tokens,
+        "trained_by_teacher": sum(state.trained_by_teacher.values()),
+    }
 
 
 def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -> dict[str, Any]:

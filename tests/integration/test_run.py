@@ -4,7 +4,7 @@
 | --- | --- | --- | --- | --- | --- |
 | finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
 | roles alone | what `finished` left | JSONL, text | topk | snapshots | by URL, 1 rank |
-| broadcast | Llama, untied | JSONL, text | topk | gloo, 2 replicas | 1 rank |
+| broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
 | interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank |
 | experts | Qwen3-MoE, fused in memory | JSONL, text | topk | snapshots | 2 ranks |
 """
@@ -29,6 +29,7 @@ import pytest
 import torch
 
 from distill.config import StudentConfig
+from distill.control.audit import audit
 from distill.control.summary import digest_of_all
 from distill.proof import prove
 from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
@@ -334,9 +335,16 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
 ) -> None:
     run = Run(tmp_path, models, "llama", prompts["plain"])
     summary = run.finish(
-        "student.replicas=2", "weights.road=broadcast", 'objective={type="topk", k=4}', "evaluation=false"
+        "student.replicas=2",
+        "weights.road=broadcast",
+        'objective={type="sft", on_policy=0.5}',
+        "evaluation=false",
     )
     check_result(run, summary, replicas=2)
+    checked = audit(run.run_dir)
+    assert checked.ok, checked
+    assert 0 < checked.tokens_by_teacher < checked.tokens
+    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"]
     assert summary["before"] is None
     assert not [path for path in (run.run_dir / "store").rglob("*") if path.is_file()]
 

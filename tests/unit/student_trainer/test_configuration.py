@@ -93,8 +93,6 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
-    hosts, _ = launch.command(config(JSONS[0], hostfile="hosts"), Path("t.json"))
-    assert hosts[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
     assert argv[argv.index("--num_accelerators") + 1] == "3"
     assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
@@ -104,6 +102,20 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
         "PASSIVE",
         "b",
     )
+
+
+def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTILL_TOKEN", raising=False)
+    (tmp_path / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
+    far = config(JSONS[0], hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
+    far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
+    argv, env = launch.command(far, tmp_path / "trainer.json")
+    assert argv[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
+    told = (tmp_path / "trainer.env").read_text().splitlines()
+    assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
 
 
 def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
