@@ -6,6 +6,8 @@ that the next one could meet.
 
     sender                                     every receiver
     plan: names, dtypes, shapes  ──store──▶    plan
+    waits for all  ◀──────────────store────    "here"
+    go                           ──store──▶    waits for it
     one flat buffer per bucket   ──group──▶    bucket, copied to host memory
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
@@ -16,7 +18,8 @@ store, so that the other receivers end too; without such word no wait takes long
 raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
 verified before anything touches a model.
 
-Either side works in a thread of its own, for no call of torch's can be interrupted: a thread that is given up
+Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
+done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
 runs into the time-out by itself, and what it finds is not heard any more.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES: Final = 64 << 20
 """Small tensors travel together up to this many bytes; a larger tensor travels alone."""
 _ALIGN: Final = 16
+_LOOK_SECONDS: Final = 0.005
+"""Between two looks for keys that others set."""
 _GLANCE_SECONDS: Final = 0.25
 """How often a sender asks whether a receiver is lost, and a receiver whether the sender gave up."""
 T = TypeVar("T")
@@ -166,6 +171,16 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def _await(store: Store, keys: list[str], timeout: timedelta, given_up: Callable[[], bool]) -> None:
+    """Return when all keys are set. Raises RuntimeError when nobody waits any more, or they do not come."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        if given_up() or time.monotonic() > deadline:
+            missing = [key for key in keys if not store.check([key])]
+            raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
+        time.sleep(_LOOK_SECONDS)
+
+
 def _fail(future: Future[Any], error: Exception) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
@@ -207,14 +222,15 @@ class BroadcastSender:
         """
         if audience.world_size < 2:
             return 0
-        started, groups = time.monotonic(), list[_Group]()
-        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups))
+        started, groups, over = time.monotonic(), list[_Group](), threading.Event()
+        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
         try:
             while not wait([sending], _GLANCE_SECONDS).done:
                 if (gone := lost()) is not None:
                     raise RuntimeError(gone)
             sending.result()
         except Exception as error:
+            over.set()
             PrefixStore(audience.group, self._store).set("given up", str(error))
             for group in groups:
                 group.abort()
@@ -232,11 +248,14 @@ class BroadcastSender:
         metas: Sequence[TensorMeta],
         tensors: Iterator[tuple[str, torch.Tensor]],
         groups: list[_Group],
+        given_up: Callable[[], bool],
     ) -> None:
         """All of one broadcast; what it opens is put into `groups` as long as it is open."""
-        started = time.monotonic()
+        ranks = range(1, audience.world_size)
         store = PrefixStore(audience.group, _client(self._host, self._store.port, self._timeout))
         store.set("plan", msgspec.json.encode(metas).decode())
+        _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
+        store.set("go", "1")
         group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
         groups.append(group)
         try:
@@ -245,9 +264,7 @@ class BroadcastSender:
             groups.remove(group)
             group.close()
         store.set("digests", msgspec.json.encode(digests).decode())
-        left = self._timeout.total_seconds() - (time.monotonic() - started)
-        ranks = [f"received/{rank}" for rank in range(1, audience.world_size)]
-        store.wait(ranks, timedelta(seconds=max(1.0, left)))
+        _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
         for key in ("plan", "digests"):
             store.delete_key(key)
 
@@ -294,7 +311,7 @@ class Reception:
 
     def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
         self.bytes_received = 0
-        self._device = torch.device(device)
+        self._device, self._given_up = torch.device(device), threading.Event()
         limit = timedelta(seconds=timeout)
         self._received = _in_thread(lambda: self._receive(ticket, limit))
         threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
@@ -325,6 +342,7 @@ class Reception:
             while not wait([self._received], _GLANCE_SECONDS).done:
                 if store.check(["given up"]):
                     _fail(self._received, SnapshotError(store.get("given up").decode()))
+                    self._given_up.set()
         except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
 
@@ -337,6 +355,8 @@ class Reception:
             raise SnapshotError(store.get("given up").decode())
         metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
         own = own_address(host, int(port))
+        store.set(f"here/{ticket.rank}", "1")
+        _await(store, ["go"], timeout, self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         try:
             tensors = self._receive_buckets(group, plan(metas))
