@@ -21,7 +21,7 @@ from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
-from sync.weights.checkpoint import BITS, digest, model_fingerprint
+from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
 from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class Weights:
         elif self._ranks.rank == 0:
             model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
+        if self._ranks.rank == 0:
+            let_others_read(folder)
         self._ranks.barrier()
 
 
