@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
+import msgspec
+import numpy as np
 import torch
 
 from distill.bench.toy import Delayed, World, Written, copy_of, mark, rows_of, wire_bytes, write
@@ -77,7 +79,9 @@ class Learner:
         with self.clock.measure("score"):
             marks = self._mark(written)
         with self.clock.measure("train"):
-            self._train(rows_of(written, marks, max(0, self.steps - self._trial.lag)))
+            rows = rows_of(written, marks, max(0, self.steps - self._trial.lag))
+            authors = np.full(len(rows.ids), self._by_teacher, np.uint8)
+            self._train(msgspec.structs.replace(rows, by_teacher=pack(authors)))
         self.steps += 1
         self.tokens += len(written.logp_C)
         self.bytes += wire_bytes(marks)
@@ -113,8 +117,9 @@ class Learner:
 
     @property
     def effective_samples(self) -> float:
-        """Effective sample size of the importance weights, as a share of the tokens trained on."""
-        return self._sums["rho"] ** 2 / (self._sums["rho_squared"] * self.tokens)
+        """Effective sample size of the importance weights, as a share of their number; 1: there are none."""
+        own, squares = self._sums["own_tokens"], self._sums["rho_squared"]
+        return self._sums["rho"] ** 2 / (squares * own) if own else 1.0
 
     @property
     def age(self) -> float:

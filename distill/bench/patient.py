@@ -75,6 +75,11 @@ class Patient:
         self._dead |= set(self._players()[role])
         process.kill()
 
+    def signal(self, role: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a role."""
+        for process in self._players()[role]:
+            process.send_signal(number)
+
     def kill_launcher(self, everything: bool = False) -> None:
         """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
         self._players()
