@@ -56,8 +56,9 @@ def run(
     before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
     began = time.monotonic()
     with patient:
-        patient.start(resume=bool(done))
-        patient.wait(lambda: patient.step() > 0, "the first step")
+        newest = patient.step()
+        patient.start(resume=(patient.run_dir / "journal").is_dir())
+        patient.wait(lambda: patient.over() or patient.step() > newest, "a step")
         patient.wait_at_work(patient.roles())
         targets = itertools.islice(_targets(random.Random(seed), patient.roles()), len(done), kills)
         for number, target in enumerate(targets, len(done) + 1):

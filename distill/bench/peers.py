@@ -67,6 +67,8 @@ LARGE = Size(
         "rollout.max_in_flight=64",
         "buffer.score_batch=32",
         "teachers.sorter.dtype=bfloat16",
+        'trainer.overrides."optimizer.params.lr"=1e-4',
+        'trainer.overrides."scheduler.params.warmup_max_lr"=1e-4',
     ),
     learns=False,
 )

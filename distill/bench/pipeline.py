@@ -24,6 +24,7 @@ from distill.bench.marks import Mark, crossing, marks
 from distill.loading import load_run_dir
 from distill.report.picture import read_lines
 from distill.report.results import versions
+from sync.errors import ConfigError
 
 log = logging.getLogger(__name__)
 TARGET_KL: Final = 0.25
@@ -87,11 +88,13 @@ def run(
 ) -> dict[str, Any]:
     """Run what is missing in `folder`; every trial and the medians, there also as JSON, table and picture.
 
-    Raises DistillError when a run fails.
+    Raises ConfigError for too few steps, DistillError when a run fails.
     """
     from distill.bench.pipeline_figure import draw
     from distill.launch.run_folder import write_json
 
+    if steps < SETTLED + 2:
+        raise ConfigError(f"{steps} steps: {SETTLED} are not counted, ask for {SETTLED + 2} or more")
     folder.mkdir(parents=True, exist_ok=True)
     short = min(SHORT, steps)
     rivals = {

@@ -56,7 +56,7 @@ class Immortal:
     """A Patient that is at work at once, and counts what is done to it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.killed, self.resumed = run_dir, [], []
+        self.run_dir, self.killed, self.resumed, self.steps = run_dir, [], [], 0
         (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
 
     def __enter__(self) -> Immortal:
@@ -65,6 +65,7 @@ class Immortal:
     def __exit__(self, *_: object) -> None: ...
     def start(self, resume: bool = False) -> None:
         self.resumed.append(resume)
+        (self.run_dir / "journal").mkdir(exist_ok=True)
 
     def kill(self, role: str, rng: random.Random) -> None:
         self.killed.append(role)
@@ -84,7 +85,8 @@ class Immortal:
         return False
 
     def step(self) -> int:
-        return 7
+        self.steps += 1
+        return self.steps
 
     def orphans(self) -> int:
         return 0
