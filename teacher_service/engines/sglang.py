@@ -1,8 +1,8 @@
 """A teacher behind SGLang's own route, POST /generate: sampled and top-k marks, and marks at given ids.
 
-The prompt's log-probabilities come as lists of [log-probability, id, text], from `logprob_start_len` on, where
-the first entry says nothing (null). Written from SGLang's documentation and source, tested against a server
-that answers like it; it was not run against a real SGLang.
+The prompt's log-probabilities come as lists of [log-probability, id, text], from `logprob_start_len` on,
+where the first entry says nothing (null). Written from SGLang's documentation and source, tested against a
+server that answers like it; it was not run against a real SGLang.
 
 SGLang marks one set of ids at all positions of a sequence, so a gather asks for the union of its ids and its
 answer grows with positions × union: for long sequences another engine is the better one.
