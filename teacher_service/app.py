@@ -108,8 +108,10 @@ class TeacherService:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._batcher.start()
         yield
-        await self._batcher.stop()
-        self._engine.close()
+        if await self._batcher.stop():
+            self._engine.close()
+        else:
+            log.warning("the engine is still at work: it is left to the end of the process")
 
     def _counted(self, handler: Handler) -> Handler:
         """`handler`, with refusals turned into answers and every answer counted."""
