@@ -29,6 +29,7 @@ from sync.tokenizers import fingerprint
 from sync.transport import Peer
 from sync.weights.manifest import LATEST
 from sync.wire import (
+    Array,
     Scored,
     ScoreRequest,
     ScoreSequence,
@@ -138,6 +139,10 @@ def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
         )
         for i in range(n)
     ]
+
+
+def joined(*parts: Array) -> Array:
+    return pack(np.concatenate([unpack(part) for part in parts]))
 
 
 async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folder: Path) -> None:
