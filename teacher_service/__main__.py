@@ -97,6 +97,7 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
         batch_tokens=config.batch_tokens,
         queue_tokens=config.queue_tokens,
         wire_dtype=config.wire_dtype,
+        end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         token=token,
     )
     log.info("%s: %s", name, service.info)
