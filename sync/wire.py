@@ -6,7 +6,7 @@ Producer → consumer
     controller → teacher           ScoreRequest, WriteRequest
     teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
@@ -488,6 +488,13 @@ class Audience(Message, frozen=True):
     group: str
     world_size: int
     """1 + replicas; 1: nobody listens, send nothing."""
+
+
+class Seats(Message, frozen=True):
+    """Controller's answer to GET /v1/broadcasts/GROUP, while rank 0 sends."""
+
+    lost: dict[str, str]
+    """Replica → why it will not receive this broadcast to its end; empty: all seats are taken."""
 
 
 class CheckpointSaved(Message, frozen=True):

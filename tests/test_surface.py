@@ -15,7 +15,7 @@ COMMANDS = (
 MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
     "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply "
-    "ScoreRequest StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
+    "ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
     "UpdateRequest Wait WriteReply WriteRequest"
 )
 ERRORS = (

@@ -70,6 +70,7 @@ class Learner:
         self.clock = Clock()
         self.steps = self.tokens = self.bytes = 0
         self._sums = dict.fromkeys(STATS, 0.0)
+        self._age = 0.0
 
     def step(self) -> None:
         """Write, mark, train."""
@@ -110,6 +111,7 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._age += micro.counts.age
         for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
             self._sums[name] += value
 
@@ -118,6 +120,11 @@ class Learner:
         """Effective sample size of the importance weights, as a share of their number; 1: there are none."""
         own, squares = self._sums["own_tokens"], self._sums["rho_squared"]
         return self._sums["rho"] ** 2 / (squares * own) if own else 1.0
+
+    @property
+    def age(self) -> float:
+        """Mean over all tokens so far of the steps between the weights that wrote and those that trained."""
+        return self._age / self.tokens
 
     @property
     def support_mass(self) -> float | None:
@@ -170,4 +177,5 @@ def learn(world: World, setup: Setup, trial: Trial, objective: ObjectiveConfig) 
         teacher_bytes=learner.bytes / learner.tokens,
         effective_samples=learner.effective_samples,
         support_mass=learner.support_mass,
+        age=learner.age,
     )

@@ -93,6 +93,8 @@ class _Books:
 
 def audit(run_dir: Path) -> AuditReport:
     """Audit a run's folder; the run may still go on. Raises DataError for a damaged or missing journal."""
+    if not (run_dir / "journal").is_dir():
+        raise DataError(f"{run_dir} holds no journal: name the folder of a run")
     records = ((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
     lineages = read(run_dir / "ledger")
     return check(records, {number: lineage.steps for number, lineage in lineages.items()})

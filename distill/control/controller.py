@@ -30,7 +30,7 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, summarise, token_shares
+from distill.control.summary import digest_of_all, identity, summarise, token_shares
 from distill.control.timeline import Timeline
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
@@ -69,7 +69,7 @@ class Controller:
         self._left = False
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._weights_identical: dict[str, bool] | None = None
+        self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.scoring = self._make_scoring(parts)
@@ -206,9 +206,7 @@ class Controller:
         if final is None:
             return
         self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        reports = self.books.state.evaluations
-        known = any(report.version == final.version for report in reports)
-        if self.evaluations is not None and not self._interrupted and not known:
+        if self.evaluations is not None and not self._interrupted:
             try:
                 await self.evaluations.now(final.version)
             except DistillError as error:
@@ -323,15 +321,14 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical, reached = self._weights_identical, self.books.state.reached
+        reached = self.books.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
-            "weights_identical_by_replica": identical,
+            **identity(self._weights_identical),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -380,6 +377,7 @@ class Controller:
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
             wants_broadcast=self.fleet.wants_broadcast,
+            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

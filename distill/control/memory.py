@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from distill.control.desk import Desk
-from distill.control.replicas import Answer
+from distill.control.replica_engine import Answer
 from distill.control.signals import Signal
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (

@@ -15,7 +15,8 @@ import numpy as np
 from distill.config import RolloutConfig
 from distill.control.books import Books
 from distill.control.records import AgainReason, DropReason
-from distill.control.replicas import Answer, Fleet, Replica
+from distill.control.replica_engine import Answer
+from distill.control.replicas import Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
 from distill.control.timeline import Timeline

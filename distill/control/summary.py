@@ -57,6 +57,21 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
     }
 
 
+def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
+    """Whether all replicas of a run held the trainer's last weights, from what was found of each.
+
+    true: every one was compared and is equal. false: one differs. null: not shown, since the replicas named
+    in `weights_missing` were away when the run ended, or the trainer left without a last word.
+    """
+    missing = sorted(name for name, equal in compared.items() if equal is None)
+    shown = None if missing or not compared else True
+    return {
+        "weights_identical": False if False in compared.values() else shown,
+        "weights_identical_by_replica": dict(compared),
+        "weights_missing": missing,
+    }
+
+
 def sync_figures(published: list[VersionPublished], applied: list[VersionApplied]) -> dict[str, Any]:
     """Medians over versions and over updates of replicas; None where there was none."""
     return {

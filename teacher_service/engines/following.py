@@ -103,8 +103,11 @@ class FollowingEngine:
                 newest = self._versions.newest()
                 if newest is not None and self.due(newest):
                     self._refresh(newest)
-            except DistillError as error:
-                log.warning("still serving %s: %s", self.version or "the configured folder", error)
+            except Exception as error:  # edge of a thread: it must go on, whatever a loader raises
+                unknown = not isinstance(error, DistillError)
+                log.warning(
+                    "still serving %s: %s", self.version or "the configured folder", error, exc_info=unknown
+                )
 
     def _refresh(self, version: Version) -> None:
         started = time.monotonic()

@@ -20,7 +20,7 @@ from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.upstream import Upstream, assemble, longest
+from teacher_service.engines.upstream import Upstream, assemble, longest, only_known
 
 GENERATE: Final = "/generate"
 
@@ -68,7 +68,7 @@ class SGLangServer:
                 for info, item in zip(answers, items, strict=True)
             ]
             ids_CK, top_CK = (np.concatenate(columns) for columns in zip(*tops, strict=True))
-        marks = assemble(np.concatenate(tables), ids_CK, top_CK)
+        marks = only_known(assemble(np.concatenate(tables), ids_CK, top_CK), self.facts.vocab_size)
         if not asked.gather:
             return marks
         gathered = [

@@ -27,7 +27,7 @@ from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Draft, Engine, Facts, Item, Manner, Marks, Text
-from teacher_service.engines.upstream import Upstream, assemble, longest, marks_from_dicts
+from teacher_service.engines.upstream import Upstream, assemble, longest, marks_from_dicts, only_known
 
 GENERATE: Final = "/inference/v1/generate"
 TOPK_TRIED: Final = (1024, 256, 128, 64, 32, 20, 8, 1)
@@ -142,7 +142,7 @@ class ByUrl:
 
     def score(self, items: Sequence[Item], asked: Asked) -> Marks:
         """See `Engine.score`."""
-        marks = self._completions(items, asked.topk)
+        marks = only_known(self._completions(items, asked.topk), self.facts.vocab_size)
         if not asked.gather:
             return marks
         gathered = list(self._threads.map(self._gathered, items))
@@ -241,6 +241,7 @@ class InProcess:
         ids_CK, logprob_CK = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
         if asked.topk:
             marks = assemble(logprob_CK[:, 0], ids_CK[:, 1:], logprob_CK[:, 1:])
+            only_known(marks, self.facts.vocab_size)
         else:
             marks = Marks(logprob_CK[:, 0])
         if not asked.gather:

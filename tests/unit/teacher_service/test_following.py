@@ -115,6 +115,25 @@ def test_a_version_that_cannot_be_had_leaves_the_old_one_serving(caplog: pytest.
         engine.close()
 
 
+def test_a_version_that_cannot_be_loaded_is_said_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Also when it is no error of ours: a full disk, a device without room for two models."""
+    store, loads, problems = Store(), Loads(), [OSError("disk full"), RuntimeError("out of memory")]
+
+    def load(folder: Path | None) -> TableEngine:
+        if folder is not None and problems:
+            raise problems.pop(0)
+        return loads(folder)
+
+    engine = FollowingEngine(load, store, 1, poll_seconds=0.005)
+    try:
+        store.version = Version(0, 1)
+        until(lambda: engine.version == Version(0, 1))
+        assert "still serving the configured folder: disk full" in caplog.text
+        assert "out of memory" in caplog.text
+    finally:
+        engine.close()
+
+
 def test_only_an_engine_that_can_be_swapped_may_follow() -> None:
     for wrong in ({"engine": "openai"}, {"idle_unload_seconds": 5.0}):
         config = TeacherConfig.model_validate({"path": "m", "follow_student_every": 2, **wrong})

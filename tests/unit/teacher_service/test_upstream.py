@@ -127,6 +127,15 @@ def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
     assert (old.facts.can, old.facts.max_topk) == (("prompt",), 0)
 
 
+def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
+    engine = ByUrl(upstream(Server()), CONFIG, V - 1)
+    item = Item(np.array([1, 2, 3], np.int32), 1)
+    assert (np.argsort(-TABLE[[1, 2]])[:, :8] == V - 1).any()
+    with pytest.raises(DataError, match="holds id 10, a row of the model that the tokenizer with its 10 ids"):
+        engine.score([item], Asked(topk=8))
+    assert engine.score([item], Asked()).topk_ids_CK is None
+
+
 def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     server = Server()
     ByUrl(upstream(server), CONFIG, V).score(ITEMS, Asked())
