@@ -85,9 +85,11 @@ class TeacherService:
         batch_tokens: int = 16384,
         queue_tokens: int = 1 << 20,
         wire_dtype: str = "float16",
+        end_ids: Sequence[int] = (),
         token: str | None = None,
     ) -> None:
-        self.info, self.metrics = info, Metrics()
+        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows."""
+        self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
         self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
         self._batcher = Batcher(engine, batch_tokens, queue_tokens, self.metrics)
@@ -108,8 +110,10 @@ class TeacherService:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._batcher.start()
         yield
-        await self._batcher.stop()
-        self._engine.close()
+        if await self._batcher.stop():
+            self._engine.close()
+        else:
+            log.warning("the engine is still at work: it is left to the end of the process")
 
     def _counted(self, handler: Handler) -> Handler:
         """`handler`, with refusals turned into answers and every answer counted."""
@@ -191,7 +195,8 @@ class TeacherService:
         drafts = [(i, draft) for i, draft in enumerate(admitted) if isinstance(draft, Draft)]
         tokens = sum(len(draft.token_ids_P) + message.max_tokens for _, draft in drafts)
         self._check_tokens(tokens, "prompts")
-        manner = Manner(message.max_tokens, message.temperature, tuple(sorted(set(message.stop_token_ids))))
+        ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
+        manner = Manner(message.max_tokens, message.temperature, ends)
         ids = [prompt.id for prompt in message.prompts]
         return _Work(
             results=len(ids),

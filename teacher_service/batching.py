@@ -14,8 +14,8 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from teacher_service.writing import Scribe
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
 """Least and most a caller is told to wait."""
+
+STOP_SECONDS: Final = 2.0
+"""How long a batch under way is waited for at the end."""
 
 R = TypeVar("R")
 
@@ -50,6 +53,8 @@ class Batcher:
         self._rate = 0.0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._last: Future[Any] | None = None
+        """What was given to the engine's thread last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,16 +66,22 @@ class Batcher:
         """Whether batches are being computed."""
         return self._task is not None and not self._task.done()
 
-    async def stop(self) -> None:
-        """Finish the batch under way, and compute no more."""
+    async def stop(self, patience: float = STOP_SECONDS) -> bool:
+        """Compute no more, and wait `patience` seconds for the batch under way; whether it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._last is None:
+            return True
+        await asyncio.wait({asyncio.wrap_future(self._last)}, timeout=patience)
+        return self._last.done()
 
     async def in_engine_thread(self, function: Callable[[], R]) -> R:
         """Run `function` between two batches."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        last = self._thread.submit(function)
+        self._last = last
+        return await asyncio.wrap_future(last)
 
     def submit(self, items: Sequence[tuple[int, Item, Asked]], slots: int, deadline: float | None) -> Ticket:
         """Queue `items`: (index of the outcome, item, what is asked); `slots` counts the outcomes in all.

@@ -17,7 +17,7 @@ class TeacherConfig(ModelSource, Placement):
     sampled token, top-k and given ids (not run against a real SGLang). openai: any server that returns prompt
     log-probabilities, sampled token only."""
     engine_url: str | None = None
-    """For engines "vllm", "sglang", "openai": a server that runs already; None: in this process (vllm only)."""
+    """A server that runs already, for "vllm", "sglang" and "openai"; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
     """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

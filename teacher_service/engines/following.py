@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 POLL_SECONDS: Final = 1.0
 """Between two looks at the newest version."""
+JOIN_SECONDS: Final = 0.5
+"""At the end: what the follower is doing by then is given up."""
 
 
 class Versions(Protocol):
@@ -81,10 +83,11 @@ class FollowingEngine:
         return None
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `Engine.close`; a version that is being read or loaded is not waited for."""
         self._over.set()
-        self._thread.join()
-        self._engine.close()
+        self._thread.join(JOIN_SECONDS)
+        with self._lock:
+            self._engine.close()
 
     def due(self, newest: Version | None) -> bool:
         """Whether `newest` is to take the place of what is served."""
@@ -110,6 +113,8 @@ class FollowingEngine:
         started = time.monotonic()
         fresh = self._load(self._versions.folder(version))
         with self._lock:
+            if self._over.is_set():
+                return
             old, self._engine, self.version = self._engine, fresh, version
         old.close()
         log.info("serving %s after %.1f s", version, time.monotonic() - started)

@@ -1,8 +1,8 @@
 """A teacher behind SGLang's own route, POST /generate: sampled and top-k marks, and marks at given ids.
 
-The prompt's log-probabilities come as lists of [log-probability, id, text], from `logprob_start_len` on, where
-the first entry says nothing (null). Written from SGLang's documentation and source, tested against a server
-that answers like it; it was not run against a real SGLang.
+The prompt's log-probabilities come as lists of [log-probability, id, text], from `logprob_start_len` on,
+where the first entry says nothing (null). Written from SGLang's documentation and source, tested against a
+server that answers like it; it was not run against a real SGLang.
 
 SGLang marks one set of ids at all positions of a sequence, so a gather asks for the union of its ids and its
 answer grows with positions × union: for long sequences another engine is the better one.
@@ -20,7 +20,7 @@ from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.upstream import Upstream, assemble, longest
+from teacher_service.engines.upstream import Upstream, assemble, longest, only_known
 
 GENERATE: Final = "/generate"
 
@@ -68,7 +68,7 @@ class SGLangServer:
                 for info, item in zip(answers, items, strict=True)
             ]
             ids_CK, top_CK = (np.concatenate(columns) for columns in zip(*tops, strict=True))
-        marks = assemble(np.concatenate(tables), ids_CK, top_CK)
+        marks = only_known(assemble(np.concatenate(tables), ids_CK, top_CK), self.facts.vocab_size)
         if not asked.gather:
             return marks
         gathered = [

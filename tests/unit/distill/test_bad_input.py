@@ -282,3 +282,8 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
     message = distill("objective.teacher_coefficients.math=2.0")
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
+
+
+def test_an_engine_that_cannot_write_what_the_teacher_is_to_write(distill: Distill) -> None:
+    message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
+    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message

@@ -161,6 +161,15 @@ async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Pa
     assert 'objective "full" needs hidden' in said[-2].line
 
 
+async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
+    config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
+    assert failed(said) == ["teacher t: marks"]
+    assert 'objective "topk" needs write' in said[-2].line
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "write"])}, None))
+    assert failed(said) == []  # entropy is missing, and is only measured
+
+
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
     config = configure(
         models, student={"path": str(models / "student"), "engine_args": {"max_model_len": 20}}

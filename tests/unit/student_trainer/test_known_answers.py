@@ -259,6 +259,21 @@ def the_gradient_depends_on_the_teacher(lib: Any) -> None:
         assert loss is lib.sft or float((one - two).abs().max()) > 1e-2
 
 
+def figures_of_importance_and_divergence_are_of_the_students_tokens(lib: Any) -> None:
+    """Two of the V rows are a teacher's."""
+    live, written = THETA.log_softmax(0).expand(V, V), torch.arange(V) < 2
+    goal = targets(lib, TEACHER, STALE, [], by_teacher_N=written)
+    rho = (THETA.log_softmax(0) - STALE).exp()[2:]
+    sums = lib.diagnose(live, goal)
+    assert float(sums["own_tokens"]) == V - 2
+    same(sums["rho"], rho.sum())
+    same(sums["rho_squared"], rho.square().sum())
+    same(sums["rho_max"], rho.max())
+    stats = lib.mixture(live, goal, lambda p, t: lib.sampled(p, t, None, None), None)[1]
+    same(stats["reverse_kl"][2:], rho * d_of()[2:])
+    assert stats["reverse_kl"][:2].tolist() == [0.0, 0.0]
+
+
 def diagnostics_are_their_definitions(lib: Any) -> None:
     p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
     fresh = torch.tensor([True, False, True, False, False, True])
@@ -419,6 +434,7 @@ CHECKS = (
     each_teachers_reverse_kl_is_summed_alone,
     a_score_gap_shows_dense_marks_of_another_position,
     diagnostics_are_their_definitions,
+    figures_of_importance_and_divergence_are_of_the_students_tokens,
     a_chunked_head_is_a_whole_head,
 )
 
@@ -560,7 +576,10 @@ MUTANTS = [
     ),
     ("objectives.diagnostics", "torch.where(hit_NK, gap_NK, 0.0)", "gap_NK"),
     ("objectives.diagnostics", "targets.token_N) - targets.teacher_logp_N)", "targets.token_N))"),
-    ("head", "torch.stack([kl_N, torch.ones_like(kl_N)])", "torch.stack([kl_N, kl_N])"),
+    ("head", "torch.stack([kl_N, own_N])", "torch.stack([kl_N, kl_N])"),
+    ("objectives.diagnostics", "torch.where(own_N, rho_N, 0.0)", "rho_N"),
+    ("objectives.mixture", "torch.where(written_N, 0.0, value_N)", "value_N"),
+    ("objectives.terms", "is None else ~written_N", "is None else written_N"),
     ("head", "stats[RHO_MAX + 1 :] += value", "stats[RHO_MAX + 1 :] = value"),
     ("head", "hidden, work.heads, work.teachers)", "hidden, work.heads, 0)"),
     ("objectives.diagnostics", "rho_N - 1.0 - ", "rho_N - 1.0 + "),
