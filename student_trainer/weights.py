@@ -20,11 +20,13 @@ from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, model_fingerprint
+from sync.weights.codec import Bits
 from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
+_SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 class Weights:
@@ -57,10 +59,13 @@ class Weights:
         start = min(self._ranks.rank * length, total)
         return Slice(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's slices as flat arrays of bits, by tensor. No collective."""
+    def snapshot(self) -> dict[str, Bits]:
+        """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
+
+        Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
+        """
         pairs = zip(self.parameters.values(), self.slices, strict=True)
-        return {part.name: bits(_local(parameter)[: part.count]) for parameter, part in pairs}
+        return {part.name: copy_of(_local(parameter)[: part.count]) for parameter, part in pairs}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every whole tensor in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
@@ -126,6 +131,11 @@ def check_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
             f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint "
             f"({differing} …): such models (fused experts, mostly) cannot be published yet"
         )
+
+
+def copy_of(flat: Tensor) -> Bits:
+    """Copy of a flat tensor as integers of its width: an array of a host's, on the same GPU of a GPU's."""
+    return bits(flat) if flat.device.type == "cpu" else flat.detach().clone().view(_SIGNED[flat.itemsize])
 
 
 def bits(flat: Tensor) -> np.ndarray:
