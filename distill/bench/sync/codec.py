@@ -26,6 +26,8 @@ LARGE: Final = (16 << 20, 64 << 20)
 """Elements of the tensor that speeds are taken on: small run, full run."""
 ROUNDS: Final = (5, 1)
 """Of the formats on the trajectory: small run, full run."""
+SPEED_ROUNDS: Final = (7, 3)
+"""Of our modes on the large tensor."""
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
 
 
@@ -57,14 +59,17 @@ class Speed:
     decode: dict[str, Rate]
 
 
-def run(full: bool, rounds: int = 5) -> dict[str, Any]:
-    """The figures; `full`: a model of 100 M parameters instead of 3 M. `rounds` of the large tensor."""
+def run(full: bool, rounds: int | None = None) -> dict[str, Any]:
+    """The figures; `full`: a model of 101 M parameters instead of 3 M.
+
+    `rounds` of the large tensor; None: what the size can afford.
+    """
     size = trajectory.FULL if full else trajectory.SMALL
     rows, parameters = [], 0
     for pair in trajectory.pairs(size, LRS, STEPS):
         rows.append(asdict(measure(pair, ROUNDS[full])))
         parameters = sum(bits.size for bits in pair.old.values())
-    speeds = [asdict(speed(density, LARGE[full], rounds)) for density in DENSITIES]
+    speeds = [asdict(speed(density, LARGE[full], rounds or SPEED_ROUNDS[full])) for density in DENSITIES]
     return {"parameters": parameters, "rows": rows, "speeds": speeds}
 
 

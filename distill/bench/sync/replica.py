@@ -51,7 +51,7 @@ TOKENS: Final = 12
 _PROMPT: Final = 8
 _REQUESTS: Final = 8
 """That are open at any time; each holds its share of what is in flight."""
-TURNS: Final = 2
+TURNS: Final = 4
 ALONE: Final = {"toy": 7, "large": 3}
 """Swaps of full versions, and reloads."""
 _LOCAL: Final = "127.0.0.1"
@@ -185,7 +185,7 @@ async def _windows(peer: Peer, shape: Shape, flow: _Flow, versions: list[Version
         pace = await _pace(flow, _swaps(peer, own, shape.window_seconds, replies))
         seconds = time.monotonic() - began
         quiet.append(await _pace(flow, asyncio.sleep(shape.window_seconds)))
-        lost.append(seconds * (1 - pace / mean(quiet[-2:])) / len(own))
+        lost.append(cost_of_a_swap(pace, mean(quiet[-2:]), seconds, len(own)))
         log.info("turn %d: a swap costs %.1f ms of engine time", turn, 1e3 * lost[-1])
     return {
         "replies": replies,
@@ -194,6 +194,11 @@ async def _windows(peer: Peer, shape: Shape, flow: _Flow, versions: list[Version
         "engine_seconds_per_swap": median(lost),
         "engine_seconds_by_turn": lost,
     }
+
+
+def cost_of_a_swap(pace: float, quiet: float, seconds: float, swaps: int) -> float:
+    """Engine seconds that each swap took from a window of `seconds`, from its pace and that without swaps."""
+    return seconds * (1 - pace / quiet) / swaps
 
 
 async def _pace(flow: _Flow, doing: Any) -> float:

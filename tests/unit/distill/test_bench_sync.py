@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from distill.bench.sync import codec, report, roads, stores, timing, trajectory, whole_run
+from distill.bench.sync import codec, replica, report, roads, stores, timing, trajectory, whole_run
 from distill.bench.sync import run as bench
 from distill.bench.sync.formats import (
     FORMATS,
@@ -146,6 +146,11 @@ def test_a_runs_own_figures_say_what_syncing_cost(tmp_path: Path) -> None:
     assert found["trainer_blocked_share"] == pytest.approx(0.01)
     with pytest.raises(DistillError, match="run more steps"):
         whole_run.figures(tmp_path / "run", settled=4)
+
+
+def test_what_a_swap_costs_is_what_is_not_generated_meanwhile() -> None:
+    """Ten seconds at 80 instead of 100 tokens a second are two seconds, for four swaps."""
+    assert replica.cost_of_a_swap(80.0, 100.0, 10.0, 4) == pytest.approx(0.5)
 
 
 SWAP = {"count": 3, "bytes_read": 1, "stage_seconds": 0.1, "pause_seconds": 0.06, "apply_seconds": 0.04}
