@@ -57,7 +57,7 @@ def _sizes(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.axhline(2.0, color=FAINT, linewidth=0.8, linestyle=":", label="dense bf16")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower right", ncols=2)
 
 
 def _frontier(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -74,6 +74,11 @@ def _frontier(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylabel("encoding, GB/s of dense bf16 a core", color=FAINT)
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.2)
 
 
 def _roads(axes: Axes, roads: Sequence[Mapping[str, Any]]) -> None:
