@@ -22,16 +22,14 @@ class Rate:
 
 
 def interleaved(works: Mapping[str, Timed], rounds: int, nbytes: int) -> dict[str, Rate]:
-    """Median rate of each work on `nbytes` bytes; a round does each of them once, the first is not timed."""
+    """Median rate of each work on `nbytes` bytes; a round does each of them once. All ran before: warm."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
+    for _ in range(rounds):
         for name, (prepare, work) in works.items():
             given = prepare()
             wall, cpu = time.perf_counter(), time.thread_time()
             work(given)
-            taken = time.perf_counter() - wall, time.thread_time() - cpu
-            if turn > 0:
-                seconds[name].append(taken)
+            seconds[name].append((time.perf_counter() - wall, time.thread_time() - cpu))
     return {
         name: Rate(*(nbytes / max(1e-9, median(column)) / 1e9 for column in zip(*taken, strict=True)))
         for name, taken in seconds.items()
