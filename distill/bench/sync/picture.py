@@ -98,9 +98,11 @@ def _swaps(axes: Axes, swaps: Mapping[str, Any]) -> None:
         axes.barh(place, 1e3 * swap["apply_seconds"], color=PURPLE)
         rest = swap["pause_seconds"] - swap["apply_seconds"]
         axes.barh(place, 1e3 * rest, left=1e3 * swap["apply_seconds"], color=PURPLE, alpha=0.45)
-    axes.barh(len(swaps["swaps"]), 1e3 * swaps["vllm_reload_seconds"], color=GREY)
+    names = list(swaps["swaps"])
+    if swaps["vllm_reload_seconds"] is not None:
+        axes.barh(len(names), 1e3 * swaps["vllm_reload_seconds"], color=GREY)
+        names.append("vLLM's own\nfull reload")
     axes.axvline(1e3 * swaps["decode_step_seconds"], color=RED, linewidth=0.8, linestyle="--")
-    names = [*swaps["swaps"], "vLLM's own\nfull reload"]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
 

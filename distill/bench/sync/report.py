@@ -142,11 +142,12 @@ def _roads(size: str, parts: Mapping[str, Any]) -> list[str]:
 
 def _swaps(size: str, parts: Mapping[str, Any]) -> list[str]:
     swaps = parts["swaps"]
+    reload = swaps["vllm_reload_seconds"]
     rows = [
         ["decode step, ms", _ms(swaps["decode_step_seconds"])],
         ["tokens a second, no swaps", f"{swaps['tokens_per_second']:,.0f}"],
         ["engine time that a swap of a delta costs in all, ms", _ms(swaps["engine_seconds_per_swap"])],
-        ["plain full reload by vLLM itself, ms", _ms(swaps["vllm_reload_seconds"])],
+        ["plain full reload by vLLM itself, ms", "failed" if reload is None else _ms(reload)],
     ]
     for kind, swap in swaps["swaps"].items():
         cells = [_ms(swap[f"{name}_seconds"]) for name in ("stage", "pause", "apply")]

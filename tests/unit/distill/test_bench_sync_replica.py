@@ -36,8 +36,8 @@ from sync.wire import (
 class Events:
     """What a replica was asked, in order; its pauses grow by a millisecond from version to version."""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
+    def __init__(self, fails: bool = False, reload_status: int = 200) -> None:
+        self.fails, self.reload_status = fails, reload_status
         self.swapped: list[int] = []
         self.reloads: list[Any] = []
         self.lengths: set[int] = set()
@@ -66,7 +66,7 @@ class Events:
 
         async def reload(request: Request) -> Response:
             self.reloads.append(await request.json())
-            return JSONResponse({"results": [None]})
+            return JSONResponse({"results": [None]}, self.reload_status)
 
         routes = {"/distill/v1/generate": generate, "/distill/v1/update": update, "/collective_rpc": reload}
         return Starlette(routes=[Route(path, route, methods=["POST"]) for path, route in routes.items()])
@@ -118,12 +118,15 @@ async def test_a_replica_that_cannot_generate_ends_the_bench(
         await replica._whole(shape, model, tmp_path / "work")
 
 
-async def test_adapters_are_swapped_as_whole_versions(
+async def test_adapters_are_whole_versions_and_a_failed_reload_is_no_figure(
     shape: models.Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events = Events()
+    events = Events(reload_status=500)
     stand_in(monkeypatch, events)
     model = models.make(shape, tmp_path / "model")
+    whole = await replica._whole(shape, model, tmp_path / "whole")
+    assert whole["vllm_reload_seconds"] is None, "a reload that failed has no figure"
+    events.swapped.clear()
     adapter = models.make_adapter(shape, model, tmp_path / "adapter")
     found = await replica._adapters(shape, model, adapter, tmp_path / "work")
     assert (found["count"], events.swapped) == (4, [0, 1, 2, 3])
