@@ -164,7 +164,10 @@ class GuardConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
+    """[evaluation]: exact reverse KL, and pass rate where a task judges, on held-out prompts.
+
+    At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
+    """
 
     every: int = Field(0, ge=0)
     """Optimizer steps between evaluations; 0: before and after only."""

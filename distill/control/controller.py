@@ -1,7 +1,7 @@
 """The controller: joins prompts, replicas, teachers, buffer and trainer, and runs until the trainer has left.
 
     prompts ─▶ Feeder ─▶ replicas ─▶ Scoring ─▶ Books (journal, buffer) ─▶ composer ─▶ Desk ─▶ trainer
-                 ▲                                                                            │
+                 ▲  └─▶ Writing (prompts that teachers complete) ─▶ Scoring                  │
                  └──────────────────── Fleet follows the versions that are published ◀────────┘
 
 Every arrow is a task of its own; what bounds them all is the capacity rule. With `max_staleness` 0 the same
@@ -17,7 +17,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from distill.config import RunConfig
+from distill.control.authors import authors
 from distill.control.books import Books
+from distill.control.clock import check_pace
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -28,9 +30,10 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, summarise, token_shares
+from distill.control.summary import digest_of_all, identity, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError, Overloaded
+from distill.control.writing import Writing
+from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        _check(config)
+        check_pace(config.weights.publish_every, config.buffer.max_staleness)
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.books = Books.open(
@@ -59,16 +62,18 @@ class Controller:
             batch=config.rollout.batch,
             max_staleness=config.buffer.max_staleness,
             order=config.buffer.order,
+            author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
         )
         self._hooks = hooks
         self._changed, self._tidy = Signal(), Signal()
         self._left = False
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._weights_identical: dict[str, bool] | None = None
+        self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.scoring = self._make_scoring(parts)
+        self.writing = Writing(parts, config, self._written, self._refused, self.timeline)
         self.feeder = Feeder(
             self.books,
             self.fleet,
@@ -79,6 +84,7 @@ class Controller:
             parts.student_topk,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
+            write=self.writing.put,
         )
         self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
@@ -151,8 +157,9 @@ class Controller:
         self.books.journal.close()
 
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
-        parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
-        return parts + [self.evaluations.run()] if self.evaluations else parts
+        parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
+        parts += [self.evaluations.run()] if self.evaluations else []
+        return [*parts, self._compose(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -199,9 +206,7 @@ class Controller:
         if final is None:
             return
         self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        reports = self.books.state.evaluations
-        known = any(report.version == final.version for report in reports)
-        if self.evaluations is not None and not self._interrupted and not known:
+        if self.evaluations is not None and not self._interrupted:
             try:
                 await self.evaluations.now(final.version)
             except DistillError as error:
@@ -216,6 +221,9 @@ class Controller:
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
         self._changed.wake()
+
+    def _written(self, finished: Finished) -> None:
+        self.feeder.take(finished)
 
     def _refused(self, finished: Finished, problem: str) -> None:
         self._put_aside(finished, "teacher_refused", problem)
@@ -313,15 +321,14 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical, reached = self._weights_identical, self.books.state.reached
+        reached = self.books.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
-            "weights_identical_by_replica": identical,
+            **identity(self._weights_identical),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -370,6 +377,7 @@ class Controller:
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
             wants_broadcast=self.fleet.wants_broadcast,
+            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:
@@ -382,15 +390,4 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
-        )
-
-
-def _check(config: RunConfig) -> None:
-    """Raises ConfigError for a combination that could never go on."""
-    every, staleness = config.weights.publish_every, config.buffer.max_staleness
-    if every - 1 > staleness:
-        raise ConfigError(
-            f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
-            f"set max_staleness to at least {every - 1}, or publish more often"
         )
