@@ -22,11 +22,13 @@ from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
+from sync.weights.codec import Bits
 from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
+_SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 class Weights:
@@ -66,10 +68,13 @@ class Weights:
             found.append((held, max(piece.start + start - first, 0)))
         return found
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's slices as flat arrays of bits, by tensor. No collective."""
+    def snapshot(self) -> dict[str, Bits]:
+        """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
+
+        Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
+        """
         return {
-            part.name: bits(_local(parameter)[at : at + part.count])
+            part.name: copy_of(_local(parameter)[at : at + part.count])
             for name, parameter in self.parameters.items()
             for part, at in self._slices(name)
         }
@@ -136,6 +141,11 @@ def in_memory(name: str) -> str:
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """Whole shape, partitioned or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def copy_of(flat: Tensor) -> Bits:
+    """Copy of a flat tensor as integers of its width: an array of a host's, on the same GPU of a GPU's."""
+    return bits(flat) if flat.device.type == "cpu" else flat.detach().clone().view(_SIGNED[flat.itemsize])
 
 
 def bits(flat: Tensor) -> np.ndarray:

@@ -32,12 +32,19 @@ def bench(name: str) -> Any:
 
 @app.command()
 def sync(
-    full: Annotated[bool, typer.Option("--full", help="100 M parameters, tens of minutes")] = False,
+    folder: Annotated[Path, typer.Option(help="Finished parts and sync.png are kept here")] = Path(
+        "runs/bench-sync"
+    ),
+    full: Annotated[bool, typer.Option("--full", help="A model of 101 M parameters as well")] = False,
+    only: Annotated[str, typer.Option(help="Parts, such as codec,roads,swaps,whole_run; default: all")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Bytes and speed of a weight sync against other encodings, on one real trajectory."""
-    module = bench("sync")
-    finish(module, module.run(full=full), json_file)
+    """Bytes, speed and pauses of a weight sync: codec, every store, a live replica, a whole run."""
+    module = bench("sync.run")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill.bench").setLevel(logging.INFO)
+    figures = module.run(folder, full=full, only=only.split(",") if only else ())
+    finish(module, figures, json_file)
 
 
 @app.command()

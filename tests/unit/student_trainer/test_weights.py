@@ -14,7 +14,7 @@ from student_trainer.engine import with_adapters
 from student_trainer.head import HeadShape
 from student_trainer.model import Student, check_head
 from student_trainer.ranks import Ranks
-from student_trainer.weights import Weights
+from student_trainer.weights import Weights, copy_of
 from sync.stores.memory import MemoryStore
 from sync.weights.checkpoint import bits, fingerprint, tensors
 from sync.weights.publish import Publisher
@@ -64,6 +64,13 @@ def test_a_snapshot_does_not_follow_the_weights() -> None:
         for parameter in student.parameters():
             parameter.add_(1.0)
     assert all(np.array_equal(before[name], shards[name]) for name in shards)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)])
+def test_a_snapshot_of_a_device_shard_stays_on_the_device(dtype: torch.dtype, bits: torch.dtype) -> None:
+    copied = copy_of(torch.empty(5, dtype=dtype, device="meta"))
+    assert isinstance(copied, torch.Tensor)
+    assert (copied.device.type, copied.dtype, tuple(copied.shape)) == ("meta", bits, (5,))
 
 
 def test_ranks_share_a_tensor_without_gaps() -> None:
