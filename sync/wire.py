@@ -127,6 +127,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
     student_topk: int = 0
     """Return the student's own top-k ids per position (0: none); every id has rank <= k (rule 9)."""
+    max_seconds: float | None = None
+    """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
 
 
 class GeneratePrompt(msgspec.Struct, frozen=True):
@@ -146,7 +148,7 @@ class GenerateRequest(Message, frozen=True):
 
 
 class Generated(Message, frozen=True):
-    """One finished completion. T may be 0 only when `finish_reason` is "abort"."""
+    """One finished completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
 
     id: str
     token_ids: Array
@@ -155,7 +157,8 @@ class Generated(Message, frozen=True):
     """f4 [T]: log μ(y_t), nats, of the distribution that was really sampled (temperature, top-p applied)"""
     spans: list[VersionSpan]
     """Contiguous, from 0 to T."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "time"]
+    """length: `Sampling.max_tokens` or the context ended it; time: `Sampling.max_seconds` did."""
     topk_ids: Array | None = None
     """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
 
@@ -385,7 +388,11 @@ class Rows(msgspec.Struct, frozen=True):
     reward: Array | None = None
     """f4 [R]: the task's reward, None when the task has none"""
     truncated: Array | None = None
-    """u1 [R]: 1 where the completion ended at the token limit"""
+    """u1 [R]: 1 where the completion ended at the token or time limit"""
+    weight: Array | None = None
+    """f4 [R], in (0, 1]: what the row's loss is multiplied by, for its freshness; None: 1 for all"""
+    baseline: Array | None = None
+    """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
     by_teacher: Array | None = None
     """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
 

@@ -1,16 +1,22 @@
 """Scored rollouts that wait to be trained on. Pure.
 
-It is bounded by the capacity rule of `distill.control.clock`: nothing is started that it could not hold.
+It is bounded by the capacity rule of `distill.control.clock`: nothing is started that it could not hold. What
+is picked depends on the entries and their order of admission alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from distill.control.clock import Bound
 from distill.control.records import Rollout
+from distill.prompts.stream import group_of
 from sync.wire import Version, VersionSpan
+
+StepOf = Callable[[Version], int]
+"""A token's version as a step of the trainer's lineage."""
 
 
 @dataclass(slots=True)
@@ -28,7 +34,7 @@ class Entry:
     rollout: Rollout | None = None
     """None: it is in the journal only."""
 
-    def oldest(self, step_of: Callable[[Version], int]) -> int:
+    def oldest(self, step_of: StepOf) -> int:
         """Step of the oldest token."""
         return min((step_of(span.version) for span in self.spans), default=0)
 
@@ -39,14 +45,31 @@ class Pick(NamedTuple):
     chosen: list[str]
     """Exactly a batch, in order; empty: too few."""
     too_old: list[str]
+    weights: list[float]
+    """What each of `chosen` counts for."""
+
+
+@dataclass
+class _Group:
+    """Entries that go into a batch together, or are too old together."""
+
+    members: list[Entry] = field(default_factory=list)
+    oldest: int = 1 << 62
+    """Step of the oldest token of them all."""
 
 
 class Buffer:
-    """Entries by id, in the order of admission."""
+    """Entries by id, in the order of admission.
 
-    def __init__(self, max_staleness: int, order: Literal["oldest", "arrival"] = "oldest") -> None:
-        self._max_staleness = max_staleness
-        self._key: Callable[[Entry], int] = _number if order == "oldest" else _arrival
+    `order` "oldest": those whose oldest token is the oldest go first, then those that were asked first; so
+    nothing can be overtaken until it is too old, however long it took to write. "arrival": as admitted.
+    `group`: completions of one prompt that are picked together, once all are here.
+    """
+
+    def __init__(self, bound: Bound, order: Literal["oldest", "arrival"] = "oldest", group: int = 1) -> None:
+        self._bound = bound
+        self._key: Callable[[_Group], tuple[int, int]] = _by_age if order == "oldest" else _by_arrival
+        self._size = group
         self._entries: dict[str, Entry] = {}
         self._arrivals = 0
 
@@ -78,27 +101,42 @@ class Buffer:
         """Take an entry out if it is there."""
         self._entries.pop(rollout, None)
 
-    def pick(self, step: int, batch: int, step_of: Callable[[Version], int]) -> Pick:
+    def pick(self, step: int, batch: int, step_of: StepOf) -> Pick:
         """The batch that would be trained on top of `step`, and what is too old for it; changes nothing.
 
-        `step_of`: a token's version as a step of the trainer's lineage.
+        `batch` is a multiple of the group size.
         """
-        limit = step - self._max_staleness
-        fresh, too_old = [], []
+        ready: list[_Group] = []
+        too_old: list[str] = []
+        for group in self._groups(step_of):
+            if step - group.oldest > self._bound.hard:
+                too_old += [entry.id for entry in group.members]
+            elif len(group.members) == self._size:
+                ready.append(group)
+        if len(ready) * self._size < batch:
+            return Pick([], too_old, [])
+        ready.sort(key=self._key)
+        chosen = [entry for group in ready[: batch // self._size] for entry in _ordered(group.members)]
+        weights = [self._bound.weight(step - entry.oldest(step_of)) for entry in chosen]
+        return Pick([entry.id for entry in chosen], too_old, weights)
+
+    def _groups(self, step_of: StepOf) -> Sequence[_Group]:
+        groups: dict[str, _Group] = {}
         for entry in self._entries.values():
-            if entry.oldest(step_of) < limit:
-                too_old.append(entry.id)
-            else:
-                fresh.append(entry)
-        if len(fresh) < batch:
-            return Pick([], too_old)
-        fresh.sort(key=self._key)
-        return Pick([entry.id for entry in fresh[:batch]], too_old)
+            name = entry.id if self._size == 1 else group_of(entry.id)
+            group = groups.setdefault(name, _Group())
+            group.members.append(entry)
+            group.oldest = min(group.oldest, entry.oldest(step_of))
+        return list(groups.values())
 
 
-def _number(entry: Entry) -> int:
-    return entry.number
+def _ordered(members: list[Entry]) -> list[Entry]:
+    return sorted(members, key=lambda entry: entry.number)
 
 
-def _arrival(entry: Entry) -> int:
-    return entry.arrival
+def _by_age(group: _Group) -> tuple[int, int]:
+    return group.oldest, min(entry.number for entry in group.members)
+
+
+def _by_arrival(group: _Group) -> tuple[int, int]:
+    return max(entry.arrival for entry in group.members), 0

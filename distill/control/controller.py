@@ -16,12 +16,13 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from distill.config import RunConfig
+from distill.config import RunConfig, WaitForLate
 from distill.control.books import Books
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
+from distill.control.lateness import Hold, rules
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
@@ -30,12 +31,14 @@ from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError, Overloaded
+from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
 BROADCAST_RETRY_SECONDS = 0.5
+LATE_POLL_SECONDS = 0.2
+"""Between two looks whether a late rollout that a batch waits for has come to nothing."""
 
 
 class Controller:
@@ -48,7 +51,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        _check(config)
+        obeyed = rules(config)
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.books = Books.open(
@@ -56,9 +59,7 @@ class Controller:
             parts.prompts,
             run=config.run.name,
             seed=config.run.seed,
-            batch=config.rollout.batch,
-            max_staleness=config.buffer.max_staleness,
-            order=config.buffer.order,
+            rules=obeyed,
         )
         self._hooks = hooks
         self._changed, self._tidy = Signal(), Signal()
@@ -80,6 +81,8 @@ class Controller:
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
         )
+        late = config.buffer.late
+        self._hold = Hold(late.seconds if isinstance(late, WaitForLate) else 0.0)
         self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
@@ -174,6 +177,9 @@ class Controller:
         state = self.books.state
         while True:
             while self.desk.live and state.next_step <= self.desk.asked and self._can_compose():
+                if left := self._hold.left(state.next_step, state.expiring()):
+                    await self._changed.wait(min(left, LATE_POLL_SECONDS))
+                    continue
                 batch = await self.books.compose()
                 self.fleet.wake.wake()
                 if batch is None:
@@ -185,7 +191,7 @@ class Controller:
         """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
         state = self.books.state
         return state.next_step < self.config.run.steps and (
-            len(state.buffer) >= state.batch or (len(state.buffer) > 0 and not state.asked)
+            len(state.buffer) >= state.rules.batch or (len(state.buffer) > 0 and not state.asked)
         )
 
     async def _keep_tidy(self) -> None:
@@ -369,6 +375,7 @@ class Controller:
             saved=self._saved,
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
+            group_baseline=self.books.state.rules.group > 1,
             wants_broadcast=self.fleet.wants_broadcast,
         )
 
@@ -382,15 +389,4 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
-        )
-
-
-def _check(config: RunConfig) -> None:
-    """Raises ConfigError for a combination that could never go on."""
-    every, staleness = config.weights.publish_every, config.buffer.max_staleness
-    if every - 1 > staleness:
-        raise ConfigError(
-            f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
-            f"set max_staleness to at least {every - 1}, or publish more often"
         )

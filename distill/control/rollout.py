@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
-from distill.config import RolloutConfig
+from distill.config import AtLimit, RolloutConfig
 from distill.control.books import Books
 from distill.control.records import AgainReason, DropReason
 from distill.control.replicas import Answer, Fleet, Replica
@@ -20,9 +21,13 @@ from distill.control.scoring import Finished
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, unpack
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, unpack
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Times rollout.straggler_seconds within which a replica must have answered a request. It ends completions at
+that time itself, so one that has not is stuck."""
 
 
 @dataclass
@@ -70,6 +75,7 @@ class Feeder:
             top_p=config.top_p,
             stop_token_ids=config.stop_token_ids,
             student_topk=student_topk,
+            max_seconds=config.straggler_seconds,
         )
         self._again: deque[Asked] = deque()
         self._closing = False
@@ -91,6 +97,8 @@ class Feeder:
     def _feed(self, group: asyncio.TaskGroup) -> None:
         while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
             prompts = self._next(count)
+            for asked in prompts:
+                asked.since = replica.version or Version(0, 0)
             request = _Request(replica, prompts, {asked.prompt.id: asked for asked in prompts})
             self._load(replica, count)
             task = group.create_task(self._ask(request))
@@ -114,7 +122,8 @@ class Feeder:
         replica = request.replica
         try:
             await self._books.journal.commit()
-            async with asyncio.timeout(self._config.straggler_seconds):
+            limit = self._config.straggler_seconds
+            async with asyncio.timeout(None if limit is None else PATIENCE * limit):
                 async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
                     async for answer in answers:
                         self._answered(request, answer)
@@ -147,8 +156,8 @@ class Feeder:
             prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
         )
 
-    def _put_back(self, prompts: list[Asked], reason: AgainReason) -> None:
-        self._again.extend(self._books.ask_again(prompts, reason))
+    def _put_back(self, prompts: list[Asked], reason: AgainReason, tokens: int = 0) -> None:
+        self._again.extend(self._books.ask_again(prompts, reason, tokens))
         self._fleet.wake.wake()
 
     def _answered(self, request: _Request, answer: Answer) -> None:
@@ -165,7 +174,13 @@ class Feeder:
             logger.warning("prompt %s was refused by its replica: %s", prompt, answer.error)
             self._books.drop([prompt], "engine_failed", answer.error)
         elif answer.finish_reason == "abort":
-            self._put_back([asked], "aborted")
+            self._put_back([asked], "aborted", answer.token_ids.shape[0])
+        elif self._books.state.is_broken(prompt):
+            self._drop(
+                Finished(asked, answer), "group_broken", "another completion of its prompt was dropped"
+            )
+        elif self._at_limit(asked, answer):
+            pass
         elif answer.token_ids.shape[0] == 0:
             self._put_aside(Finished(asked, answer), "empty", "a completion without tokens")
         elif problem := fault(answer):
@@ -175,6 +190,20 @@ class Feeder:
             self._put_aside(Finished(asked, answer), *why)
         else:
             self._finished(Finished(asked, answer))
+
+    def _at_limit(self, asked: Asked, answer: Generated) -> bool:
+        """Drop or ask again what a limit ended, as its policy says; whether that was done."""
+        timed_out, count = answer.finish_reason == "time", answer.token_ids.shape[0]
+        if not timed_out and answer.finish_reason != "length":
+            return False
+        policy: AtLimit = self._config.stragglers if timed_out else self._config.at_max_tokens
+        reason: Literal["straggler", "over_long"] = "straggler" if timed_out else "over_long"
+        if policy == "drop":
+            limit = "straggler_seconds" if timed_out else "max_tokens"
+            self._put_aside(Finished(asked, answer), reason, f"ended after {count} tokens by rollout.{limit}")
+        elif policy == "requeue" or count == 0:
+            self._put_back([asked], reason, count)
+        return policy != "keep" or count == 0
 
     def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
         tokens = finished.answer.token_ids.shape[0]

@@ -182,7 +182,7 @@ class Scoring:
             answer.token_ids,
             answer.logprob,
             answer.spans,
-            answer.finish_reason == "length",
+            answer.finish_reason in ("length", "time"),
             teacher,
             marks,
             answer.topk_ids,

@@ -34,6 +34,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
             "issued": counters.issued,
             "scored": counters.scored,
             "composed": counters.composed,
+            "late": counters.late,
             "open": state.outstanding,
             "dropped": dict(counters.dropped),
             "asked_again": dict(counters.asked_again),
@@ -41,7 +42,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
         "staleness": {
             "mean": counters.age_sum / max(1, counters.composed),
             "max": counters.age_max,
-            "limit": state.max_staleness,
+            "limit": state.rules.bound.hard,
         },
         "busy_seconds": timeline.busy_seconds(),
         "idle_seconds": timeline.idle_seconds(),

@@ -555,7 +555,7 @@ MUTANTS = [
     ("objectives.mixture", "loss_N = loss_N - (task", "loss_N = -(task"),
     ("objectives.mixture", "torch.where(written_N, 0.0, task_N)", "task_N"),
     ("objectives.mixture", "torch.where(written_N, sft(", "torch.where(~written_N, sft("),
-    ("rewards", "- rewards.mean)", ")"),
+    ("rewards", "- baseline_R)", ")"),
     ("rewards", "* denominator / rewards.tokens", ""),
     ("rewards", "total / rollouts", "total"),
     ("rewards", "unpack(rows.completion_lens).sum()", "1"),
