@@ -7,6 +7,7 @@ Producer → consumer
     teacher → controller           ScoreReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience
+    people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
@@ -321,6 +322,41 @@ class Head(Message, frozen=True):
     scale: float = 1.0
     soft_cap: float | None = None
     """cap(x) = soft_cap · tanh(x / soft_cap); None: no cap"""
+
+
+# --- people ↔ controller ----------------------------------------------------------------------------------
+
+
+class ReplicaJoins(Message, frozen=True):
+    """A student replica that is to serve this run from now on; answered with the Replicas there are then."""
+
+    url: str
+    name: str | None = None
+    """None: the next free "student-N"."""
+
+
+class ReplicaLeaves(Message, frozen=True):
+    """A replica that is to serve this run no more; answered with the Replicas that remain."""
+
+    name: str
+
+
+class ReplicaSeat(msgspec.Struct, frozen=True):
+    """One replica as the controller sees it."""
+
+    name: str
+    url: str
+    phase: Literal["absent", "catching_up", "serving"]
+    version: Version | None
+    """None: the folder it was started with."""
+    in_flight: int
+    """Completions it works on."""
+
+
+class Replicas(Message, frozen=True):
+    """The student replicas of a run."""
+
+    replicas: list[ReplicaSeat]
 
 
 # --- trainer ↔ controller ---------------------------------------------------------------------------------

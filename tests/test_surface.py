@@ -9,12 +9,13 @@ import sync.wire as wire
 from distill.cli.main import app
 
 COMMANDS = (
-    "audit bench chaos control evaluate evaluator export preflight quickstart report run student sync "
+    "audit bench chaos control evaluate evaluator export preflight quickstart replicas report run student sync "
     "teacher train version"
 )
 MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
-    "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply "
+    "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaJoins ReplicaLeaves "
+    "ReplicaState Replicas ScoreReply "
     "ScoreRequest StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
     "UpdateRequest Wait"
 )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
+from distill.cli import replicas as cli_replicas
 from distill.cli.bench import JsonFile
 from sync.errors import ConfigError, DataError, DistillError, Interrupted
 
@@ -300,6 +301,7 @@ def version() -> None:
 # --- the store of a run -----------------------------------------------------------------------------------
 
 app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_replicas.app, name="replicas")
 sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
 app.add_typer(sync_app, name="sync")
 

@@ -23,14 +23,15 @@ from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import Hold, rules
+from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, summarise, token_shares
-from distill.control.timeline import Timeline
+from distill.control.summary import digest_of_all, gauges, summarise
+from distill.control.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
@@ -75,7 +76,7 @@ class Controller:
             self.fleet,
             config.rollout,
             config.run.steps,
-            self.scoring.put,
+            self._written,
             self.timeline,
             parts.student_topk,
             unfit=lambda answer: unfit(answer, config.guard),
@@ -87,7 +88,9 @@ class Controller:
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.desk, parts.teachers, self.metrics, token)
+        self._app = application(
+            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect)
+        )
 
     # --- what the launcher calls --------------------------------------------------------------------------
 
@@ -178,6 +181,7 @@ class Controller:
         while True:
             while self.desk.live and state.next_step <= self.desk.asked and self._can_compose():
                 if left := self._hold.left(state.next_step, state.expiring()):
+                    self._note_waiting()
                     await self._changed.wait(min(left, LATE_POLL_SECONDS))
                     continue
                 batch = await self.books.compose()
@@ -185,7 +189,16 @@ class Controller:
                 if batch is None:
                     break
                 self.desk.prepare(batch.version.step)
+            self._note_waiting()
             await self._changed.wait()
+
+    def _note_waiting(self) -> None:
+        """For whom the trainer waits, if it does."""
+        state, desk = self.books.state, self.desk
+        waits = desk.live and desk.ready < desk.asked < self.config.run.steps
+        written = len(state.buffer) + self.scoring.open >= state.rules.batch
+        whom = LATE if self._hold.holding else TEACHERS if written else REPLICAS
+        self.timeline.waits(TRAINER, whom if waits else None)
 
     def _can_compose(self) -> bool:
         """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
@@ -218,6 +231,10 @@ class Controller:
     def _stop(self, reason: str, checkpoint: bool = True) -> None:
         self._stop_reason = self._stop_reason or reason
         self.desk.stop(reason, checkpoint)
+
+    def _written(self, finished: Finished) -> None:
+        self.scoring.put(finished)
+        self._note_waiting()
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
@@ -303,18 +320,7 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Where the run stands, by name."""
-        state, counters = self.books.state, self.books.state.counters
-        return {
-            "step": float(state.reached.step if state.reached else 0),
-            "buffer/ready": float(len(state.buffer)),
-            "rollouts/in_flight": float(sum(replica.in_flight for replica in self.fleet.replicas.values())),
-            "rollouts/outstanding": float(state.outstanding),
-            "replicas/serving": float(len(self.fleet.serving())),
-            **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
-            **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
-            **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
-            **{f"busy_seconds/{role}": value for role, value in self.timeline.busy_seconds().items()},
-        }
+        return gauges(self.books.state, self.fleet, self.timeline)
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""

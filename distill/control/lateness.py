@@ -72,6 +72,8 @@ class Hold:
         self._clock = clock
         self._step = -1
         self._until = 0.0
+        self.holding = False
+        """Whether the newest answer was to wait."""
 
     def left(self, step: int, expiring: int) -> float:
         """Seconds that the batch of `step` may wait from now on; 0: compose it.
@@ -79,8 +81,8 @@ class Hold:
         `expiring`: rollouts under way that no later batch may take. The time of a step runs from its first
         question with any.
         """
-        if not expiring or not self._seconds:
-            return 0.0
-        if step != self._step:
+        if expiring and step != self._step:
             self._step, self._until = step, self._clock() + self._seconds
-        return max(0.0, self._until - self._clock())
+        left = max(0.0, self._until - self._clock()) if expiring else 0.0
+        self.holding = left > 0
+        return left

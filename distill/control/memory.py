@@ -66,6 +66,7 @@ class MemoryReplica:
     token_seconds: float = 0.0
     version: Version | None = None
     up: bool = True
+    url: str = "memory"
     generated: int = 0
     """Completions it has finished."""
     updates: list[Version] = field(default_factory=list)

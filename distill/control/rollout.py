@@ -19,7 +19,7 @@ from distill.control.records import AgainReason, DropReason
 from distill.control.replicas import Answer, Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
-from distill.control.timeline import Timeline
+from distill.control.timeline import TRAINER, Timeline
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, unpack
 
@@ -90,6 +90,7 @@ class Feeder:
             try:
                 while True:
                     self._feed(group)
+                    self._note_waiting()
                     await self._fleet.wake.wait()
             finally:
                 self._closing = True
@@ -104,6 +105,13 @@ class Feeder:
             task = group.create_task(self._ask(request))
             replica.streams.add(task)
             task.add_done_callback(partial(self._ended, request))
+
+    def _note_waiting(self) -> None:
+        """A replica without work waits for the trainer when the bound is reached, for nobody else."""
+        idle = {replica.name for replica in self._fleet.serving() if replica.in_flight == 0}
+        full = bool(idle) and not self._again and not self._books.state.room(self._fleet.slowest())
+        for name in self._fleet.replicas:
+            self._timeline.waits(name, TRAINER if full and name in idle else None)
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""

@@ -14,7 +14,7 @@ import numpy as np
 from distill.control.records import Rollout
 from distill.control.signals import Signal
 from distill.control.state import Asked
-from distill.control.timeline import Timeline
+from distill.control.timeline import REPLICAS, Timeline
 from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError
 from sync.wire import Array, Generated, Head, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
@@ -96,17 +96,25 @@ class Scoring:
         self._judge = judge
         self._parallel = parallel
         self._linger = linger
+        self._open = 0
+
+    @property
+    def open(self) -> int:
+        """Completions that wait for a teacher or are with one."""
+        return self._open
 
     def put(self, finished: Finished) -> None:
         """Queue a completion for its teacher."""
         lane = self._lanes[self._route(finished.asked.prompt.source)]
         lane.queue.append(finished)
+        self._open += 1
         lane.changed.wake()
 
     async def run(self) -> None:
         """Score until cancelled."""
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes.values():
+                self._timeline.waits(f"teacher {lane.name}", REPLICAS)
                 for _ in range(self._parallel):
                     group.create_task(self._work(lane))
 
@@ -119,11 +127,13 @@ class Scoring:
             try:
                 await self._settle(lane, work, await self._ask(lane, work))
             finally:
+                self._open -= len(work)
                 self._busy(lane, -1)
 
     def _busy(self, lane: _Lane, change: int) -> None:
         lane.busy += change
         self._timeline.level(f"teacher {lane.name}", "score", lane.busy)
+        self._timeline.waits(f"teacher {lane.name}", None if lane.busy else REPLICAS)
         lane.changed.wake()
 
     async def _collect(self, lane: _Lane) -> list[Finished]:

@@ -359,5 +359,5 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
         assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
     dropped = summary["rollouts"]["dropped"]
     assert dropped["engine_failed"] > 0
-    assert dropped["group_broken"] <= 3 * dropped["engine_failed"]
+    assert dropped["group_broken"] > 0
     assert audited(run, trainer).ok
