@@ -165,6 +165,22 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
         )
 
 
+async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(server, folders):
+    async with server.peer() as peer:
+        await update(peer, 3)
+        started = time.monotonic()
+        (answer,) = await generate(peer, PROMPTS[:1], max_tokens=480, max_seconds=0.3)
+        assert time.monotonic() - started < 30
+        state = await peer.call("/distill/v1/state", None, ReplicaState)
+    length = answer.token_ids.shape[0]
+    assert answer.finish_reason == "time"
+    assert 0 < length < 480
+    assert answer.logprob.shape == (length,)
+    assert (answer.spans[0].start, answer.spans[-1].end) == (0, length)
+    assert error(folders[2], PROMPTS[0], answer) < TOLERANCE
+    assert state.requests == 0
+
+
 async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_difference(server, folders):
     async with server.peer() as peer:
         await update(peer, 3)
