@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -224,29 +225,51 @@ async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> No
 
 
 class OneSlow(MemoryReplica):
-    """The completion of one prompt takes as long as ten steps or more."""
+    """The completion of one prompt waits for `release`."""
+
+    release: asyncio.Event
 
     async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
         if prompt.id != "0:5:0":
             return await super()._complete(prompt, request)
         begun = self.version or Version(0, 0)
-        await self._breathe(0.5)
+        await self.release.wait()
         answer = await super()._complete(prompt, request)
         return msgspec.structs.replace(answer, spans=[VersionSpan(begun, 0, answer.token_ids.shape[0])])
 
 
-def slow_run(
-    controller: Any, config: Any, late: dict[str, Any], **sections: Any
-) -> tuple[Any, MemoryTrainer]:
+Moment = Callable[[Controller, MemoryTrainer], bool]
+
+
+async def slow_run(
+    controller: Any, config: Any, late: dict[str, Any], moment: Moment, **sections: Any
+) -> tuple[dict[str, Any], Controller, MemoryTrainer]:
+    """A run of 12 steps whose prompt 0:5:0, begun at version 0, is written at `moment`."""
     settings = config(
-        run={"steps": 40},
+        run={"steps": 12},
         rollout={"request_size": 1},
         buffer={"late": late},
         evaluation={"every": 0},
         **sections,
     )
-    run = controller(settings, replicas={"r0": OneSlow()})
-    return run, MemoryTrainer(run.desk, step_seconds=0.02)
+    replica = OneSlow()
+    replica.release = asyncio.Event()
+    run = controller(settings, replicas={"r0": replica})
+    trainer = MemoryTrainer(run.desk, step_seconds=0.02)
+
+    async def watch() -> None:
+        while not moment(run, trainer):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        replica.release.set()
+
+    watching = asyncio.create_task(watch())
+    summary = await complete(run, trainer)
+    await watching
+    return summary, run, trainer
+
+
+def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
+    return len(trainer.batches) >= 5
 
 
 def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
@@ -257,20 +280,20 @@ def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
 async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_bound(
     controller, config
 ) -> None:
-    run, trainer = slow_run(controller, config, {"type": "wait", "seconds": 10})
-    summary = await complete(run, trainer)
+    held = {"type": "wait", "seconds": 15}
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run._hold.holding)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
     assert summary["rollouts"]["dropped"] == {}
     assert summary["staleness"]["max"] == 2
-    assert summary["steps"] == 40
+    assert summary["steps"] == 12
+    assert summary["waited_seconds"]["trainer"]["late rollouts"] > 0
     assert audited(run, trainer).ok
 
 
 @pytest.mark.parametrize("late", [{"type": "drop"}, {"type": "wait", "seconds": 0.05}])
 async def test_what_is_later_than_it_may_be_is_dropped(controller, config, late: dict[str, Any]) -> None:
-    run, trainer = slow_run(controller, config, late)
-    summary = await complete(run, trainer)
+    summary, run, trainer = await slow_run(controller, config, late, after_five_steps)
     assert summary["rollouts"]["dropped"] == {"too_old": 1}
     assert summary["staleness"]["max"] <= 2
     assert audited(run, trainer).ok
@@ -279,12 +302,11 @@ async def test_what_is_later_than_it_may_be_is_dropped(controller, config, late:
 async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_and_handed_out_again(
     controller, config
 ) -> None:
-    late = {"type": "freshness", "hard_limit": 39, "half_life": 8.0}
-    run, trainer = slow_run(controller, config, late, trainer={"keep_checkpoints": 9})
-    summary = await complete(run, trainer)
+    late, kept = {"type": "freshness", "hard_limit": 39, "half_life": 8.0}, {"keep_checkpoints": 9}
+    summary, run, trainer = await slow_run(controller, config, late, after_five_steps, trainer=kept)
     (version,) = [v for v, shares in trainer.batches.items() if "0:5:0" in ids_of(shares)]
     age = version.step
-    assert 2 < age <= 39
+    assert 5 <= age <= 39
     weights = weights_of_rows(trainer.batches[version])
     assert weights["0:5:0"] == pytest.approx(2 ** ((2 - age) / 8.0))
     assert {w for name, w in weights.items() if name != "0:5:0"} == {1.0}
@@ -295,7 +317,7 @@ async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_a
     assert (report.late, report.oldest) == (1, age)
 
     resumed = controller(
-        run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 41})})
+        run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 13})})
     )
     again = MemoryTrainer(resumed.desk)
     await complete(resumed, again)

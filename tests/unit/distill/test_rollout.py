@@ -163,8 +163,9 @@ class Slow(MemoryReplica):
 
 @pytest.mark.parametrize("policy", ["keep", "drop", "requeue"])
 async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
-    tmp_path: Path, policy: str
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("distill.control.rollout.PATIENCE", 100.0)  # this replica keeps its time
     replica = Slow(seed=3, longest=8)
     Slow.met = set()
     bench = Bench(tmp_path, replica, straggler_seconds=0.035, stragglers=policy)
