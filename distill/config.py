@@ -169,7 +169,7 @@ class BufferConfig(Settings):
     late: LateConfig = DropLate()
     """What becomes of a rollout that took so long that it is older than that."""
     order: Literal["oldest", "arrival"] = "oldest"
-    """oldest: rollouts whose oldest token is the oldest go first, so that long ones do not starve."""
+    """oldest: what the next batch could not take goes first, then what was asked first: nothing starves."""
     score_batch: int = Field(64, ge=1)
     """Rollouts in one request to a teacher."""
     fsync: Literal["always", "batch", "never"] = "batch"
@@ -202,7 +202,10 @@ class GuardConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
+    """[evaluation]: exact reverse KL, and pass rate where a task judges, on held-out prompts.
+
+    At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
+    """
 
     every: int = Field(0, ge=0)
     """Optimizer steps between evaluations; 0: before and after only."""

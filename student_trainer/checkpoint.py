@@ -21,7 +21,7 @@ import torch
 from blake3 import blake3
 
 from student_trainer.ranks import Ranks
-from sync.errors import DataError, WireError
+from sync.errors import DataError
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,10 @@ _INDEX: Final = "checkpoint.json"
 
 
 def save(engine: Any, folder: Path, version: Version, fingerprint: str, ranks: Ranks, keep: int) -> Path:
-    """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective."""
+    """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
+
+    A version is saved once: what is whole already is never removed to make room for the same again.
+    """
     partial, final = folder / f".partial-{version}", folder / str(version)
     if ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -45,8 +48,6 @@ def save(engine: Any, folder: Path, version: Version, fingerprint: str, ranks: R
             "files": _digests(partial),
         }
         _write(partial / _INDEX, json.dumps(index, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
         partial.rename(final)
         _write(folder / "latest", str(version))
         _retain(folder, keep)
@@ -115,16 +116,16 @@ def _problem(path: Path) -> str | None:
     """Why a checkpoint must not be used; None: it is whole."""
     try:
         index = json.loads((path / _INDEX).read_text())
-        Version.parse(index["version"])
-        for name, entry in index["files"].items():
+        Version.parse(str(index["version"])), int(index["world_size"]), str(index["fingerprint"])
+        for name, entry in dict(index["files"]).items():
             file = path / name
             if not file.is_file() or file.stat().st_size != entry["size"]:
                 return f"{name} is missing or cut short"
             if _digest(file) != entry["blake3"]:
                 return f"{name} was altered"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"it has no {_INDEX}"
-    except (json.JSONDecodeError, KeyError, TypeError, WireError):
+    except (ValueError, KeyError, TypeError):  # no JSON or text at all, or other fields
         return f"its {_INDEX} is damaged"
     return None
 

@@ -24,7 +24,12 @@ def load_tokenizer(source: ModelSource) -> Any:
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"the tokenizer of {source.path!r}, which is no folder here, cannot be loaded from the Hub: correct "
+            f"`path`, `revision` or the token in HF_TOKEN. {error}"
+            if not path.is_dir()
+            else f"the tokenizer in {source.path!r} cannot be loaded: save one beside the model. {error}"
+        ) from error
     if source.chat_template is not None:
         tokenizer.chat_template = _read(source.chat_template)
     return tokenizer

@@ -64,8 +64,7 @@ def objective(
 ) -> None:
     """Which objective learns a toy task fastest; or the chunked loss against full logits."""
     module = bench("memory" if memory else "objective")
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("distill").setLevel(logging.INFO)
+    log_progress()
     names = only.split(",") if only else module.OBJECTIVES
     if memory:
         figures = module.run(folder, names, device=device)
@@ -80,8 +79,30 @@ def pipeline(
         "runs/bench-async"
     ),
     seeds: Annotated[int, typer.Option(help="How many")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run")] = 240,
     json_file: JsonFile = None,
 ) -> None:
     """The quickstart one stage after the other against all stages at once."""
     module = bench("pipeline")
+    log_progress()
+    finish(module, module.run(folder, range(seeds), steps), json_file)
+
+
+@app.command()
+def peers(
+    folder: Annotated[
+        Path, typer.Option(help="Finished runs, and TRL's own environment, are kept here")
+    ] = Path("runs/bench-peers"),
+    seeds: Annotated[int, typer.Option(help="How many at toy size")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """TRL's DistillationTrainer against us on the same models; installs TRL by pip into a folder."""
+    module = bench("peers")
+    log_progress()
     finish(module, module.run(folder, range(seeds)), json_file)
+
+
+def log_progress() -> None:
+    """A line on stderr for every trial."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill").setLevel(logging.INFO)

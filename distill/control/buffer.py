@@ -31,12 +31,14 @@ class Entry:
     length: int
     """Completion tokens."""
     spans: list[VersionSpan]
+    """Empty: the teacher wrote it."""
+    by_teacher: bool = False
     rollout: Rollout | None = None
     """None: it is in the journal only."""
 
-    def oldest(self, step_of: StepOf) -> int:
-        """Step of the oldest token."""
-        return min((step_of(span.version) for span in self.spans), default=0)
+    def age(self, step: int, step_of: StepOf) -> int:
+        """Versions between the oldest token and `step`; 0 for what the teacher wrote, which does not age."""
+        return 0 if self.by_teacher else step - min(step_of(span.version) for span in self.spans)
 
 
 class Pick(NamedTuple):
@@ -54,21 +56,21 @@ class _Group:
     """Entries that go into a batch together, or are too old together."""
 
     members: list[Entry] = field(default_factory=list)
-    oldest: int = 1 << 62
-    """Step of the oldest token of them all."""
+    age: int = 0
+    """Of the oldest of them, in versions."""
 
 
 class Buffer:
     """Entries by id, in the order of admission.
 
-    `order` "oldest": those whose oldest token is the oldest go first, then those that were asked first; so
-    nothing can be overtaken until it is too old, however long it took to write. "arrival": as admitted.
+    `order` "oldest": what would be over the limit in the next batch goes first, then what was asked first; so
+    nothing is overtaken until it is too old, however long it took to write. "arrival": as admitted.
     `group`: completions of one prompt that are picked together, once all are here.
     """
 
     def __init__(self, bound: Bound, order: Literal["oldest", "arrival"] = "oldest", group: int = 1) -> None:
         self._bound = bound
-        self._key: Callable[[_Group], tuple[int, int]] = _by_age if order == "oldest" else _by_arrival
+        self._order = order
         self._size = group
         self._entries: dict[str, Entry] = {}
         self._arrivals = 0
@@ -108,35 +110,33 @@ class Buffer:
         """
         ready: list[_Group] = []
         too_old: list[str] = []
-        for group in self._groups(step_of):
-            if step - group.oldest > self._bound.hard:
+        for group in self._groups(step, step_of):
+            if group.age > self._bound.hard:
                 too_old += [entry.id for entry in group.members]
             elif len(group.members) == self._size:
                 ready.append(group)
         if len(ready) * self._size < batch:
             return Pick([], too_old, [])
-        ready.sort(key=self._key)
+        ready.sort(key=self._place)
         chosen = [entry for group in ready[: batch // self._size] for entry in _ordered(group.members)]
-        weights = [self._bound.weight(step - entry.oldest(step_of)) for entry in chosen]
+        weights = [self._bound.weight(entry.age(step, step_of)) for entry in chosen]
         return Pick([entry.id for entry in chosen], too_old, weights)
 
-    def _groups(self, step_of: StepOf) -> Sequence[_Group]:
+    def _groups(self, step: int, step_of: StepOf) -> Sequence[_Group]:
         groups: dict[str, _Group] = {}
         for entry in self._entries.values():
             name = entry.id if self._size == 1 else group_of(entry.id)
             group = groups.setdefault(name, _Group())
             group.members.append(entry)
-            group.oldest = min(group.oldest, entry.oldest(step_of))
+            group.age = max(group.age, entry.age(step, step_of))
         return list(groups.values())
+
+    def _place(self, group: _Group) -> tuple[bool, int]:
+        """What is picked first sorts first."""
+        if self._order == "arrival":
+            return False, max(entry.arrival for entry in group.members)
+        return group.age < self._bound.limit, min(entry.number for entry in group.members)
 
 
 def _ordered(members: list[Entry]) -> list[Entry]:
     return sorted(members, key=lambda entry: entry.number)
-
-
-def _by_age(group: _Group) -> tuple[int, int]:
-    return group.oldest, min(entry.number for entry in group.members)
-
-
-def _by_arrival(group: _Group) -> tuple[int, int]:
-    return max(entry.arrival for entry in group.members), 0

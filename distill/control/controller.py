@@ -1,7 +1,7 @@
 """The controller: joins prompts, replicas, teachers, buffer and trainer, and runs until the trainer has left.
 
     prompts ─▶ Feeder ─▶ replicas ─▶ Scoring ─▶ Books (journal, buffer) ─▶ composer ─▶ Desk ─▶ trainer
-                 ▲                                                                            │
+                 ▲  └─▶ Writing (prompts that teachers complete) ─▶ Scoring                  │
                  └──────────────────── Fleet follows the versions that are published ◀────────┘
 
 Every arrow is a task of its own; what bounds them all is the capacity rule. With `max_staleness` 0 the same
@@ -16,13 +16,14 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from distill.config import RunConfig, WaitForLate
+from distill.config import RunConfig
+from distill.control.authors import authors
 from distill.control.books import Books
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
-from distill.control.lateness import Hold, rules
+from distill.control.lateness import LATE_POLL_SECONDS, Hold, rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
@@ -30,16 +31,15 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, gauges, summarise
+from distill.control.summary import digest_of_all, gauges, identity, summarise
 from distill.control.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
 BROADCAST_RETRY_SECONDS = 0.5
-LATE_POLL_SECONDS = 0.2
-"""Between two looks whether a late rollout that a batch waits for has come to nothing."""
 
 
 class Controller:
@@ -52,7 +52,6 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        obeyed = rules(config)
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.books = Books.open(
@@ -60,30 +59,32 @@ class Controller:
             parts.prompts,
             run=config.run.name,
             seed=config.run.seed,
-            rules=obeyed,
+            rules=rules(config),
+            author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
         )
         self._hooks = hooks
         self._changed, self._tidy = Signal(), Signal()
         self._left = False
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._weights_identical: dict[str, bool] | None = None
+        self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.scoring = self._make_scoring(parts)
+        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), self._refused, self.timeline)
         self.feeder = Feeder(
             self.books,
             self.fleet,
             config.rollout,
             config.run.steps,
-            self._written,
+            self._finished,
             self.timeline,
             parts.student_topk,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
+            write=self.writing.put,
         )
-        late = config.buffer.late
-        self._hold = Hold(late.seconds if isinstance(late, WaitForLate) else 0.0)
+        self._hold = Hold(seconds_of_waiting(config))
         self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
@@ -157,8 +158,9 @@ class Controller:
         self.books.journal.close()
 
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
-        parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
-        return parts + [self.evaluations.run()] if self.evaluations else parts
+        parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
+        parts += [self.evaluations.run()] if self.evaluations else []
+        return [*parts, self._compose(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -218,9 +220,7 @@ class Controller:
         if final is None:
             return
         self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        reports = self.books.state.evaluations
-        known = any(report.version == final.version for report in reports)
-        if self.evaluations is not None and not self._interrupted and not known:
+        if self.evaluations is not None and not self._interrupted:
             try:
                 await self.evaluations.now(final.version)
             except DistillError as error:
@@ -232,7 +232,7 @@ class Controller:
         self._stop_reason = self._stop_reason or reason
         self.desk.stop(reason, checkpoint)
 
-    def _written(self, finished: Finished) -> None:
+    def _finished(self, finished: Finished) -> None:
         self.scoring.put(finished)
         self._note_waiting()
 
@@ -325,15 +325,14 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical, reached = self._weights_identical, self.books.state.reached
+        reached = self.books.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
-            "weights_identical_by_replica": identical,
+            **identity(self._weights_identical),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -383,6 +382,7 @@ class Controller:
             supervised=self.config.objective.max_supervised_tokens,
             group_baseline=self.books.state.rules.group > 1,
             wants_broadcast=self.fleet.wants_broadcast,
+            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

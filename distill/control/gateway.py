@@ -27,6 +27,7 @@ from sync.wire import (
     Head,
     ReplicaJoins,
     ReplicaLeaves,
+    Seats,
     StepReport,
     TrainerHello,
     encode,
@@ -62,6 +63,9 @@ def application(
         kind = cast(type[StepReport], Event)
         return reply(await desk.event(await read_message(request, kind)))
 
+    async def broadcast(request: Request) -> Response:
+        return reply(Seats(lost=desk.lost_seats(request.path_params["group"])))
+
     async def head(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in teachers:
@@ -90,6 +94,7 @@ def application(
             Route("/v1/hello", answered(hello), methods=["POST"]),
             Route("/v1/batch", answered(batch), methods=["POST"]),
             Route("/v1/event", answered(event), methods=["POST"]),
+            Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
             Route("/v1/replicas", answered(replicas)),
             Route("/v1/replicas/join", answered(join), methods=["POST"]),

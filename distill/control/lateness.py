@@ -14,15 +14,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from distill.config import RunConfig, WeighLate
-from distill.control.clock import Bound
+from distill.config import RunConfig, WaitForLate, WeighLate
+from distill.control.clock import Bound, check_pace
 from distill.control.state import Rules
 from sync.errors import ConfigError
+
+LATE_POLL_SECONDS = 0.2
+"""Between two looks whether a late rollout that a batch waits for has come to nothing."""
+
+
+def seconds_of_waiting(config: RunConfig) -> float:
+    """For how long a batch waits for late rollouts; 0: not at all."""
+    late = config.buffer.late
+    return late.seconds if isinstance(late, WaitForLate) else 0.0
 
 
 def rules(config: RunConfig) -> Rules:
     """How the rollouts of a run become batches. Raises ConfigError for a combination that cannot go on."""
-    _check_publishing(config)
+    check_pace(config.weights.publish_every, config.buffer.max_staleness)
     rollout = config.rollout
     return Rules(rollout.batch, _bound(config), config.buffer.order, _group(config), rollout.max_attempts)
 
@@ -51,16 +60,6 @@ def _group(config: RunConfig) -> int:
             "set per_prompt to 2 or more and batch to a multiple of it"
         )
     return rollout.per_prompt
-
-
-def _check_publishing(config: RunConfig) -> None:
-    every, staleness = config.weights.publish_every, config.buffer.max_staleness
-    if every - 1 > staleness:
-        raise ConfigError(
-            f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
-            f"set max_staleness to at least {every - 1}, or publish more often"
-        )
 
 
 class Hold:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from distill.control.replicas import Fleet, ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine
+from distill.control.replicas import Fleet
 from sync.errors import RemoteError
 from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
 

@@ -56,6 +56,8 @@ class Asked:
     prompt: Prompt
     number: int
     """Place in the order of issue."""
+    by_teacher: bool = False
+    """The teacher completes it."""
     attempts: int = 0
     """Completions that an engine broke off, or that reached a limit and were to be asked again."""
     since: Version | None = None
@@ -71,6 +73,8 @@ class Batch:
     entries: list[Entry]
     tokens: int
     """Completion tokens."""
+    by_teacher: int
+    """Those of them that teachers wrote."""
     ages: list[int]
     """Of each rollout, in versions."""
     weights: list[float]
@@ -84,6 +88,8 @@ class Counters:
     issued: int = 0
     generated_tokens: int = 0
     """Completion tokens of scored and of dropped rollouts."""
+    by_teacher_tokens: int = 0
+    """Those of them that teachers wrote."""
     scored: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Rollouts by reason."""
@@ -120,6 +126,8 @@ class RunState:
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
         """Completion tokens of each step trained on the way of the current lineage."""
+        self.trained_by_teacher: dict[int, int] = {}
+        """Those of them that teachers wrote."""
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: list[VersionPublished] = []
@@ -203,8 +211,9 @@ class RunState:
         pass
 
     def _issued(self, record: Issued, location: Location | None) -> None:
-        for prompt in record.prompts:
-            self.asked[prompt.id] = Asked(prompt, self.counters.issued)
+        written = set(record.by_teacher)
+        for place, prompt in enumerate(record.prompts):
+            self.asked[prompt.id] = Asked(prompt, self.counters.issued, place in written)
             self.counters.issued += 1
             if location:
                 self.where[prompt.id] = location
@@ -221,7 +230,9 @@ class RunState:
             self.counters.dropped_tokens[record.reason] += record.tokens
 
     def _scored(self, record: Rollout, location: Location | None) -> None:
-        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record))
+        self._admit(
+            Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher, record)
+        )
         if location:
             self.where[record.id] = location
 
@@ -230,7 +241,7 @@ class RunState:
         self.buffer[rollout].rollout = None
 
     def _traced(self, record: Trace, _: Location | None) -> None:
-        self._admit(Entry(record.id, record.number, 0, record.length, record.spans))
+        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher))
 
     def _admit(self, entry: Entry) -> None:
         self.asked.pop(entry.id)
@@ -238,6 +249,7 @@ class RunState:
         self.buffer.admit(entry)
         self.counters.scored += 1
         self.counters.generated_tokens += entry.length
+        self.counters.by_teacher_tokens += entry.length if entry.by_teacher else 0
 
     def _dropped(self, record: Dropped, _: Location | None) -> None:
         tokens = record.tokens
@@ -246,8 +258,8 @@ class RunState:
                 tokens += self.buffer.remove([rollout])[0].length
             elif rollout in self._shrunk:
                 tokens += self._shrunk.pop(rollout).length
-            else:
-                self.asked.pop(rollout)
+            elif self.asked.pop(rollout).by_teacher:
+                self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
             self._break_group(rollout)
         self.counters.generated_tokens += record.tokens
@@ -267,9 +279,11 @@ class RunState:
         entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
             self.broken.pop(group_of(rollout), None)
-        ages = [record.version.step - entry.oldest(self.step_of) for entry in entries]
+        ages = [entry.age(record.version.step, self.step_of) for entry in entries]
         tokens = sum(entry.length for entry in entries)
-        self.batches[record.version] = Batch(record.version, entries, tokens, ages, record.weights)
+        by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
+        batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
+        self.batches[record.version] = batch
         self.next_step = record.version.step + 1
         self.counters.composed += len(entries)
         self.counters.late += sum(weight < 1 for weight in record.weights)
@@ -282,7 +296,9 @@ class RunState:
         self.fingerprint = record.fingerprint
         self.reached = Version(record.lineage, record.start)
         self.next_step = record.branch
-        self.trained_tokens = {step: n for step, n in self.trained_tokens.items() if step < record.start}
+        for tokens in (self.trained_tokens, self.trained_by_teacher):
+            for step in [step for step in tokens if step >= record.start]:
+                del tokens[step]
         self._take_back_lost_batches(record.lineage)
 
     def _take_back_lost_batches(self, lineage: int) -> None:
@@ -300,6 +316,7 @@ class RunState:
         batch = self.batch_of(record.version.step - 1)
         if batch is not None:
             self.trained_tokens[record.version.step - 1] = batch.tokens
+            self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
             for entry in batch.entries:
                 entry.rollout = None
 

@@ -77,7 +77,7 @@ def dropped_words(dropped: Mapping[str, float]) -> str:
 
 
 def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
-    """One evaluation in words."""
+    """One evaluation in words, told apart from a step's own figures."""
     passed = figures.get("eval/pass_rate")
     rate = "" if passed is None else f", pass rate {passed:.1%}"
-    return f"step {step}: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"

@@ -28,6 +28,10 @@ def build(config: TeacherConfig, vocab_size: int) -> Engine:
         from teacher_service.engines.vllm import connect
 
         return connect(config, vocab_size)
+    if config.engine == "sglang":
+        from teacher_service.engines.sglang import connect as connect_sglang
+
+        return connect_sglang(config, vocab_size)
     from teacher_service.engines.openai import connect as connect_openai
 
     return connect_openai(config, vocab_size)

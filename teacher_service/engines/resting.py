@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from sync.wire import Head
-from teacher_service.engines.base import Asked, Engine, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -40,6 +40,11 @@ class RestingEngine:
     def score(self, items: Sequence[Item], asked: Asked) -> Marks:
         """See `Engine.score`; the first batch after a rest waits for the engine to load."""
         return self._while_awake(lambda engine: engine.score(items, asked))
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; it is no time without work until the last step."""
+        steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
+        yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
 
     def head(self) -> Head | None:
         """See `Engine.head`."""

@@ -47,10 +47,10 @@ def test_long_rollouts_do_not_starve_unless_asked(
     assert buffer.pick(1, 2, step_of).chosen == first
 
 
-def test_the_version_of_the_oldest_token_comes_before_the_order_of_asking() -> None:
+def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
     """r0 was asked again later, so r7 is the one that can wait least."""
-    buffer = filled(Buffer(Bound(4, 4)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
-    assert buffer.pick(3, 2, step_of).chosen == ["r7", "r5"]
+    buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
+    assert buffer.pick(3, 2, step_of).chosen == ["r7", "r0"]
 
 
 def test_a_rollout_enters_once() -> None:
@@ -101,18 +101,20 @@ arrivals = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max
 
 
 @given(arrivals=arrivals, limit=st.integers(0, 4), batch=st.integers(1, 5))
-def test_nothing_overtakes_what_expires_sooner_and_the_same_arrivals_give_the_same_batch(
+def test_nothing_overtakes_what_expires_now_and_the_same_arrivals_give_the_same_batch(
     arrivals: list[tuple[int, bool]], limit: int, batch: int
 ) -> None:
     entries = [entry(i, old, *([old + 1] if more else [])) for i, (old, more) in enumerate(arrivals)]
     picks = [filled(Buffer(Bound(limit, limit)), *entries).pick(6, batch, step_of) for _ in range(2)]
     assert picks[0] == picks[1]
     chosen, too_old, _ = picks[0]
-    oldest = {one.id: one.oldest(step_of) for one in entries}
+    oldest = {one.id: 6 - one.age(6, step_of) for one in entries}
     assert all((6 - oldest[i] > limit) == (i in too_old) for i in oldest)
     if chosen:
-        left = [oldest[i] for i in oldest if i not in chosen and i not in too_old]
-        assert max(oldest[i] for i in chosen) <= min(left, default=99)
+        expiring = [6 - oldest[i] == limit for i in chosen]
+        assert expiring == sorted(expiring, reverse=True)
+        left = [i for i in oldest if i not in chosen and i not in too_old]
+        assert all(expiring) or not any(6 - oldest[i] == limit for i in left)
 
 
 # --- freshness --------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def test_the_weight_halves_with_every_half_life_beyond_the_limit() -> None:
 
 def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_up_to_the_hard_limit() -> None:
     buffer = filled(Buffer(Bound(1, 3, 1.0)), entry(0, 5), entry(1, 8), entry(2, 7), entry(3, 6))
-    assert buffer.pick(9, 3, step_of) == Pick(["r3", "r2", "r1"], ["r0"], [0.25, 0.5, 1.0])
+    assert buffer.pick(9, 3, step_of) == Pick(["r1", "r2", "r3"], ["r0"], [1.0, 0.5, 0.25])
 
 
 # --- groups -----------------------------------------------------------------------------------------------
@@ -139,10 +141,10 @@ def group(row: int, *steps: int) -> list[Entry]:
 
 def test_a_group_is_picked_whole_and_only_when_it_is() -> None:
     buffer = filled(Buffer(Bound(4, 4), group=2), *group(0, 3, 3)[:1], *group(1, 3, 3), *group(2, 2, 3))
-    assert buffer.pick(3, 4, step_of).chosen == ["0:2:0", "0:2:1", "0:1:0", "0:1:1"]
+    assert buffer.pick(3, 4, step_of).chosen == ["0:1:0", "0:1:1", "0:2:0", "0:2:1"]
     assert buffer.pick(3, 6, step_of).chosen == []
     buffer.admit(group(0, 3, 3)[1])
-    assert buffer.pick(3, 6, step_of).chosen[2:4] == ["0:0:0", "0:0:1"]
+    assert buffer.pick(3, 6, step_of).chosen[:2] == ["0:0:0", "0:0:1"]
 
 
 def test_a_group_is_too_old_with_its_oldest_member_arrived_or_not() -> None:

@@ -17,6 +17,7 @@ from distill.cli.main import app
 from distill.control.controller import Controller
 from distill.control.gateway import answered, exposition, listen
 from distill.control.memory import MemoryReplica, MemoryTrainer
+from student_trainer.controller import HttpController
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (
@@ -278,3 +279,14 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
     assert "r0 " not in output
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:
+    lost = await asyncio.to_thread(HttpController(remote.peer).lost, "0-7")
+    assert "broadcast 0-7 is over, the newest is None" in (lost or "")
+
+
+def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
+    peer = BlockingPeer("http://127.0.0.1:1", TOKEN)
+    assert HttpController(peer).lost("0-1") is None
+    peer.close()

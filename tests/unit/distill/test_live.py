@@ -12,7 +12,7 @@ import pytest
 from distill.config import RunConfig
 from distill.control.memory import MemoryReplica
 from distill.evaluate import service
-from distill.launch import live, preflight
+from distill.launch import alone, live, preflight
 from distill.launch.probes import Finding
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
@@ -238,6 +238,10 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
         preflight.check(configure(models, **sections))
     sections["objective"] = {"type": "topk"}
     assert preflight.check(configure(models, **sections)).held_out
+    adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
+    for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):
+        with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
+            check(configure(models, **adapters))
     off = {"evaluation": False, "weights": {"road": "broadcast"}}
     with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
         preflight.check(configure(models, **sections, **off))

@@ -47,6 +47,8 @@ def model(dtype: torch.dtype, tied: bool) -> Any:
 def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     weights = Weights(Student(model(dtype, tied), HeadShape(11), 8), ALONE)
     weights.save_folder(tmp_path / "out", NoTokenizer())
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
     assert fingerprint(tmp_path / "out") == weights.fingerprint
     saved, shards = bits(tensors(tmp_path / "out")), weights.snapshot()
     assert saved.keys() == shards.keys() == weights.digests().keys()
@@ -82,7 +84,7 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     student = Student(wrapped, HeadShape(11), 8)
     assert check_head(student, student, torch.device("cpu")) < 0.1
     weights = Weights(student, ALONE)
-    assert all("lora_" in name for name in weights.shapes)
+    assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     assert (tmp_path / "out/adapter_config.json").is_file()
     publisher = Publisher(MemoryStore(), "run", weights.fingerprint, weights.slices)
