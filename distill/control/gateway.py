@@ -74,15 +74,6 @@ def application(
             heads[name] = encode(await teachers[name].head())
         return Response(heads[name], media_type=CONTENT_TYPE)
 
-    async def replicas(_: Request) -> Response:
-        return reply(members.listing())
-
-    async def join(request: Request) -> Response:
-        return reply(members.join(await read_message(request, ReplicaJoins)))
-
-    async def leave(request: Request) -> Response:
-        return reply(await members.leave(await read_message(request, ReplicaLeaves)))
-
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
@@ -96,14 +87,31 @@ def application(
             Route("/v1/event", answered(event), methods=["POST"]),
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
-            Route("/v1/replicas", answered(replicas)),
-            Route("/v1/replicas/join", answered(join), methods=["POST"]),
-            Route("/v1/replicas/leave", answered(leave), methods=["POST"]),
+            *replica_routes(members),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
         middleware=[Middleware(TokenGuard, token=token or "")],
     )
+
+
+def replica_routes(members: Members) -> list[Route]:
+    """Who writes for the run, and how that is changed while it goes on."""
+
+    async def replicas(_: Request) -> Response:
+        return reply(members.listing())
+
+    async def join(request: Request) -> Response:
+        return reply(members.join(await read_message(request, ReplicaJoins)))
+
+    async def leave(request: Request) -> Response:
+        return reply(await members.leave(await read_message(request, ReplicaLeaves)))
+
+    return [
+        Route("/v1/replicas", answered(replicas)),
+        Route("/v1/replicas/join", answered(join), methods=["POST"]),
+        Route("/v1/replicas/leave", answered(leave), methods=["POST"]),
+    ]
 
 
 def answered(handler: Handler) -> Handler:
