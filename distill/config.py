@@ -103,6 +103,9 @@ class DatasetPrompts(Settings):
 PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
 
 
+AtLimit = Literal["keep", "drop", "requeue"]
+
+
 class RolloutConfig(Settings):
     """[rollout]: how the student writes."""
 
@@ -123,7 +126,42 @@ class RolloutConfig(Settings):
     max_in_flight: int = Field(1024, ge=1)
     """Completions that one replica works on at once."""
     straggler_seconds: float | None = Field(None, gt=0)
-    """A completion that takes longer is dropped and its prompt asked again later; None: no limit."""
+    """Seconds from its sending that a completion may take; None: no limit."""
+    stragglers: AtLimit = "requeue"
+    """What becomes of a completion that `straggler_seconds` ends. keep: the part written is trained on,
+    marked truncated; drop: it is quarantined; requeue: its prompt is asked again."""
+    at_max_tokens: AtLimit = "keep"
+    """What becomes of a completion that `max_tokens` ends. keep: it is trained on, marked truncated; drop: it
+    is quarantined; requeue: its prompt is asked again."""
+    max_attempts: int = Field(5, ge=1)
+    """Completions of one prompt that may be asked again at a limit or broken off before it is dropped."""
+
+
+class DropLate(Settings):
+    """A rollout older than `buffer.max_staleness` is dropped."""
+
+    type: Literal["drop"] = "drop"
+
+
+class WaitForLate(Settings):
+    """A batch waits for rollouts under way that would be too old for the next one; the clock is held."""
+
+    type: Literal["wait"]
+    seconds: float = Field(60.0, gt=0)
+    """Longest wait of one batch; what is later than that is dropped."""
+
+
+class WeighLate(Settings):
+    """A late rollout is trained on at weight 2^(−(age − max_staleness) / half_life)."""
+
+    type: Literal["freshness"]
+    hard_limit: int = Field(ge=1)
+    """Oldest age, in versions, at any weight; above `buffer.max_staleness`. What is older is dropped."""
+    half_life: float = Field(1.0, gt=0)
+    """Versions beyond `buffer.max_staleness` that halve the weight."""
+
+
+LateConfig = Annotated[DropLate | WaitForLate | WeighLate, Field(discriminator="type")]
 
 
 class BufferConfig(Settings):
@@ -131,8 +169,10 @@ class BufferConfig(Settings):
 
     max_staleness: int = Field(4, ge=0)
     """Oldest age, in versions, at the start of the step that trains on a rollout; 0: synchronous."""
+    late: LateConfig = DropLate()
+    """What becomes of a rollout that took so long that it is older than that."""
     order: Literal["oldest", "arrival"] = "oldest"
-    """oldest: rollouts that were started first go first, so that long ones do not starve."""
+    """oldest: what the next batch could not take goes first, then what was asked first: nothing starves."""
     score_batch: int = Field(64, ge=1)
     """Rollouts in one request to a teacher."""
     fsync: Literal["always", "batch", "never"] = "batch"
@@ -162,8 +202,6 @@ class GuardConfig(Settings):
     """Rollbacks after which the run is held instead."""
     repeats: int | None = Field(None, ge=2)
     """A completion that ends in so many copies of 1 to 8 tokens is quarantined; None: none is."""
-    quarantine_truncated: bool = False
-    """Quarantine completions that were cut off at rollout.max_tokens."""
 
 
 class EvaluationConfig(Settings):

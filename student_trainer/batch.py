@@ -113,7 +113,11 @@ def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, t
     count = len(rows.ids)
     completion = int(completion_R.sum())
     sizes = [prompt_R.size, completion_R.size, rows.teacher.shape[0]]
-    sizes += [array.shape[0] for array in (rows.reward, rows.by_teacher) if array is not None]
+    sizes += [
+        array.shape[0]
+        for array in (rows.reward, rows.by_teacher, rows.weight, rows.baseline)
+        if array is not None
+    ]
     per_token = [rows.behavior_logprob, rows.token_step, rows.teacher_logprob, rows.teacher_hidden]
     per_token += [rows.teacher_topk_ids, rows.teacher_topk_logprob, rows.teacher_entropy]
     per_token += [rows.student_topk_ids, rows.student_topk_teacher_logprob]

@@ -45,8 +45,12 @@ def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
 
 
 def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
-    """(R − b)·N/M of every completion token [C]; None: these rows have no reward."""
+    """(R − b)·N/M of every completion token [C]; None: these rows have no reward.
+
+    b is the rows' own baseline where they carry one, else the mean of the step.
+    """
     if rows.reward is None:
         return None
-    advantage_R = (unpack(rows.reward).astype(np.float64) - rewards.mean) * denominator / rewards.tokens
+    baseline_R = rewards.mean if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
+    advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
     return torch.from_numpy(np.repeat(advantage_R, unpack(rows.completion_lens)).astype(np.float32))

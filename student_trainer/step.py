@@ -17,7 +17,7 @@ from student_trainer.objectives.terms import STATS, Objective
 from student_trainer.ranks import Ranks
 from student_trainer.rewards import Rewards, advantages, rewards_of
 from sync.errors import DataError
-from sync.wire import Rows, TrainBatch
+from sync.wire import Rows, TrainBatch, unpack
 
 _COUNTED: Final = ("rows", "tokens", "truncated", "age", "padded")
 
@@ -77,7 +77,10 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
 
 
 def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, denominator: int) -> MicroBatch:
-    """`micro` with what each token counts for. Raises DataError for an unknown teacher."""
+    """`micro` with what each token counts for: λ·c and the task's credit, both times the row's weight.
+
+    Raises DataError for an unknown teacher.
+    """
     highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
     known = len(aim.heads) or len(aim.teachers)
     if known and highest >= known:
@@ -87,6 +90,10 @@ def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, de
         )
     coefficient_C = torch.tensor(aim.coefficients)[micro.teacher_C] if aim.coefficients else None
     advantage_C = None if rewards is None else advantages(rows, rewards, denominator)
+    if rows.weight is not None:
+        weight_C = torch.tensor(unpack(rows.weight))[micro.row_C]
+        coefficient_C = weight_C if coefficient_C is None else weight_C * coefficient_C
+        advantage_C = None if advantage_C is None else weight_C * advantage_C
     targets = replace(micro.targets, coefficient_N=coefficient_C, advantage_N=advantage_C)
     return replace(micro, targets=targets)
 

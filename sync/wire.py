@@ -7,6 +7,7 @@ Producer → consumer
     teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
+    people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
@@ -127,6 +128,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
     student_topk: int = 0
     """Return the student's own top-k ids per position (0: none); every id has rank <= k (rule 9)."""
+    max_seconds: float | None = None
+    """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
 
 
 class GeneratePrompt(msgspec.Struct, frozen=True):
@@ -146,7 +149,7 @@ class GenerateRequest(Message, frozen=True):
 
 
 class Generated(Message, frozen=True):
-    """One finished completion. T may be 0 only when `finish_reason` is "abort"."""
+    """One finished completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
 
     id: str
     token_ids: Array
@@ -155,7 +158,8 @@ class Generated(Message, frozen=True):
     """f4 [T]: log μ(y_t), nats, of the distribution that was really sampled (temperature, top-p applied)"""
     spans: list[VersionSpan]
     """Contiguous, from 0 to T."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "time"]
+    """length: `Sampling.max_tokens` or the context ended it; time: `Sampling.max_seconds` did."""
     topk_ids: Array | None = None
     """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
 
@@ -362,6 +366,41 @@ class Head(Message, frozen=True):
     """cap(x) = soft_cap · tanh(x / soft_cap); None: no cap"""
 
 
+# --- people ↔ controller ----------------------------------------------------------------------------------
+
+
+class ReplicaJoins(Message, frozen=True):
+    """A student replica that is to serve this run from now on; answered with the Replicas there are then."""
+
+    url: str
+    name: str | None = None
+    """None: the next free "student-N"."""
+
+
+class ReplicaLeaves(Message, frozen=True):
+    """A replica that is to serve this run no more; answered with the Replicas that remain."""
+
+    name: str
+
+
+class ReplicaSeat(msgspec.Struct, frozen=True):
+    """One replica as the controller sees it."""
+
+    name: str
+    url: str
+    phase: Literal["absent", "catching_up", "serving"]
+    version: Version | None
+    """None: the folder it was started with."""
+    in_flight: int
+    """Completions it works on."""
+
+
+class Replicas(Message, frozen=True):
+    """The student replicas of a run."""
+
+    replicas: list[ReplicaSeat]
+
+
 # --- trainer ↔ controller ---------------------------------------------------------------------------------
 
 
@@ -428,7 +467,11 @@ class Rows(msgspec.Struct, frozen=True):
     reward: Array | None = None
     """f4 [R]: the task's reward, None when the task has none"""
     truncated: Array | None = None
-    """u1 [R]: 1 where the completion ended at the token limit"""
+    """u1 [R]: 1 where the completion ended at the token or time limit"""
+    weight: Array | None = None
+    """f4 [R], in (0, 1]: what the row's loss is multiplied by, for its freshness; None: 1 for all"""
+    baseline: Array | None = None
+    """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
     by_teacher: Array | None = None
     """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
 

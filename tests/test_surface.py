@@ -9,14 +9,14 @@ import sync.wire as wire
 from distill.cli.main import app
 
 COMMANDS = (
-    "audit bench chaos control evaluate evaluator export preflight quickstart report run student sync "
-    "teacher train version"
+    "audit bench chaos control evaluate evaluator export preflight quickstart replicas report run student "
+    "sync teacher train version"
 )
 MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
-    "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply "
-    "ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
-    "UpdateRequest Wait WriteReply WriteRequest"
+    "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaJoins ReplicaLeaves "
+    "ReplicaState Replicas ScoreReply ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch "
+    "TrainerHello TrainerWelcome UpdateReply UpdateRequest Wait WriteReply WriteRequest"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
+from distill.cli import replicas as cli_replicas
 from distill.cli.bench import JsonFile
 from sync.errors import ConfigError, DataError, DistillError, Interrupted
 
@@ -127,13 +128,14 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
-    from distill.report.results import before_and_after
+    from distill.report.results import before_and_after, use_of_tokens
 
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
         table.add_row(*row)
     if table.rows:
         console.print(table)
+    console.print(f"tokens  {use_of_tokens(summary)}", soft_wrap=True, highlight=False)
     console.print(f"model   {summary['model']}", soft_wrap=True, highlight=False)
     console.print(f"picture {config.run_dir / 'report.png'}", soft_wrap=True, highlight=False)
     console.print(f"figures {config.run_dir / 'summary.json'}", soft_wrap=True, highlight=False)
@@ -306,6 +308,7 @@ def version() -> None:
 # --- the store of a run -----------------------------------------------------------------------------------
 
 app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_replicas.app, name="replicas")
 sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
 app.add_typer(sync_app, name="sync")
 

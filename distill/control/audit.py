@@ -5,7 +5,9 @@ kept       every scored rollout is in a batch on the last lineage's way, dropped
 once       no weights were trained twice on one rollout: along the ancestry of every lineage
 as told    every step was trained on the batch that the journal composed for it, and on all of it (a step
            that a crash cut off before it was reported may be in the ledger of some ranks only)
-fresh      no rollout was older than the bound when it was trained; what a teacher wrote has no age
+fresh      no rollout was older than the bound when it was trained (the hard limit, with freshness weights);
+           what a teacher wrote has no age
+weighed    every rollout of a batch has the weight on record that its age and the bound give it
 recorded   every trained rollout is in the journal with the versions of its tokens
 authors    every rollout was written by whom its prompt was issued to, teacher or student
 """
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distill.control.clock import Bound
 from distill.control.journal import Location
 from distill.control.records import (
     AnyRecord,
@@ -31,7 +34,7 @@ from distill.control.records import (
     trace_of,
 )
 from distill.control.segments import read_all
-from distill.control.state import RunState
+from distill.control.state import Rules, RunState
 from student_trainer.ledger import read
 from sync.errors import DataError
 from sync.wire import Version
@@ -61,6 +64,10 @@ class AuditReport:
     not_as_composed: list[str] = field(default_factory=list)
     """Steps whose ledger differs from the journal's batch."""
     too_old: list[str] = field(default_factory=list)
+    misweighed: list[str] = field(default_factory=list)
+    """Rollouts whose weight on record is not the one of their age."""
+    late: int = 0
+    """Rollouts of batches at a weight below 1, by their freshness. No violation."""
     unrecorded: list[str] = field(default_factory=list)
     other_author: list[str] = field(default_factory=list)
     oldest: int = 0
@@ -70,7 +77,7 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether every guarantee holds."""
         broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed)
-        return not any((*broken, self.too_old, self.unrecorded, self.other_author))
+        return not any((*broken, self.too_old, self.misweighed, self.unrecorded, self.other_author))
 
 
 @dataclass
@@ -87,8 +94,9 @@ class _Books:
     opened: list[LineageOpened] = field(default_factory=list)
     reached: dict[int, int] = field(default_factory=dict)
     """Newest step that the trainer reported, by lineage."""
-    bound: dict[Version, int] = field(default_factory=dict)
+    bound: dict[Version, Bound] = field(default_factory=dict)
     """Bound on staleness when the batch was composed."""
+    misweighed: set[str] = field(default_factory=set)
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -108,6 +116,8 @@ def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) ->
     report.open_prompts = sorted(books.issued.keys() - books.scored.keys() - books.dropped.keys())
     report.dropped = dict(Counter(books.dropped.values()))
     report.lost = sorted(_lost(books))
+    report.misweighed = sorted(books.misweighed)
+    report.late = books.state.counters.late
     _check_authors(books, report)
     for lineage in ledger:
         _check_lineage(books, ledger, lineage, report)
@@ -117,23 +127,26 @@ def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) ->
 
 
 def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _Books:
-    books, bound = None, 0
+    books, bound = None, Bound(0, 0)
     for location, record in records:
         if isinstance(record, Opened):
-            bound = record.max_staleness
-            books = books or _Books(RunState(record.batch, bound))
+            hard = record.max_staleness if record.hard_limit is None else record.hard_limit
+            bound = Bound(record.max_staleness, hard, record.half_life)
+            books = books or _Books(RunState(Rules(record.batch, bound, group=record.group)))
         if books is None:
             raise DataError("the journal does not begin with the opening of a run: it is not whole")
         _note(books, record, bound)
         books.state.apply(record, location if isinstance(record, Issued | Rollout) else None)
         if isinstance(record, Rollout):
             books.state.unload(record.id)
+        elif isinstance(record, Composed):
+            books.misweighed |= _misweighed(books, record, bound)
     if books is None:
         raise DataError("the journal is empty: there is nothing to audit")
     return books
 
 
-def _note(books: _Books, record: AnyRecord, bound: int) -> None:
+def _note(books: _Books, record: AnyRecord, bound: Bound) -> None:
     if isinstance(record, Issued):
         books.issued.update(prompt.id for prompt in record.prompts)
         books.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
@@ -148,6 +161,13 @@ def _note(books: _Books, record: AnyRecord, bound: int) -> None:
         books.opened.append(record)
     elif isinstance(record, Stepped):
         books.reached[record.version.lineage] = record.version.step
+
+
+def _misweighed(books: _Books, record: Composed, bound: Bound) -> set[str]:
+    """Rollouts of a batch whose weight is not that of their age, as it was when they were composed."""
+    told = record.weights or [1.0] * len(record.ids)
+    due = [bound.weight(age) for age in books.state.batches[record.version].ages]
+    return {i for i, one, other in zip(record.ids, told, due, strict=True) if one != other}
 
 
 def _lost(books: _Books) -> set[str]:
@@ -184,8 +204,9 @@ def _check_lineage(books: _Books, ledger: LedgerLines, lineage: int, report: Aud
         cut_off = after > books.reached.get(lineage, 0) and trained <= told
         if trained != told and not cut_off:
             report.not_as_composed.append(f"{Version(lineage, after)}")
+        bound = books.bound.get(version, Bound(0, 0))
         for rollout in ids:
-            _check_age(books, rollout, Version(lineage, after - 1), books.bound.get(version, 0), report)
+            _check_age(books, rollout, Version(lineage, after - 1), bound.hard, report)
 
 
 def _check_authors(books: _Books, report: AuditReport) -> None:

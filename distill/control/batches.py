@@ -7,8 +7,9 @@ Flat arrays are joined as bytes; no token is touched in Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,26 @@ from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, VersionSpan, pac
 StepOf = Callable[[Version], int]
 
 
+class Marks(NamedTuple):
+    """What the batch says of its rollouts, by id."""
+
+    weights: Mapping[str, float] = {}
+    """What each counts for; empty: 1 for all."""
+    baselines: Mapping[str, float] = {}
+    """What its reward is compared with; empty: the mean of the step."""
+
+
+def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
+    """Mean reward of every rollout's group, by the rollout's id; empty unless all have a reward."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is None:
+            return {}
+        rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
+    means = {group: sum(found) / len(found) for group, found in rewards.items()}
+    return {rollout.id: means[group_of(rollout.id)] for rollout in rollouts}
+
+
 def compose(
     rollouts: Sequence[Rollout],
     version: Version,
@@ -28,6 +49,7 @@ def compose(
     teachers: Sequence[str],
     step_of: StepOf,
     supervised: int | None = None,
+    marks: Marks = Marks(),
 ) -> list[TrainBatch]:
     """One TrainBatch per rank; the same rollouts give the same bytes.
 
@@ -46,7 +68,7 @@ def compose(
             version=version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, rollouts[0], index, step_of, version.step)
+                rows_of(micro, rollouts[0], index, step_of, version.step, marks)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -124,7 +146,12 @@ def _micro_batches(share: list[Rollout], tokens: int) -> list[list[Rollout]]:
 
 
 def rows_of(
-    rollouts: Sequence[Rollout], template: Rollout, teachers: dict[str, int], step_of: StepOf, step: int
+    rollouts: Sequence[Rollout],
+    template: Rollout,
+    teachers: dict[str, int],
+    step_of: StepOf,
+    step: int,
+    given: Marks = Marks(),
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
@@ -150,12 +177,18 @@ def rows_of(
         teacher_entropy=_join_where_all_have_it([m.entropy for m in marks], kind.entropy),
         reward=pack(np.array([r.reward for r in rollouts], "f4")) if rewarded else None,
         truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
+        weight=_f4([given.weights[r.id] for r in rollouts]) if given.weights else None,
+        baseline=_f4([given.baselines[r.id] for r in rollouts]) if given.baselines else None,
         by_teacher=_by_teacher(rollouts),
     )
 
 
 def _i4(values: list[int]) -> Array:
     return pack(np.array(values, "i4"))
+
+
+def _f4(values: list[float]) -> Array:
+    return pack(np.array(values, "f4"))
 
 
 def _tokens_array(rollouts: Sequence[Rollout]) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Literal
 
 from distill.control.journal import Journal
 from distill.control.records import (
@@ -18,13 +17,10 @@ from distill.control.records import (
     Opened,
     Rollout,
 )
-from distill.control.state import Asked, Batch, RunState
+from distill.control.state import Asked, Batch, Rules, RunState
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
 from sync.wire import Version
-
-MAX_ATTEMPTS = 5
-"""Completions of one prompt that may be broken off or too slow before it is dropped."""
 
 
 class Books:
@@ -47,9 +43,7 @@ class Books:
         *,
         run: str,
         seed: int,
-        batch: int,
-        max_staleness: int,
-        order: Literal["oldest", "arrival"] = "oldest",
+        rules: Rules,
         author: Callable[[int], bool] = lambda number: False,
     ) -> Books:
         """Rebuild the state from the journal (empty: a new run).
@@ -57,7 +51,7 @@ class Books:
         `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
         Raises DataError when it is damaged, ConfigError when it is another run's.
         """
-        state = RunState(batch, max_staleness, order)
+        state = RunState(rules)
         for location, record in journal.replay():
             if isinstance(record, Opened) and (record.run, record.seed) != (run, seed):
                 raise ConfigError(
@@ -70,7 +64,9 @@ class Books:
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
         books = cls(journal, state, prompts, author)
-        books.write(Opened(run, seed, batch, max_staleness))
+        bound = rules.bound
+        books.write(Opened(run, seed, rules.batch, bound.limit, bound.hard, bound.half_life, rules.group))
+        books._drop_broken()
         return books
 
     def write(self, record: AnyRecord) -> None:
@@ -84,39 +80,55 @@ class Books:
         self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
         return [self.state.asked[prompt.id] for prompt in prompts]
 
-    def ask_again(self, asked: Iterable[Asked], reason: AgainReason) -> list[Asked]:
-        """Note that these completions were lost; returns the prompts that are to be asked again."""
+    def ask_again(self, asked: Iterable[Asked], reason: AgainReason, tokens: int = 0) -> list[Asked]:
+        """Note that these completions were lost; returns the prompts that are to be asked again.
+
+        `tokens`: what is known to have been generated of them.
+        """
         ids = [one.prompt.id for one in asked]
         if not ids:
             return []
-        self.write(AskedAgain(ids, reason))
-        spent = [i for i in ids if self.state.asked[i].attempts >= MAX_ATTEMPTS]
+        self.write(AskedAgain(ids, reason, tokens))
+        most = self.state.rules.max_attempts
+        spent = [i for i in ids if self.state.asked[i].attempts >= most]
         if spent:
-            why: DropReason = "straggler" if reason == "straggler" else "engine_failed"
-            self.drop(spent, why, f"{MAX_ATTEMPTS} completions were lost ({reason})")
+            why: DropReason = reason if reason in ("straggler", "over_long") else "engine_failed"
+            self.drop(spent, why, f"{most} completions were lost ({reason})")
+        if broken := [i for i in ids if i in self.state.asked and self.state.is_broken(i)]:
+            self.drop(broken, "group_broken", "another completion of its prompt was dropped")
         return [self.state.asked[i] for i in ids if i in self.state.asked]
 
     def drop(self, ids: list[str], reason: DropReason, detail: str, tokens: int = 0) -> None:
-        """These will not be trained on; `tokens` were generated for them and are not on record."""
+        """These will not be trained on; `tokens` were generated for them and are not on record.
+
+        With groups, the members of theirs that are buffered go too.
+        """
         self.write(Dropped(ids, reason, tokens, detail))
+        self._drop_broken()
+
+    def _drop_broken(self) -> None:
+        if self.state.broken and (ids := [i for i in self.state.buffer.ids() if self.state.is_broken(i)]):
+            self.write(Dropped(ids, "group_broken", 0, "another completion of its prompt was dropped"))
 
     async def admit(self, rollouts: list[Rollout]) -> None:
         """Journal scored rollouts and put them into the buffer."""
         for rollout in rollouts:
             self.write(rollout)
+        self._drop_broken()
         await self.journal.commit()
 
     async def compose(self) -> Batch | None:
         """The next batch of the current lineage, safe on disk; None: too few rollouts. Drops the too old."""
         state = self.state
         assert state.lineage is not None, "a batch is composed for a trainer"
-        pick = state.buffer.pick(state.next_step, state.batch, state.step_of)
+        pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of)
         if pick.too_old:
-            self.drop(pick.too_old, "too_old", f"older than {state.max_staleness} at step {state.next_step}")
+            hard = state.rules.bound.hard
+            self.drop(pick.too_old, "too_old", f"older than {hard} at step {state.next_step}")
         if not pick.chosen:
             return None
         version = Version(state.lineage, state.next_step)
-        self.write(Composed(version, pick.chosen))
+        self.write(Composed(version, pick.chosen, pick.weights if min(pick.weights) < 1 else []))
         await self.journal.commit(durable=True)
         return state.batches.get(version)
 
@@ -131,6 +143,7 @@ class Books:
         self.write(record)
         if bad := [rollout for rollout in without or () if rollout in self.state.buffer]:
             self.drop(bad, "rolled_back", f"trained on in bad steps after {checkpoint or 'the model folder'}")
+        self._drop_broken()
         await self.journal.commit(durable=True)
         return record
 

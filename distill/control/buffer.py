@@ -1,16 +1,22 @@
 """Scored rollouts that wait to be trained on. Pure.
 
-It is bounded by the capacity rule of `distill.control.clock`: nothing is started that it could not hold.
+It is bounded by the capacity rule of `distill.control.clock`: nothing is started that it could not hold. What
+is picked depends on the entries and their order of admission alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from distill.control.clock import Bound
 from distill.control.records import Rollout
+from distill.prompts.stream import group_of
 from sync.wire import Version, VersionSpan
+
+StepOf = Callable[[Version], int]
+"""A token's version as a step of the trainer's lineage."""
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class Entry:
     rollout: Rollout | None = None
     """None: it is in the journal only."""
 
-    def age(self, step: int, step_of: Callable[[Version], int]) -> int:
+    def age(self, step: int, step_of: StepOf) -> int:
         """Versions between the oldest token and `step`; 0 for what the teacher wrote, which does not age."""
         return 0 if self.by_teacher else step - min(step_of(span.version) for span in self.spans)
 
@@ -41,14 +47,31 @@ class Pick(NamedTuple):
     chosen: list[str]
     """Exactly a batch, in order; empty: too few."""
     too_old: list[str]
+    weights: list[float]
+    """What each of `chosen` counts for."""
+
+
+@dataclass
+class _Group:
+    """Entries that go into a batch together, or are too old together."""
+
+    members: list[Entry] = field(default_factory=list)
+    age: int = 0
+    """Of the oldest of them, in versions."""
 
 
 class Buffer:
-    """Entries by id, in the order of admission."""
+    """Entries by id, in the order of admission.
 
-    def __init__(self, max_staleness: int, order: Literal["oldest", "arrival"] = "oldest") -> None:
-        self._max_staleness = max_staleness
-        self._key: Callable[[Entry], int] = _number if order == "oldest" else _arrival
+    `order` "oldest": what would be over the limit in the next batch goes first, then what was asked first; so
+    nothing is overtaken until it is too old, however long it took to write. "arrival": as admitted.
+    `group`: completions of one prompt that are picked together, once all are here.
+    """
+
+    def __init__(self, bound: Bound, order: Literal["oldest", "arrival"] = "oldest", group: int = 1) -> None:
+        self._bound = bound
+        self._order = order
+        self._size = group
         self._entries: dict[str, Entry] = {}
         self._arrivals = 0
 
@@ -80,26 +103,40 @@ class Buffer:
         """Take an entry out if it is there."""
         self._entries.pop(rollout, None)
 
-    def pick(self, step: int, batch: int, step_of: Callable[[Version], int]) -> Pick:
+    def pick(self, step: int, batch: int, step_of: StepOf) -> Pick:
         """The batch that would be trained on top of `step`, and what is too old for it; changes nothing.
 
-        `step_of`: a token's version as a step of the trainer's lineage.
+        `batch` is a multiple of the group size.
         """
-        fresh, too_old = [], []
+        ready: list[_Group] = []
+        too_old: list[str] = []
+        for group in self._groups(step, step_of):
+            if group.age > self._bound.hard:
+                too_old += [entry.id for entry in group.members]
+            elif len(group.members) == self._size:
+                ready.append(group)
+        if len(ready) * self._size < batch:
+            return Pick([], too_old, [])
+        ready.sort(key=self._place)
+        chosen = [entry for group in ready[: batch // self._size] for entry in _ordered(group.members)]
+        weights = [self._bound.weight(entry.age(step, step_of)) for entry in chosen]
+        return Pick([entry.id for entry in chosen], too_old, weights)
+
+    def _groups(self, step: int, step_of: StepOf) -> Sequence[_Group]:
+        groups: dict[str, _Group] = {}
         for entry in self._entries.values():
-            if entry.age(step, step_of) > self._max_staleness:
-                too_old.append(entry.id)
-            else:
-                fresh.append(entry)
-        if len(fresh) < batch:
-            return Pick([], too_old)
-        fresh.sort(key=self._key)
-        return Pick([entry.id for entry in fresh[:batch]], too_old)
+            name = entry.id if self._size == 1 else group_of(entry.id)
+            group = groups.setdefault(name, _Group())
+            group.members.append(entry)
+            group.age = max(group.age, entry.age(step, step_of))
+        return list(groups.values())
+
+    def _place(self, group: _Group) -> tuple[bool, int]:
+        """What is picked first sorts first."""
+        if self._order == "arrival":
+            return False, max(entry.arrival for entry in group.members)
+        return group.age < self._bound.limit, min(entry.number for entry in group.members)
 
 
-def _number(entry: Entry) -> int:
-    return entry.number
-
-
-def _arrival(entry: Entry) -> int:
-    return entry.arrival
+def _ordered(members: list[Entry]) -> list[Entry]:
+    return sorted(members, key=lambda entry: entry.number)

@@ -10,6 +10,7 @@ they were trained on the same batches in the same order:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sync.errors import ConfigError
@@ -85,6 +86,22 @@ class Lineages:
         at = checkpoint or Version(0, 0)
         fits = [lineage for lineage in self._nodes if checkpoint is None or self.holds(at, lineage)]
         return max(fits, default=None)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How old a rollout may be at the start of the step that trains on it, in versions."""
+
+    limit: int
+    """Oldest age at full weight; the capacity rule keeps to it."""
+    hard: int
+    """Oldest age at all; `limit` unless late rollouts are weighted by their freshness."""
+    half_life: float = 1.0
+    """Versions beyond `limit` that halve the weight."""
+
+    def weight(self, age: int) -> float:
+        """What a rollout of this age counts for: 1 up to `limit`, 2^(−(age − limit) / half_life) after it."""
+        return 1.0 if age <= self.limit else 2.0 ** ((self.limit - age) / self.half_life)
 
 
 def age(token: Version, trainer: Version, lineages: Lineages) -> int:

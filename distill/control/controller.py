@@ -19,19 +19,20 @@ from typing import Any
 from distill.config import RunConfig
 from distill.control.authors import authors
 from distill.control.books import Books
-from distill.control.clock import check_pace
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
+from distill.control.lateness import LATE_POLL_SECONDS, Hold, rules, seconds_of_waiting
+from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, identity, summarise, token_shares
-from distill.control.timeline import Timeline
+from distill.control.summary import digest_of_all, gauges, identity, summarise
+from distill.control.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
@@ -51,7 +52,6 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        check_pace(config.weights.publish_every, config.buffer.max_staleness)
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.books = Books.open(
@@ -59,9 +59,7 @@ class Controller:
             parts.prompts,
             run=config.run.name,
             seed=config.run.seed,
-            batch=config.rollout.batch,
-            max_staleness=config.buffer.max_staleness,
-            order=config.buffer.order,
+            rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
         )
         self._hooks = hooks
@@ -73,24 +71,27 @@ class Controller:
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.scoring = self._make_scoring(parts)
-        self.writing = Writing(parts, config, self._written, self._refused, self.timeline)
+        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), self._refused, self.timeline)
         self.feeder = Feeder(
             self.books,
             self.fleet,
             config.rollout,
             config.run.steps,
-            self.scoring.put,
+            self._finished,
             self.timeline,
             parts.student_topk,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
             write=self.writing.put,
         )
+        self._hold = Hold(seconds_of_waiting(config))
         self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
         self.desk = self._make_desk(parts)
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.desk, parts.teachers, self.metrics, token)
+        self._app = application(
+            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect)
+        )
 
     # --- what the launcher calls --------------------------------------------------------------------------
 
@@ -181,18 +182,31 @@ class Controller:
         state = self.books.state
         while True:
             while self.desk.live and state.next_step <= self.desk.asked and self._can_compose():
+                if left := self._hold.left(state.next_step, state.expiring()):
+                    self._note_waiting()
+                    await self._changed.wait(min(left, LATE_POLL_SECONDS))
+                    continue
                 batch = await self.books.compose()
                 self.fleet.wake.wake()
                 if batch is None:
                     break
                 self.desk.prepare(batch.version.step)
+            self._note_waiting()
             await self._changed.wait()
+
+    def _note_waiting(self) -> None:
+        """For whom the trainer waits, if it does."""
+        state, desk = self.books.state, self.desk
+        waits = desk.live and desk.ready < desk.asked < self.config.run.steps
+        written = len(state.buffer) + self.scoring.open >= state.rules.batch
+        whom = LATE if self._hold.holding else TEACHERS if written else REPLICAS
+        self.timeline.waits(TRAINER, whom if waits else None)
 
     def _can_compose(self) -> bool:
         """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
         state = self.books.state
         return state.next_step < self.config.run.steps and (
-            len(state.buffer) >= state.batch or (len(state.buffer) > 0 and not state.asked)
+            len(state.buffer) >= state.rules.batch or (len(state.buffer) > 0 and not state.asked)
         )
 
     async def _keep_tidy(self) -> None:
@@ -218,12 +232,13 @@ class Controller:
         self._stop_reason = self._stop_reason or reason
         self.desk.stop(reason, checkpoint)
 
+    def _finished(self, finished: Finished) -> None:
+        self.scoring.put(finished)
+        self._note_waiting()
+
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
         self._changed.wake()
-
-    def _written(self, finished: Finished) -> None:
-        self.feeder.take(finished)
 
     def _refused(self, finished: Finished, problem: str) -> None:
         self._put_aside(finished, "teacher_refused", problem)
@@ -305,18 +320,7 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Where the run stands, by name."""
-        state, counters = self.books.state, self.books.state.counters
-        return {
-            "step": float(state.reached.step if state.reached else 0),
-            "buffer/ready": float(len(state.buffer)),
-            "rollouts/in_flight": float(sum(replica.in_flight for replica in self.fleet.replicas.values())),
-            "rollouts/outstanding": float(state.outstanding),
-            "replicas/serving": float(len(self.fleet.serving())),
-            **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
-            **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
-            **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
-            **{f"busy_seconds/{role}": value for role, value in self.timeline.busy_seconds().items()},
-        }
+        return gauges(self.books.state, self.fleet, self.timeline)
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
@@ -376,6 +380,7 @@ class Controller:
             saved=self._saved,
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
+            group_baseline=self.books.state.rules.group > 1,
             wants_broadcast=self.fleet.wants_broadcast,
             lost_seats=self.fleet.lost_seats,
         )

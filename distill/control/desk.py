@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from distill.control.batches import compose
+from distill.control.batches import Marks, compose, group_means
 from distill.control.books import Books
 from distill.control.guard import Retreat
 from distill.control.records import Checkpointed, Stepped, VersionPublished
 from distill.control.signals import Signal
+from distill.prompts.stream import group_of
 from sync.errors import RemoteError
 from sync.wire import (
     Audience,
@@ -42,6 +43,8 @@ class Desk:
     """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
     `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
 
+    `group_baseline`: rewards are compared with the mean of their prompt's completions.
+
     `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
     or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
     """
@@ -59,6 +62,7 @@ class Desk:
         saved: Callable[[CheckpointSaved], None],
         opened: Callable[[TrainerWelcome], None],
         supervised: int | None = None,
+        group_baseline: bool = False,
         wants_broadcast: Callable[[], bool] = lambda: False,
         lost_seats: Callable[[str], dict[str, str]] = lambda group: {},
         poll_seconds: float = LONG_POLL_SECONDS,
@@ -68,6 +72,7 @@ class Desk:
         self._micro_batch_tokens = micro_batch_tokens
         self._teachers = teachers
         self._supervised = supervised
+        self._group_baseline = group_baseline
         self._changed = changed
         self._reported = reported
         self._published = published
@@ -207,6 +212,8 @@ class Desk:
             )
         version = Version(state.lineage, step)
         rollouts = self._books.rollouts(batch)
+        weights = zip((entry.id for entry in batch.entries), batch.weights, strict=False)
+        baselines = group_means(rollouts, group_of) if self._group_baseline else {}
         return compose(
             rollouts,
             version,
@@ -215,6 +222,7 @@ class Desk:
             self._teachers,
             state.step_of,
             self._supervised,
+            Marks(dict(weights), baselines),
         )
 
     async def event(self, event: Event) -> Ok | Audience:

@@ -18,9 +18,20 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.control.desk import Desk, Event
+from distill.control.members import Members
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
-from sync.wire import CONTENT_TYPE, BatchRequest, Head, Seats, StepReport, TrainerHello, encode
+from sync.wire import (
+    CONTENT_TYPE,
+    BatchRequest,
+    Head,
+    ReplicaJoins,
+    ReplicaLeaves,
+    Seats,
+    StepReport,
+    TrainerHello,
+    encode,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -36,6 +47,7 @@ def application(
     teachers: Mapping[str, HasHead],
     metrics: Callable[[], dict[str, float]],
     token: str | None,
+    members: Members,
 ) -> Starlette:
     """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
     heads: dict[str, bytes] = {}
@@ -75,11 +87,31 @@ def application(
             Route("/v1/event", answered(event), methods=["POST"]),
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
+            *replica_routes(members),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
         middleware=[Middleware(TokenGuard, token=token or "")],
     )
+
+
+def replica_routes(members: Members) -> list[Route]:
+    """Who writes for the run, and how that is changed while it goes on."""
+
+    async def replicas(_: Request) -> Response:
+        return reply(members.listing())
+
+    async def join(request: Request) -> Response:
+        return reply(members.join(await read_message(request, ReplicaJoins)))
+
+    async def leave(request: Request) -> Response:
+        return reply(await members.leave(await read_message(request, ReplicaLeaves)))
+
+    return [
+        Route("/v1/replicas", answered(replicas)),
+        Route("/v1/replicas/join", answered(join), methods=["POST"]),
+        Route("/v1/replicas/leave", answered(leave), methods=["POST"]),
+    ]
 
 
 def answered(handler: Handler) -> Handler:

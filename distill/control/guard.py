@@ -91,9 +91,6 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
 
 def unfit(answer: Generated, config: GuardConfig) -> tuple[DropReason, str] | None:
     """Why a sound completion is put aside; None: it may be trained on."""
-    count = answer.token_ids.shape[0]
-    if config.quarantine_truncated and answer.finish_reason == "length":
-        return "over_long", f"cut off after {count} tokens"
     period = repetition(unpack(answer.token_ids), config.repeats) if config.repeats else None
     if period:
         return "repetitive", f"ends in {config.repeats} or more copies of {period} tokens"

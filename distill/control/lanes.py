@@ -52,24 +52,30 @@ class Lanes(Generic[W, A]):
         timeline: Timeline,
         parallel: int = 2,
         linger: float = 0.005,
+        waits_for: str | None = None,
     ) -> None:
-        """`what`: the work's name in the timeline."""
+        """`what`: the work's name in the timeline; `waits_for`: whom an idle teacher waits for."""
         self._what, self._batch = what, batch
         self._lanes: dict[str, _Lane[W]] = {name: _Lane(name) for name in teachers}
         self._ask_teacher, self._settle = ask, settle
         self._timeline = timeline
         self._parallel, self._linger = parallel, linger
+        self._waits_for = waits_for
+        self.open = 0
+        """Pieces of work that wait or are under way."""
 
     def put(self, teacher: str, work: W) -> None:
         """Queue work for a teacher."""
         lane = self._lanes[teacher]
         lane.queue.append(work)
+        self.open += 1
         lane.changed.wake()
 
     async def run(self) -> None:
         """Ask until cancelled."""
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes.values():
+                self._busy(lane, 0)
                 for _ in range(self._parallel):
                     group.create_task(self._serve(lane))
 
@@ -83,11 +89,14 @@ class Lanes(Generic[W, A]):
                 answers = await self._ask(lane, work)
                 await self._settle(lane.name, list(zip(work, answers, strict=True)))
             finally:
+                self.open -= len(work)
                 self._busy(lane, -1)
 
     def _busy(self, lane: _Lane[W], change: int) -> None:
         lane.busy += change
         self._timeline.level(f"teacher {lane.name}", self._what, lane.busy)
+        if self._waits_for is not None:
+            self._timeline.waits(f"teacher {lane.name}", None if lane.busy else self._waits_for)
         lane.changed.wake()
 
     async def _collect(self, lane: _Lane[W]) -> list[W]:

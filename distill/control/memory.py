@@ -68,6 +68,7 @@ class MemoryReplica:
     token_seconds: float = 0.0
     version: Version | None = None
     up: bool = True
+    url: str = "memory"
     generated: int = 0
     """Completions it has finished."""
     updates: list[Version] = field(default_factory=list)
@@ -98,6 +99,9 @@ class MemoryReplica:
     async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
         rng = np.random.default_rng([self.seed, self.generated])
         count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
+        limit = request.sampling.max_seconds
+        in_time = count if limit is None else min(count, int(limit / max(self.token_seconds, 1e-9)))
+        timed_out, count = in_time < count, in_time
         before, half = self.version, count // 2
         await self._breathe(self.token_seconds * count)
         spans = [
@@ -111,7 +115,9 @@ class MemoryReplica:
             token_ids=pack(rng.integers(0, 50, count).astype("i4")),
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
-            finish_reason="stop" if count < request.sampling.max_tokens else "length",
+            finish_reason="time"
+            if timed_out
+            else ("stop" if count < request.sampling.max_tokens else "length"),
             topk_ids=pack(rng.integers(0, 50, (count, topk)).astype("i4")) if topk else None,
         )
 

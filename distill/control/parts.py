@@ -65,6 +65,8 @@ class Parts:
     journal: Journal
     want: Want
     """What the objective needs from the teacher."""
+    connect: Callable[[str], ReplicaEngine] | None = None
+    """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0
     """What it needs from the replicas: ids per position."""
     evaluator: Evaluator | None = None

@@ -21,8 +21,11 @@ DropReason = Literal[
     "repetitive",
     "over_long",
     "rolled_back",
+    "group_broken",
 ]
-AgainReason = Literal["replica_lost", "replica_busy", "aborted", "straggler", "controller_restarted"]
+AgainReason = Literal[
+    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
+]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
@@ -37,6 +40,13 @@ class Opened(Record, frozen=True):
     seed: int
     batch: int
     max_staleness: int
+    """Oldest age at full weight."""
+    hard_limit: int | None = None
+    """Oldest age at all; None: max_staleness."""
+    half_life: float = 1.0
+    """Versions beyond max_staleness that halve a rollout's weight."""
+    group: int = 1
+    """Completions of a prompt that go into a batch together."""
 
 
 class Issued(Record, frozen=True):
@@ -56,6 +66,8 @@ class AskedAgain(Record, frozen=True):
 
     ids: list[str]
     reason: AgainReason
+    tokens: int = 0
+    """Completion tokens that were generated for nothing, as far as they are known."""
 
 
 class Rollout(Record, frozen=True):
@@ -112,6 +124,8 @@ class Composed(Record, frozen=True):
 
     version: Version
     ids: list[str]
+    weights: list[float] = []
+    """What each counts for (`Bound.weight` of its age); empty: 1 for all."""
 
 
 class LineageOpened(Record, frozen=True):

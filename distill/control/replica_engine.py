@@ -23,6 +23,11 @@ Answer = Generated | GenerateFailed
 class ReplicaEngine(Protocol):
     """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
 
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        ...
+
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
         ...
@@ -38,6 +43,10 @@ class HttpReplica:
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._peer = Peer(url, token)
+
+    @property
+    def url(self) -> str:
+        return self._peer.url
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         kind = cast(type[Generated], Answer)

@@ -9,21 +9,26 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
-from distill.config import RolloutConfig
+from distill.config import AtLimit, RolloutConfig
 from distill.control.books import Books
 from distill.control.records import AgainReason, DropReason
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
-from distill.control.timeline import Timeline
+from distill.control.timeline import TRAINER, Timeline
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, unpack
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, unpack
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Times rollout.straggler_seconds within which a replica must have answered a request. It ends completions at
+that time itself, so one that has not is stuck."""
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Feeder:
             top_p=config.top_p,
             stop_token_ids=config.stop_token_ids,
             student_topk=student_topk,
+            max_seconds=config.straggler_seconds,
         )
         self._again: deque[Asked] = deque()
         self._closing = False
@@ -90,6 +96,7 @@ class Feeder:
             try:
                 while True:
                     self._feed(group)
+                    self._note_waiting()
                     await self._fleet.wake.wait()
             finally:
                 self._closing = True
@@ -99,11 +106,20 @@ class Feeder:
             prompts = self._for_student(self._next(count))
             if not prompts:
                 continue
+            for asked in prompts:
+                asked.since = replica.version or Version(0, 0)
             request = _Request(replica, prompts, {asked.prompt.id: asked for asked in prompts})
             self._load(replica, len(prompts))
             task = group.create_task(self._ask(request))
             replica.streams.add(task)
             task.add_done_callback(partial(self._ended, request))
+
+    def _note_waiting(self) -> None:
+        """A replica without work waits for the trainer when the bound is reached, for nobody else."""
+        idle = {replica.name for replica in self._fleet.serving() if replica.in_flight == 0}
+        full = bool(idle) and not self._again and not self._books.state.room(self._fleet.slowest())
+        for name in self._fleet.replicas:
+            self._timeline.waits(name, TRAINER if full and name in idle else None)
 
     def _for_student(self, prompts: list[Asked]) -> list[Asked]:
         """`prompts` without those that a teacher completes, which are handed on."""
@@ -130,7 +146,8 @@ class Feeder:
         replica = request.replica
         try:
             await self._books.journal.commit()
-            async with asyncio.timeout(self._config.straggler_seconds):
+            limit = self._config.straggler_seconds
+            async with asyncio.timeout(None if limit is None else PATIENCE * limit):
                 async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
                     async for answer in answers:
                         self._answered(request, answer)
@@ -163,8 +180,8 @@ class Feeder:
             prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
         )
 
-    def _put_back(self, prompts: list[Asked], reason: AgainReason) -> None:
-        self._again.extend(self._books.ask_again(prompts, reason))
+    def _put_back(self, prompts: list[Asked], reason: AgainReason, tokens: int = 0) -> None:
+        self._again.extend(self._books.ask_again(prompts, reason, tokens))
         self._fleet.wake.wake()
 
     def _answered(self, request: _Request, answer: Answer) -> None:
@@ -181,14 +198,16 @@ class Feeder:
             logger.warning("prompt %s was refused by its replica: %s", prompt, answer.error)
             self._books.drop([prompt], "engine_failed", answer.error)
         elif answer.finish_reason == "abort":
-            self._put_back([asked], "aborted")
-        else:
+            self._put_back([asked], "aborted", answer.token_ids.shape[0])
+        elif not self._at_limit(asked, answer):
             self.take(Finished(asked, answer))
 
     def take(self, finished: Finished) -> None:
         """A completion, of the student or of a teacher: on to its marks, unless it cannot be trained on."""
         answer, prompt = finished.answer, finished.asked.prompt.id
-        if answer.token_ids.shape[0] == 0:
+        if self._books.state.is_broken(prompt):
+            self._drop(finished, "group_broken", "another completion of its prompt was dropped")
+        elif answer.token_ids.shape[0] == 0:
             self._put_aside(finished, "empty", "a completion without tokens")
         elif problem := fault(answer, finished.asked.by_teacher):
             logger.warning("completion of %s cannot be used: %s", prompt, problem)
@@ -197,6 +216,20 @@ class Feeder:
             self._put_aside(finished, *why)
         else:
             self._finished(finished)
+
+    def _at_limit(self, asked: Asked, answer: Generated) -> bool:
+        """Drop or ask again what a limit ended, as its policy says; whether that was done."""
+        timed_out, count = answer.finish_reason == "time", answer.token_ids.shape[0]
+        if not timed_out and answer.finish_reason != "length":
+            return False
+        policy: AtLimit = self._config.stragglers if timed_out else self._config.at_max_tokens
+        reason: Literal["straggler", "over_long"] = "straggler" if timed_out else "over_long"
+        if policy == "drop":
+            limit = "straggler_seconds" if timed_out else "max_tokens"
+            self._put_aside(Finished(asked, answer), reason, f"ended after {count} tokens by rollout.{limit}")
+        elif policy == "requeue" or count == 0:
+            self._put_back([asked], reason, count)
+        return policy != "keep" or count == 0
 
     def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
         tokens = finished.answer.token_ids.shape[0]

@@ -11,7 +11,7 @@ import numpy as np
 from distill.control.lanes import Lanes
 from distill.control.records import Rollout
 from distill.control.state import Asked
-from distill.control.timeline import Timeline
+from distill.control.timeline import REPLICAS, Timeline
 from distill.prompts.stream import Prompt
 from sync.wire import (
     Array,
@@ -83,8 +83,20 @@ class Scoring:
         self._scored, self._refused = scored, refused
         self._transforms, self._judge = transforms or {}, judge
         self._lanes: Lanes[Finished, Answer] = Lanes(
-            "score", teachers, batch, ask=self._ask, settle=self._settle, timeline=timeline, linger=linger
+            "score",
+            teachers,
+            batch,
+            ask=self._ask,
+            settle=self._settle,
+            timeline=timeline,
+            linger=linger,
+            waits_for=REPLICAS,
         )
+
+    @property
+    def open(self) -> int:
+        """Completions that wait for a teacher or are with one."""
+        return self._lanes.open
 
     def put(self, finished: Finished) -> None:
         """Queue a completion for its teacher."""
@@ -130,7 +142,7 @@ class Scoring:
             answer.token_ids,
             answer.logprob,
             answer.spans,
-            answer.finish_reason == "length",
+            answer.finish_reason in ("length", "time"),
             teacher,
             marks,
             answer.topk_ids,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distill.control.buffer import Buffer, Entry
-from distill.control.clock import Lineage, Lineages, capacity
+from distill.control.clock import Bound, Lineage, Lineages, capacity
 from distill.control.journal import Location
 from distill.control.records import (
     AnyRecord,
@@ -31,8 +31,22 @@ from distill.control.records import (
     VersionApplied,
     VersionPublished,
 )
-from distill.prompts.stream import Cursor, Prompt
+from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides how a run's rollouts become batches."""
+
+    batch: int
+    """Rollouts of a batch."""
+    bound: Bound
+    order: Literal["oldest", "arrival"] = "oldest"
+    group: int = 1
+    """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
+    max_attempts: int = 5
+    """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
 
 
 @dataclass(slots=True)
@@ -45,7 +59,9 @@ class Asked:
     by_teacher: bool = False
     """The teacher completes it."""
     attempts: int = 0
-    """Completions that an engine broke off or that took too long."""
+    """Completions that an engine broke off, or that reached a limit and were to be asked again."""
+    since: Version | None = None
+    """What its replica held when it was sent; None: not sent. The feeder's note, on no record."""
 
 
 @dataclass(slots=True)
@@ -61,6 +77,8 @@ class Batch:
     """Those of them that teachers wrote."""
     ages: list[int]
     """Of each rollout, in versions."""
+    weights: list[float]
+    """What each rollout counts for; empty: 1 for all."""
 
 
 @dataclass
@@ -82,19 +100,20 @@ class Counters:
     age_max: int = 0
     composed: int = 0
     """Rollouts in composed batches."""
+    late: int = 0
+    """Of them, those older than the limit, at a weight below 1."""
 
 
 class RunState:
     """See the module's text. Only `apply` changes it."""
 
-    def __init__(
-        self, batch: int, max_staleness: int, order: Literal["oldest", "arrival"] = "oldest"
-    ) -> None:
-        self.batch = batch
-        self.max_staleness = max_staleness
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self.cursor = Cursor(0, 0)
         self.asked: dict[str, Asked] = {}
-        self.buffer = Buffer(max_staleness, order)
+        self.buffer = Buffer(rules.bound, rules.order, rules.group)
+        self.broken: dict[str, set[str]] = {}
+        """Groups that can no longer be whole → members that are gone; forgotten when all are."""
         self.batches: dict[Version, Batch] = {}
         """By the version they were composed for."""
         self.lineages = Lineages()
@@ -150,7 +169,17 @@ class RunState:
     def room(self, applied: Version | None) -> int:
         """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
         step = 0 if applied is None else self.step_of(applied)
-        return capacity(step, self.max_staleness, self.batch, self.next_step * self.batch, self.outstanding)
+        batch, limit = self.rules.batch, self.rules.bound.limit
+        return capacity(step, limit, batch, self.next_step * batch, self.outstanding)
+
+    def is_broken(self, rollout: str) -> bool:
+        """Whether a member of its group is gone, so that no batch will take it."""
+        return self.rules.group > 1 and group_of(rollout) in self.broken
+
+    def expiring(self) -> int:
+        """Rollouts under way that the next batch may still take, and none after it."""
+        last = self.next_step - self.rules.bound.hard
+        return sum(one.since is not None and self.step_of(one.since) == last for one in self.asked.values())
 
     def batch_of(self, step: int) -> Batch | None:
         """The batch of `step` on the way of the current lineage; None: not composed, or forgotten."""
@@ -191,9 +220,14 @@ class RunState:
         self.cursor = Cursor(record.epoch, record.position)
 
     def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
-        for prompt in record.ids if record.reason in ("aborted", "straggler") else ():
+        for prompt in record.ids if record.reason in ("aborted", "straggler", "over_long") else ():
             self.asked[prompt].attempts += 1
+        for prompt in record.ids:
+            self.asked[prompt].since = None
         self.counters.asked_again[record.reason] += len(record.ids)
+        if record.tokens:
+            self.counters.generated_tokens += record.tokens
+            self.counters.dropped_tokens[record.reason] += record.tokens
 
     def _scored(self, record: Rollout, location: Location | None) -> None:
         self._admit(
@@ -227,19 +261,32 @@ class RunState:
             elif self.asked.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
+            self._break_group(rollout)
         self.counters.generated_tokens += record.tokens
         self.counters.dropped[record.reason] += len(record.ids)
         self.counters.dropped_tokens[record.reason] += tokens
 
+    def _break_group(self, rollout: str) -> None:
+        """A member of a group is gone."""
+        if self.rules.group > 1:
+            gone = self.broken.setdefault(group_of(rollout), set())
+            gone.add(rollout)
+            if len(gone) == self.rules.group:
+                del self.broken[group_of(rollout)]
+
     def _composed(self, record: Composed, _: Location | None) -> None:
         whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self._shrunk])}
         entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
+        for rollout in record.ids if self.broken else ():
+            self.broken.pop(group_of(rollout), None)
         ages = [entry.age(record.version.step, self.step_of) for entry in entries]
         tokens = sum(entry.length for entry in entries)
         by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
-        self.batches[record.version] = Batch(record.version, entries, tokens, by_teacher, ages)
+        batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
+        self.batches[record.version] = batch
         self.next_step = record.version.step + 1
         self.counters.composed += len(entries)
+        self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])
 
@@ -262,6 +309,7 @@ class RunState:
                     self.buffer.admit(entry)
                 else:
                     self._shrunk[entry.id] = entry
+                    self._break_group(entry.id)
 
     def _stepped(self, record: Stepped, _: Location | None) -> None:
         self.reached = record.version

@@ -12,6 +12,7 @@ import msgspec
 
 from distill.control.evaluations import best
 from distill.control.records import VersionApplied, VersionPublished
+from distill.control.replicas import Fleet
 from distill.control.state import RunState
 from distill.control.timeline import Timeline
 from sync.wire import EvalReport
@@ -29,6 +30,24 @@ def token_shares(state: RunState) -> dict[str, float]:
     }
 
 
+def gauges(state: RunState, fleet: Fleet, timeline: Timeline) -> dict[str, float]:
+    """Where the run stands, by name."""
+    counters, waited = state.counters, timeline.waited_seconds()
+    return {
+        "step": float(state.reached.step if state.reached else 0),
+        "buffer/ready": float(len(state.buffer)),
+        "rollouts/in_flight": float(sum(replica.in_flight for replica in fleet.replicas.values())),
+        "rollouts/outstanding": float(state.outstanding),
+        "rollouts/late": float(counters.late),
+        "replicas/serving": float(len(fleet.serving())),
+        **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
+        **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
+        **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
+        **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
+        **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
+    }
+
+
 def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -> dict[str, Any]:
     """The figures that state and timeline hold; seconds and bytes, medians where there are many."""
     counters, reports = state.counters, state.evaluations
@@ -40,6 +59,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
             "issued": counters.issued,
             "scored": counters.scored,
             "composed": counters.composed,
+            "late": counters.late,
             "open": state.outstanding,
             "dropped": dict(counters.dropped),
             "asked_again": dict(counters.asked_again),
@@ -47,10 +67,11 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
         "staleness": {
             "mean": counters.age_sum / max(1, counters.composed),
             "max": counters.age_max,
-            "limit": state.max_staleness,
+            "limit": state.rules.bound.hard,
         },
         "busy_seconds": timeline.busy_seconds(),
         "idle_seconds": timeline.idle_seconds(),
+        "waited_seconds": timeline.waited_seconds(),
         "sync": sync_figures(state.published, state.applied),
         "evaluations": [evaluation(report) for report in reports],
         "best": evaluation(best(reports, "pass_rate" if metric == "pass_rate" else "reverse_kl")),

@@ -1,4 +1,4 @@
-"""Who worked and who waited, in seconds, per role.
+"""Who worked, and who waited for whom, in seconds, per role.
 
 A role is busy while the level of any of its activities is above zero. `spans` are written to timeline.jsonl:
 {"role": …, "what": …, "start": …, "end": …}, seconds since the epoch.
@@ -11,6 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+REPLICAS, TEACHERS, TRAINER, LATE = "replicas", "teachers", "trainer", "late rollouts"
+"""Whom roles wait for."""
 
 
 class Span(NamedTuple):
@@ -46,6 +49,31 @@ class Timeline:
         self._clock = clock
         self._began = clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
+        self._waits: dict[str, tuple[str, float]] = {}
+        """Who waits now → for whom, since when."""
+        self._waited: dict[tuple[str, str], float] = defaultdict(float)
+
+    def waits(self, who: str, whom: str | None) -> None:
+        """`who` waits for `whom` from now on; None: for nobody."""
+        waiting = self._waits.get(who)
+        if (waiting[0] if waiting else None) == whom:
+            return
+        now = self._clock()
+        if waiting:
+            self._waited[who, waiting[0]] += now - waiting[1]
+            del self._waits[who]
+        if whom is not None:
+            self._waits[who] = whom, now
+
+    def waited_seconds(self) -> dict[str, dict[str, float]]:
+        """Who → for whom → seconds."""
+        now, seconds = self._clock(), dict(self._waited)
+        for who, (whom, since) in self._waits.items():
+            seconds[who, whom] = seconds.get((who, whom), 0.0) + now - since
+        found: dict[str, dict[str, float]] = {}
+        for (who, whom), value in seconds.items():
+            found.setdefault(who, {})[whom] = value
+        return found
 
     def level(self, role: str, what: str, level: int) -> None:
         """How many things `role` is doing of kind `what` from now on."""
@@ -77,6 +105,8 @@ class Timeline:
     def restart(self) -> None:
         """Count from now on: what was before (start-up) is left out."""
         self._began = now = self._clock()
+        self._waited.clear()
+        self._waits = {who: (whom, now) for who, (whom, _) in self._waits.items()}
         for role in self._roles.values():
             role.busy = 0.0
             role.since = None if role.since is None else now

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig, TaskPrompts
+from distill.control import lateness
 from distill.launch.probes import Finding
 from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
@@ -122,6 +123,7 @@ def _check_deepspeed(path: Path) -> None:
 
 
 def _check_combinations(config: RunConfig) -> None:
+    lateness.rules(config)
     if config.rollout.top_p < 1:
         raise ConfigError(
             f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "

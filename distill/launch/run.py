@@ -246,6 +246,7 @@ class _Launcher:
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective),
+            connect=lambda url: HttpReplica(url, self._token),
             student_topk=student_topk(config.objective),
             evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
             judge=split.judge,
@@ -295,7 +296,7 @@ class _Launcher:
 
     async def _close_peers(self) -> None:
         closing = [peer.aclose() for peer in self._teachers.values()]
-        closing += [peer.aclose() for peer in self._parts.replicas.values()]
+        closing += [one.engine.aclose() for one in self._controller.fleet.replicas.values()]
         if isinstance(self._parts.evaluator, HttpEvaluator):
             closing.append(self._parts.evaluator.aclose())
         await asyncio.gather(*closing, return_exceptions=True)

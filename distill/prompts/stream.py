@@ -25,6 +25,11 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     """What `token_ids` says, where the source knows it."""
 
 
+def group_of(prompt: str) -> str:
+    """What the ids of all completions of one prompt have in common: "epoch:row" of "epoch:row:copy"."""
+    return prompt.rpartition(":")[0]
+
+
 class PromptSource(Protocol):
     """Rows by index. One that has `__len__` is gone through by shuffled epochs; any other has no end."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.report.results import use_of_tokens
 from sync.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def draw(run_dir: Path) -> Path:
     figure.suptitle(
         _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
     )
+    if "waited_seconds" in summary:
+        figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
     path = run_dir / "report.png"
     figure.savefig(path)
     pyplot.close(figure)
@@ -179,7 +182,9 @@ def _lane_label(role: str, summary: Mapping[str, Any]) -> str:
     busy = summary.get("busy_seconds", {}).get(role)
     if idle is None or busy is None:
         return role
-    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}, waited {idle:.0f} s"
+    whom = summary.get("waited_seconds", {}).get(role, {})
+    for_whom = f" ({', '.join(f'{s:.0f} s for {name}' for name, s in whom.items())})" if whom else ""
+    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}, waited {idle:.0f} s{for_whom}"
 
 
 def _legend_of_work(axes: Axes, used: set[str]) -> None:

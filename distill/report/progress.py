@@ -64,8 +64,16 @@ def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> 
         f"age {figures.get('staleness/mean', 0.0):.1f}",
         f"waited {figures.get('seconds/wait', 0.0):.2f} s",
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
+        f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
+        dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def dropped_words(dropped: Mapping[str, float]) -> str:
+    """Rollouts that were not trained on, by reason, most first; empty: none."""
+    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
+    return f"dropped {', '.join(parts)}" if parts else ""
 
 
 def evaluation_line(step: int, figures: Mapping[str, float]) -> str:

@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from distill.config import RunConfig
+from distill.report.progress import dropped_words
 
 PACKAGES = (
     "onpolicy-distill",
@@ -100,3 +101,12 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("pass rate", value("before", "pass_rate", ".1%"), value("after", "pass_rate", ".1%")),
     ]
     return [row for row in rows if row[1] != "–" or row[2] != "–"]
+
+
+def use_of_tokens(summary: Mapping[str, Any]) -> str:
+    """What became of what the student wrote, and who waited longest for whom; one line."""
+    tokens, dropped = summary["tokens"], summary["rollouts"]["dropped"]
+    waits = [(s, who, whom) for who, rest in summary["waited_seconds"].items() for whom, s in rest.items()]
+    longest = [f"{who} waited {s:.0f} s for {whom}" for s, who, whom in sorted(waits, reverse=True)[:3]]
+    share = f"{tokens['trained_share']:.1%} of {tokens['generated']:,} generated tokens were trained on"
+    return "; ".join(part for part in [share, dropped_words(dropped), ", ".join(longest)] if part)

@@ -57,9 +57,9 @@ class Targets:
     future_N: Tensor | None = None
     """Σ_{j≥1} γ^j d_{t+j} over the rest of the row; None: γ = 0"""
     coefficient_N: Tensor | None = None
-    """λ·c of the token's teacher; None: 1"""
+    """λ·c of the token's teacher, times the row's weight; None: 1"""
     advantage_N: Tensor | None = None
-    """(R − b)·N/M of the token's rollout; None: no task reward"""
+    """(R − b)·N/M of the token's rollout, times the row's weight; None: no task reward"""
     by_teacher_N: Tensor | None = None
     """bool: the teacher wrote the token; None: the student wrote all"""
 

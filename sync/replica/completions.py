@@ -16,10 +16,13 @@ INITIAL: Final = Version(0, 0)
 """The weights an engine was started with: no step was made from them."""
 ENGINE_LABEL: Final = "default"
 """vLLM's label for weights that nobody gave a version."""
-_REASONS: Final[dict[str, Literal["stop", "length", "abort"]]] = {
+TIMED_OUT: Final = "time"
+"""`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
+_REASONS: Final[dict[str, Literal["stop", "length", "abort", "time"]]] = {
     "stop": "stop",
     "length": "length",
     "abort": "abort",
+    TIMED_OUT: "time",
 }
 
 
@@ -70,6 +73,8 @@ def sampling_problem(sampling: Sampling) -> str | None:
         return f"temperature is {sampling.temperature}: it must be above 0"
     if not 0 < sampling.top_p <= 1:
         return f"top_p is {sampling.top_p}: it must be above 0 and at most 1"
+    if sampling.max_seconds is not None and not sampling.max_seconds > 0:
+        return f"max_seconds is {sampling.max_seconds}: it must be above 0, or None for no limit"
     if sampling.student_topk < 0:
         return f"student_topk is {sampling.student_topk}: it must be 0 (none) or more"
     return None
@@ -94,7 +99,7 @@ def generated(id: str, completion: Completion, student_topk: int) -> Generated |
     """The answer for one finished completion; top-k ids without probability become -1."""
     length = len(completion.token_ids)
     reason = _REASONS.get(completion.finish_reason or "")
-    if reason is None or (length == 0 and reason != "abort"):
+    if reason is None or (length == 0 and reason not in ("abort", "time")):
         ended = repr(completion.finish_reason)
         return GenerateFailed(id=id, error=f"the engine ended the completion after {length} tokens: {ended}")
     return Generated(

@@ -73,7 +73,7 @@ class Generation:
         request_id = f"{prompt.id}#{next(_request_numbers)}"
         try:
             completion = await vllm_compat.complete(
-                self._engine, prompt.token_ids, params, request_id, self._adapter
+                self._engine, prompt.token_ids, params, request_id, self._adapter, sampling.max_seconds
             )
         except vllm_compat.RefusedPrompt as error:
             return GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from sync.replica.completions import Completion, Limits
+from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.weights.tensors import NamedTensors
 from sync.wire import Sampling
 
@@ -85,15 +85,25 @@ async def complete(
     params: SamplingParams,
     request_id: str,
     adapter: LoRARequest | None = None,
+    seconds: float | None = None,
 ) -> Completion:
     """Sample one completion, through `adapter` if there is one; cancelling aborts it.
+
+    After `seconds` it is ended as it is, with TIMED_OUT as its reason: an abort makes vLLM give what it has.
 
     vLLM's flat format gives, per position, the sampled token in column 0 and then exactly ranks 1…k: the
     sampled token never displaces one of the k (rule 9), so k are asked for and not k + 1.
     """
-    output = None
-    async for result in engine.generate(tokens_input(token_ids), params, request_id, lora_request=adapter):
-        output = result.outputs[0]
+    output, late = None, asyncio.Event()
+    timer = None if seconds is None else asyncio.create_task(_end_after(engine, request_id, seconds, late))
+    try:
+        async for result in engine.generate(
+            tokens_input(token_ids), params, request_id, lora_request=adapter
+        ):
+            output = result.outputs[0]
+    finally:
+        if timer is not None and not late.is_set():
+            timer.cancel()
     if output is None:
         raise EngineGenerateError("the engine ended the request without an output")
     flat, length = output.logprobs, len(output.token_ids)
@@ -108,8 +118,16 @@ async def complete(
         logprob=logprob,
         ids=ids,
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or []],
-        finish_reason=output.finish_reason,
+        finish_reason=TIMED_OUT
+        if late.is_set() and output.finish_reason == "abort"
+        else output.finish_reason,
     )
+
+
+async def _end_after(engine: Any, request_id: str, seconds: float, late: asyncio.Event) -> None:
+    await asyncio.sleep(seconds)
+    late.set()
+    await engine.abort(request_id)
 
 
 # --- API process: updates ---------------------------------------------------------------------------------

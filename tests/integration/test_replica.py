@@ -166,6 +166,24 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
         )
 
 
+async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(server, folders):
+    async with server.peer() as peer:
+        await update(peer, 3)
+        await generate(peer, PROMPTS[:1], max_tokens=4)
+        for seconds in (0.3, 1.0, 4.0, 16.0):  # a busy machine may write nothing in a short time
+            (answer,) = await generate(peer, PROMPTS[:1], max_tokens=480, max_seconds=seconds)
+            if answer.token_ids.shape[0]:
+                break
+        state = await peer.call("/distill/v1/state", None, ReplicaState)
+    length = answer.token_ids.shape[0]
+    assert answer.finish_reason == "time"
+    assert 0 < length < 480
+    assert answer.logprob.shape == (length,)
+    assert (answer.spans[0].start, answer.spans[-1].end) == (0, length)
+    assert error(folders[2], PROMPTS[0], answer) < TOLERANCE
+    assert state.requests == 0
+
+
 async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_difference(server, folders):
     async with server.peer() as peer:
         await update(peer, 3)

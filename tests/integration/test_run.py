@@ -3,7 +3,7 @@
 | run | student | prompts | objective | weights | trainer |
 | --- | --- | --- | --- | --- | --- |
 | finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
-| roles alone | what `finished` left | JSONL, text | topk | snapshots | by URL, 1 rank |
+| roles alone | what `finished` left | task, in groups | topk and reward | snapshots | by URL, 1 rank |
 | broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
 | interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank |
 | experts | Qwen3-MoE, fused in memory | JSONL, text | topk | snapshots | 2 ranks |
@@ -20,7 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,20 @@ import torch
 
 from distill.config import StudentConfig
 from distill.control.audit import audit
+from distill.control.records import Composed, Opened, VersionApplied
+from distill.control.segments import read_all
 from distill.control.summary import digest_of_all
+from distill.prompts.stream import group_of
 from distill.proof import prove
 from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
-from sync.transport import TOKEN_VARIABLE
+from sync.transport import TOKEN_VARIABLE, BlockingPeer
 from sync.weights.tensors import digest, read_folder
+from sync.wire import ReplicaLeaves, Replicas
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH = 5, 8
+STEPS, BATCH, MANY = 5, 8, 60
+BOTH_ENDS = {"type": "task", "task": "both_ends"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
@@ -216,15 +222,17 @@ class Run:
         return "\n".join(parts)
 
 
-def check_result(run: Run, summary: Mapping[str, Any], replicas: int = 1) -> None:
+def check_result(
+    run: Run, summary: Mapping[str, Any], served: Sequence[str] = ("student-0",), steps: int = STEPS
+) -> None:
     """All steps, equal weights everywhere, and a folder of exactly those weights that transformers loads."""
     from transformers import AutoModelForCausalLM
 
     assert summary["completed"]
-    assert summary["steps"] == STEPS
+    assert summary["steps"] == steps
     assert summary["tokens"]["trained"] > 0
-    assert summary["rollouts"]["composed"] == STEPS * BATCH
-    assert summary["weights_identical_by_replica"] == {f"student-{i}": True for i in range(replicas)}
+    assert summary["rollouts"]["composed"] == steps * BATCH
+    assert summary["weights_identical_by_replica"] == dict.fromkeys(served, True)
     assert summary["weights_identical"] is True
     final = run.run_dir / "final"
     digests = {name: digest(tensor) for name, tensor in read_folder(final)}
@@ -283,12 +291,16 @@ def test_a_tied_qwen3_from_chat_messages_on_two_ranks(finished: Run) -> None:
     assert marked(str(finished.folder)) == []
 
 
-def test_each_role_alone_joined_by_urls_and_a_token(
-    finished: Run, tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leave(
+    finished: Run, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The student is the folder that another run left: a fresh vLLM loads it."""
-    run, env = Run(tmp_path, models, "qwen3", prompts["plain"]), {TOKEN_VARIABLE: "a token of the tests"}
-    student, teacher, evaluator, controller = free_ports(4)
+    """The student is the folder that another run left: a fresh vLLM loads it.
+
+    Completions of a prompt are trained in groups, against their mean reward; late ones by their freshness.
+    """
+    run, env = Run(tmp_path, models, "qwen3", BOTH_ENDS), {TOKEN_VARIABLE: "a token of the tests"}
+    monkeypatch.setenv(TOKEN_VARIABLE, env[TOKEN_VARIABLE])
+    student, spare, teacher, evaluator, controller = free_ports(5)
     joined = [
         f"student.path={finished.run_dir / 'final'}",
         f"student.port={student}",
@@ -300,26 +312,63 @@ def test_each_role_alone_joined_by_urls_and_a_token(
         "evaluation.prompts=4",
         f"controller.port={controller}",
         "controller.trainer=external",
-        'objective={type="topk", k=4}',
+        f"run.steps={MANY}",
+        "rollout.per_prompt=2",
+        "rollout.straggler_seconds=60",
+        'rollout.stragglers="keep"',
+        'buffer.late={type="freshness", hard_limit=9, half_life=2}',
+        'objective={type="topk", k=4, task={baseline="group"}}',
     ]
+    second = [*joined, f"student.port={spare - 1}"]
     url = ("--controller", f"http://127.0.0.1:{controller}")
     with contextlib.ExitStack() as roles:
         servers = [
             roles.enter_context(run.command(name, *joined, env=env))
             for name in ("student", "teacher", "evaluator")
         ]
+        servers.append(roles.enter_context(run.command("student", *second, more=("--index", "1"), env=env)))
         trainer = roles.enter_context(run.command("train", *joined, more=url, env=env))
         control = roles.enter_context(run.command("control", *joined, env=env))
+        wait_for(lambda: run.steps() >= 1, control)
+        with Command(tmp_path / "add.log", "replicas", "add", f"http://127.0.0.1:{spare}", *url) as adding:
+            assert adding.end() == 0, adding.said
+        peer = BlockingPeer(url[1], env[TOKEN_VARIABLE])
+        wait_for(lambda: phases(peer) == {"student-0": "serving", "student-1": "serving"}, control)
+        peer.call("/v1/replicas/leave", ReplicaLeaves(name="student-0"), Replicas)
+        assert run.steps() < MANY, "the replica left when the run was over"
         assert control.end() == 0, control.said + trainer.said
         assert trainer.end(30.0) == 0, trainer.said
-        check_result(run, run.summary())
+        peer.close()
+        check_result(run, run.summary(), ("student-1",), MANY)
         assert run.summary()["after"]["completions"] == 4
+        check_policies(run)
         for server in servers:
             assert server.process.poll() is None, server.said
             server.process.terminate()
         for server in servers:
             assert server.end(20.0) in (0, -signal.SIGTERM), server.said
     assert marked(str(tmp_path)) == []
+
+
+def phases(peer: BlockingPeer) -> dict[str, str]:
+    return {one.name: one.phase for one in peer.call("/v1/replicas", None, Replicas).replicas}
+
+
+def check_policies(run: Run) -> None:
+    """The audit, whole groups, the bound on record, and what the replica that joined late began with."""
+    report = audit(run.run_dir)
+    assert report.ok, report
+    assert report.oldest <= 9
+    records = [record for _, _, record in read_all(run.run_dir / "journal")]
+    (opened,) = [record for record in records if isinstance(record, Opened)]
+    assert (opened.max_staleness, opened.hard_limit, opened.half_life, opened.group) == (4, 9, 2.0, 2)
+    batches = [record.ids for record in records if isinstance(record, Composed)]
+    assert len(batches) == MANY
+    assert all(set(Counter(map(group_of, ids)).values()) == {2} for ids in batches)
+    applied = [record for record in records if isinstance(record, VersionApplied)]
+    assert next(record for record in applied if record.replica == "student-1").version.step >= 1
+    assert applied[-1].version.step == MANY
+    assert applied[-1].replica == "student-1"
 
 
 def free_ports(count: int) -> list[int]:
@@ -340,7 +389,7 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
         'objective={type="sft", on_policy=0.5}',
         "evaluation=false",
     )
-    check_result(run, summary, replicas=2)
+    check_result(run, summary, ("student-0", "student-1"))
     checked = audit(run.run_dir)
     assert checked.ok, checked
     assert 0 < checked.tokens_by_teacher < checked.tokens

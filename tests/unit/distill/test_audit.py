@@ -101,6 +101,35 @@ def test_a_rollout_older_than_the_bound_is_found() -> None:
     assert set(audited(records).too_old) == {"c", "d", "e", "f"}
 
 
+def late(*weights: float) -> list[AnyRecord]:
+    """`journal` under freshness weights; its last batch, of age 1, carries `weights`."""
+    records = [Opened("r", 0, 2, 0, 1, 2.0), *journal()[1:]]
+    halved = 2 ** (-1 / 2)
+    for place, version in enumerate([Version(0, 0), Version(0, 1), Version(1, 2)]):
+        at = next(i for i, r in enumerate(records) if isinstance(r, Composed) and r.version == version)
+        given = [[], [halved, halved], list(weights)][place]
+        records[at] = Composed(version, records[at].ids, given)  # type: ignore[union-attr]
+    return records
+
+
+def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age() -> None:
+    report = audited(late(2**-0.5, 2**-0.5))
+    assert report.ok
+    assert (report.late, report.oldest) == (4, 1)
+
+
+def test_a_weight_that_is_not_that_of_the_age_is_found() -> None:
+    assert audited(late()).misweighed == ["e", "f"]
+    report = audited(late(2**-0.5, 1.0))
+    assert report.misweighed == ["f"]
+    assert not report.ok
+
+
+def test_beyond_the_hard_limit_no_weight_helps() -> None:
+    records = [Opened("r", 0, 2, 0, 0, 2.0), *late(2**-0.5, 2**-0.5)[1:]]
+    assert set(audited(records).too_old) == {"c", "d", "e", "f"}
+
+
 def test_a_rollout_without_a_record_is_found() -> None:
     report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["zz", "e"]}})
     assert report.unrecorded == ["zz"]

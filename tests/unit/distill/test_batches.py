@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.control.batches import compose, rows_of
+from distill.control.batches import Marks, compose, group_means, rows_of
 from distill.control.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
@@ -163,6 +163,26 @@ def test_rewards_travel_when_every_row_has_one() -> None:
     (batch,) = shares(rewarded, 1, 100)
     assert batch.micro_batches[0].reward is not None
     assert unpack(batch.micro_batches[0].reward).tolist() == [0.0, 1.0]
+
+
+def test_weights_and_baselines_follow_their_rows() -> None:
+    import msgspec
+
+    rollouts = [msgspec.structs.replace(rollout(i, 1, 2 + i), reward=float(i % 3)) for i in range(4)]
+    means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
+    assert means == {"r0": 0.5, "r1": 0.5, "r2": 1.0, "r3": 1.0}
+    marks = Marks({f"r{i}": 1 / (1 + i) for i in range(4)}, means)
+    batches = compose(rollouts, Version(0, 6), 2, 4, ["t0", "t1"], lambda version: version.step, marks=marks)
+    rows = [micro for batch in batches for micro in batch.micro_batches]
+    for micro in rows:
+        assert micro.weight is not None
+        assert micro.baseline is not None
+        assert unpack(micro.weight).tolist() == [np.float32(marks.weights[i]) for i in micro.ids]
+        assert unpack(micro.baseline).tolist() == [np.float32(means[i]) for i in micro.ids]
+    assert sum(len(micro.ids) for micro in rows) == 4
+    assert group_means([*rollouts, rollout(9, 1, 2)], lambda name: name) == {}
+    (plain,) = shares(rollouts, 1, 100)
+    assert (plain.micro_batches[0].weight, plain.micro_batches[0].baseline) == (None, None)
 
 
 def test_rows_with_and_without_an_array_are_refused() -> None:

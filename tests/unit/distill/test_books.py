@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.control.audit import check
-from distill.control.books import MAX_ATTEMPTS, Books
+from distill.control.books import Books
+from distill.control.clock import Bound
 from distill.control.journal import Journal, Location
-from distill.control.records import Checkpointed, Opened, Rollout, Stepped, VersionPublished
+from distill.control.records import (
+    Checkpointed,
+    Composed,
+    Dropped,
+    Opened,
+    Rollout,
+    Stepped,
+    VersionPublished,
+)
 from distill.control.segments import read_all, segment_numbers, segment_path
-from distill.control.state import Asked
-from distill.prompts.stream import Prompt, PromptStream
+from distill.control.state import Asked, Rules
+from distill.prompts.stream import Prompt, PromptStream, group_of
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
 BATCH, STALENESS = 3, 2
+PLAIN = Rules(BATCH, Bound(STALENESS, STALENESS))
+FRESHNESS = Rules(BATCH, Bound(1, 4, 1.5))
+GROUPS = Rules(4, Bound(STALENESS, STALENESS), group=2)
+BOTH = Rules(4, Bound(1, 3), group=2)
+MAX_ATTEMPTS = PLAIN.max_attempts
 
 
 class Numbers:
@@ -30,10 +45,10 @@ class Numbers:
         return Prompt(str(index), [index])
 
 
-def opened(folder: Path) -> Books:
+def opened(folder: Path, rules: Rules = PLAIN) -> Books:
     journal = Journal(folder, "never", segment_bytes=1500)
-    prompts = PromptStream(Numbers(), seed=0)
-    return Books.open(journal, prompts, run="r", seed=0, batch=BATCH, max_staleness=STALENESS)
+    prompts = PromptStream(Numbers(), seed=0, per_prompt=rules.group)
+    return Books.open(journal, prompts, run="r", seed=0, rules=rules)
 
 
 def rollout(asked: Asked, *versions: Version) -> Rollout:
@@ -46,12 +61,15 @@ def rollout(asked: Asked, *versions: Version) -> Rollout:
 class Simulation:
     """A run whose every event is drawn at random; `ledger` is the trainer's own record."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, rules: Rules = PLAIN) -> None:
         self.folder = folder
         self.rng = random.Random(seed)
-        self.books = opened(folder)
+        self.rules = rules
+        self.books = opened(folder, rules)
         self.applied = Version(0, 0)
         """What the one replica serves."""
+        self.served = [self.applied]
+        """What it has served lately: a slow completion begins with an older version."""
         self.trainer: Version | None = None
         self.saved: list[Version] = []
         self.ledger: dict[int, dict[int, list[str]]] = {}
@@ -67,14 +85,13 @@ class Simulation:
         room = state.room(self.applied)
         if room:
             self.books.issue(self.rng.randint(1, room))
-        step = state.step_of(self.applied)
-        assert state.outstanding <= max(0, (step + STALENESS + 1 - state.next_step) * BATCH) or not room
+        left = state.step_of(self.applied) + self.rules.bound.limit + 1 - state.next_step
+        assert state.outstanding <= max(0, left * self.rules.batch) or not room
 
     async def score(self) -> None:
         asked = list(self.books.state.asked.values())
         some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
-        old = self.applied
-        await self.books.admit([rollout(one, old, self.applied) for one in some])
+        await self.books.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
         checkpoint = self.saved[-1] if self.saved else None
@@ -92,7 +109,8 @@ class Simulation:
         if batch is None:
             return
         rollouts = self.books.rollouts(batch)
-        assert len(rollouts) == BATCH
+        assert len(rollouts) == self.rules.batch
+        assert set(Counter(group_of(one.id) for one in rollouts).values()) == {self.rules.group}
         self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
         self.ledger[self.trainer.lineage][self.trainer.step] = [one.id for one in rollouts]
         self.books.write(Stepped(self.trainer))
@@ -102,6 +120,7 @@ class Simulation:
         target = self.books.state.target
         if target and self.books.state.step_of(target.version) >= self.books.state.step_of(self.applied):
             self.applied = target.version
+            self.served = [*self.served[-3:], self.applied]
 
     async def kill_trainer(self) -> None:
         self.trainer = None
@@ -115,7 +134,7 @@ class Simulation:
         with path.open("ab") as file:
             file.write(b"DJ\x50\0\0\0"[: self.rng.randint(0, 6)])
         before = self.books.state
-        self.books = opened(self.folder)
+        self.books = opened(self.folder, self.rules)
         after = self.books.state
         assert (after.cursor, after.counters, after.next_step) == (
             before.cursor,
@@ -139,15 +158,18 @@ class Simulation:
             await self.books.tidy(keep_checkpoints=1)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize(
+    "rules", [PLAIN, FRESHNESS, GROUPS, BOTH], ids=["plain", "freshness", "groups", "both"]
+)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_order_of_events_keeps_the_guarantees(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
+    tmp_path_factory: pytest.TempPathFactory, rules: Rules, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
 
     async def live() -> Simulation:
-        simulation = Simulation(folder, seed)
+        simulation = Simulation(folder, seed, rules)
         for _ in range(250):
             await simulation.event()
         await simulation.books.journal.commit()
@@ -158,7 +180,8 @@ def test_any_order_of_events_keeps_the_guarantees(
     records = [(Location(s, o), record) for s, o, record in read_all(folder)]
     report = check(records, simulation.ledger)
     assert report.ok, report
-    assert report.oldest <= STALENESS
+    assert report.oldest <= rules.bound.hard
+    assert report.late == 0 or rules.bound.hard > rules.bound.limit
     state = simulation.books.state
     counted = len(state.asked) + len(state.buffer) + sum(state.counters.dropped.values())
     assert state.counters.issued == counted + state.counters.composed
@@ -266,11 +289,88 @@ async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
     books.journal.close()
     prompts = PromptStream(Numbers(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
-        Books.open(Journal(tmp_path), prompts, run="r", seed=1, batch=BATCH, max_staleness=1)
+        Books.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 
 
 async def test_a_journal_names_its_run(tmp_path: Path) -> None:
     books = opened(tmp_path)
     await books.journal.commit()
     books.journal.close()
-    assert [record for _, _, record in read_all(tmp_path)] == [Opened("r", 0, BATCH, STALENESS)]
+    assert [record for _, _, record in read_all(tmp_path)] == [Opened("r", 0, BATCH, STALENESS, STALENESS)]
+
+
+# --- policies ---------------------------------------------------------------------------------------------
+
+
+def batches_of(folder: Path) -> list[Composed]:
+    return [record for _, _, record in read_all(folder) if isinstance(record, Composed)]
+
+
+async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatever_it_says_now(
+    tmp_path: Path,
+) -> None:
+    books = opened(tmp_path, FRESHNESS)
+    await books.open_lineage(None, "model")
+    for step in range(4):
+        for asked in books.issue(BATCH):
+            await books.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
+        assert await books.compose() is not None
+        books.write(Stepped(Version(0, step + 1)))
+    await books.journal.commit()
+    books.journal.close()
+    half_life = FRESHNESS.bound.half_life
+    weighed = [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
+    assert [one.weights for one in batches_of(tmp_path)][3] == weighed
+    assert books.state.counters.late == sum(w < 1 for one in batches_of(tmp_path) for w in one.weights) > 0
+
+    again = opened(tmp_path, Rules(BATCH, Bound(1, 4, 9.0)))
+    await again.open_lineage(None, "model")
+    for step in range(4):
+        old, new = books.state.batches[Version(0, step)], again.state.batch_of(step)
+        assert new is not None
+        assert (new.weights, [e.id for e in new.entries]) == (old.weights, [e.id for e in old.entries])
+    again.journal.close()
+
+
+async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_asked_again(
+    tmp_path: Path,
+) -> None:
+    books = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
+    await books.open_lineage(None, "model")
+    first, second = books.issue(6)[:3], list(books.state.asked.values())[3:]
+    await books.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
+    books.drop([first[1].prompt.id], "empty", "a completion without tokens")
+    assert books.state.counters.dropped == {"empty": 1, "group_broken": 1}
+    assert books.state.is_broken(first[2].prompt.id)
+    assert books.state.buffer.ids() == [second[0].prompt.id]
+
+    await books.admit([rollout(first[2], Version(0, 0))])  # it was in flight
+    assert books.state.counters.dropped == {"empty": 1, "group_broken": 2}
+    assert not books.state.broken
+
+    books.drop([second[1].prompt.id], "engine_failed", "not finite")
+    assert books.ask_again([second[2]], "replica_lost") == []
+    assert books.state.outstanding == 0
+    books.journal.close()
+
+
+async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_path: Path) -> None:
+    books = opened(tmp_path, GROUPS)
+    await books.open_lineage(None, "model")
+    one, other = books.issue(2)
+    await books.admit([rollout(one, Version(0, 0))])
+    books.write(Dropped([other.prompt.id], "empty", 0))  # and a crash before what follows from it
+    await books.journal.commit()
+    books.journal.close()
+    again = opened(tmp_path, GROUPS)
+    assert again.state.counters.dropped == {"empty": 1, "group_broken": 1}
+    assert again.state.outstanding == 0
+    again.journal.close()
+
+
+async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    books.ask_again(books.issue(2), "straggler", tokens=7)
+    assert books.state.counters.generated_tokens == 7
+    assert books.state.counters.dropped_tokens == {"straggler": 7}
+    books.journal.close()

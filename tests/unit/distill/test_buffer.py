@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distill.control.buffer import Buffer, Entry, Pick
+from distill.control.clock import Bound, capacity
 from sync.wire import Version, VersionSpan
 
 
-def entry(number: int, *steps: int) -> Entry:
+def entry(number: int, *steps: int, name: str = "") -> Entry:
     spans = [VersionSpan(Version(0, step), i, i + 1) for i, step in enumerate(steps)]
-    return Entry(f"r{number}", number, 0, len(steps), spans)
+    return Entry(name or f"r{number}", number, 0, len(steps), spans)
 
 
 def step_of(version: Version) -> int:
@@ -24,25 +29,124 @@ def filled(buffer: Buffer, *entries: Entry) -> Buffer:
 
 
 def test_the_oldest_token_decides_and_what_is_too_old_is_named() -> None:
-    buffer = filled(Buffer(2), entry(0, 5, 9), entry(1, 7, 7), entry(2, 9))
-    assert buffer.pick(8, 2, step_of) == Pick(["r1", "r2"], ["r0"])
-    assert buffer.pick(7, 3, step_of) == Pick(["r0", "r1", "r2"], [])
+    buffer = filled(Buffer(Bound(2, 2)), entry(0, 5, 9), entry(1, 7, 7), entry(2, 9))
+    assert buffer.pick(8, 2, step_of) == Pick(["r1", "r2"], ["r0"], [1.0, 1.0])
+    assert buffer.pick(7, 3, step_of) == Pick(["r0", "r1", "r2"], [], [1.0] * 3)
     assert len(buffer) == 3
 
 
 def test_too_few_give_no_batch() -> None:
-    assert filled(Buffer(0), entry(0, 3)).pick(3, 2, step_of) == Pick([], [])
+    assert filled(Buffer(Bound(0, 0)), entry(0, 3)).pick(3, 2, step_of) == Pick([], [], [])
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", ["r0", "r1"]), ("arrival", ["r2", "r0"])])
-def test_long_rollouts_do_not_starve_unless_asked(order, first) -> None:
-    buffer = filled(Buffer(4, order), entry(2, 1), entry(0, 1), entry(1, 1))
+def test_long_rollouts_do_not_starve_unless_asked(
+    order: Literal["oldest", "arrival"], first: list[str]
+) -> None:
+    buffer = filled(Buffer(Bound(4, 4), order), entry(2, 1), entry(0, 1), entry(1, 1))
     assert buffer.pick(1, 2, step_of).chosen == first
 
 
+def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
+    """r0 was asked again later, so r7 is the one that can wait least."""
+    buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
+    assert buffer.pick(3, 2, step_of).chosen == ["r7", "r0"]
+
+
 def test_a_rollout_enters_once() -> None:
-    buffer = filled(Buffer(4), entry(0, 1))
+    buffer = filled(Buffer(Bound(4, 4)), entry(0, 1))
     with pytest.raises(AssertionError, match="buffered already"):
         buffer.admit(entry(0, 1))
     assert [one.id for one in buffer.remove(["r0"])] == ["r0"]
     assert "r0" not in buffer
+
+
+# --- fairness ---------------------------------------------------------------------------------------------
+
+
+def trained_at(order: Literal["oldest", "arrival"], limit: int, writes: int) -> int | None:
+    """Step whose batch holds a rollout that takes `writes` steps among short ones; None: dropped or never.
+
+    Short rollouts are written at once, as many as the capacity rule lets in: the buffer is always full.
+    """
+    batch, buffer, issued = 4, Buffer(Bound(limit, limit), order), 1
+    for step in range(3 * limit + 3):
+        if step == writes:
+            buffer.admit(entry(0, 0, name="long"))
+        flying = 1 if step < writes else 0
+        for _ in range(capacity(step, limit, batch, step * batch, len(buffer) + flying)):
+            buffer.admit(entry(issued, step))
+            issued += 1
+        pick = buffer.pick(step, batch, step_of)
+        assert len(pick.chosen) == batch
+        buffer.remove(pick.too_old)
+        buffer.remove(pick.chosen)
+        if "long" in pick.chosen + pick.too_old:
+            return step if "long" in pick.chosen else None
+    return None
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 8])
+def test_a_long_rollout_is_trained_in_the_step_it_arrives_in_whatever_short_ones_are_there(
+    limit: int,
+) -> None:
+    """By arrival it stands behind a full buffer of limit · batch − 1 and is trained limit − 1 steps later."""
+    for writes in range(1, limit + 1):
+        assert trained_at("oldest", limit, writes) == writes
+        by_arrival = writes + limit - 1
+        assert trained_at("arrival", limit, writes) == (by_arrival if by_arrival <= limit else None)
+
+
+arrivals = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=40)
+
+
+@given(arrivals=arrivals, limit=st.integers(0, 4), batch=st.integers(1, 5))
+def test_nothing_overtakes_what_expires_now_and_the_same_arrivals_give_the_same_batch(
+    arrivals: list[tuple[int, bool]], limit: int, batch: int
+) -> None:
+    entries = [entry(i, old, *([old + 1] if more else [])) for i, (old, more) in enumerate(arrivals)]
+    picks = [filled(Buffer(Bound(limit, limit)), *entries).pick(6, batch, step_of) for _ in range(2)]
+    assert picks[0] == picks[1]
+    chosen, too_old, _ = picks[0]
+    oldest = {one.id: 6 - one.age(6, step_of) for one in entries}
+    assert all((6 - oldest[i] > limit) == (i in too_old) for i in oldest)
+    if chosen:
+        expiring = [6 - oldest[i] == limit for i in chosen]
+        assert expiring == sorted(expiring, reverse=True)
+        left = [i for i in oldest if i not in chosen and i not in too_old]
+        assert all(expiring) or not any(6 - oldest[i] == limit for i in left)
+
+
+# --- freshness --------------------------------------------------------------------------------------------
+
+
+def test_the_weight_halves_with_every_half_life_beyond_the_limit() -> None:
+    bound = Bound(limit=2, hard=8, half_life=2.0)
+    assert [bound.weight(age) for age in (0, 2, 4, 6, 8)] == [1.0, 1.0, 0.5, 0.25, 0.125]
+    assert Bound(0, 9, 3.0).weight(1) == pytest.approx(2 ** (-1 / 3))
+
+
+def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_up_to_the_hard_limit() -> None:
+    buffer = filled(Buffer(Bound(1, 3, 1.0)), entry(0, 5), entry(1, 8), entry(2, 7), entry(3, 6))
+    assert buffer.pick(9, 3, step_of) == Pick(["r1", "r2", "r3"], ["r0"], [1.0, 0.5, 0.25])
+
+
+# --- groups -----------------------------------------------------------------------------------------------
+
+
+def group(row: int, *steps: int) -> list[Entry]:
+    """Completions of one prompt, each of the version that `steps` says."""
+    return [entry(10 * row + i, step, name=f"0:{row}:{i}") for i, step in enumerate(steps)]
+
+
+def test_a_group_is_picked_whole_and_only_when_it_is() -> None:
+    buffer = filled(Buffer(Bound(4, 4), group=2), *group(0, 3, 3)[:1], *group(1, 3, 3), *group(2, 2, 3))
+    assert buffer.pick(3, 4, step_of).chosen == ["0:1:0", "0:1:1", "0:2:0", "0:2:1"]
+    assert buffer.pick(3, 6, step_of).chosen == []
+    buffer.admit(group(0, 3, 3)[1])
+    assert buffer.pick(3, 6, step_of).chosen[:2] == ["0:0:0", "0:0:1"]
+
+
+def test_a_group_is_too_old_with_its_oldest_member_arrived_or_not() -> None:
+    buffer = filled(Buffer(Bound(1, 1), group=2), *group(0, 1, 3), *group(1, 1, 3)[:1], *group(2, 3, 2))
+    assert buffer.pick(3, 2, step_of) == Pick(["0:2:0", "0:2:1"], ["0:0:0", "0:0:1", "0:1:0"], [1.0, 1.0])

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distill.control.audit import check
+import msgspec
+import numpy as np
+import pytest
+
+from distill.control.audit import AuditReport, check
 from distill.control.authors import seed_of
 from distill.control.controller import Controller
 from distill.control.journal import Location
@@ -14,7 +20,26 @@ from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 from distill.control.parts import Hooks
 from distill.control.records import Rollout, Trace
 from distill.control.segments import read_all
-from sync.wire import Stop, Version, WritePrompt, Written, unpack
+from distill.prompts.stream import Prompt, PromptStream, group_of
+from sync.wire import (
+    Generated,
+    GeneratePrompt,
+    GenerateRequest,
+    Rows,
+    Stop,
+    TrainBatch,
+    Version,
+    VersionSpan,
+    WritePrompt,
+    Written,
+    pack,
+    unpack,
+)
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index % 50, 1, 2])
 
 
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
@@ -199,6 +224,170 @@ async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> No
     summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.005))
     assert summary["steps"] < 1000
     assert "no better reverse_kl" in summary["stop_reason"]
+
+
+# --- policies ---------------------------------------------------------------------------------------------
+
+
+class OneSlow(MemoryReplica):
+    """The completion of one prompt waits for `release`."""
+
+    release: asyncio.Event
+
+    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+        if prompt.id != "0:5:0":
+            return await super()._complete(prompt, request)
+        begun = self.version or Version(0, 0)
+        await self.release.wait()
+        answer = await super()._complete(prompt, request)
+        return msgspec.structs.replace(answer, spans=[VersionSpan(begun, 0, answer.token_ids.shape[0])])
+
+
+Moment = Callable[[Controller, MemoryTrainer], bool]
+
+
+async def slow_run(
+    controller: Any, config: Any, late: dict[str, Any], moment: Moment, **sections: Any
+) -> tuple[dict[str, Any], Controller, MemoryTrainer]:
+    """A run of 12 steps whose prompt 0:5:0, begun at version 0, is written at `moment`."""
+    settings = config(
+        run={"steps": 12},
+        rollout={"request_size": 1},
+        buffer={"late": late},
+        evaluation={"every": 0},
+        **sections,
+    )
+    replica = OneSlow()
+    replica.release = asyncio.Event()
+    run = controller(settings, replicas={"r0": replica})
+    trainer = MemoryTrainer(run.desk, step_seconds=0.02)
+
+    async def watch() -> None:
+        while not moment(run, trainer):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        replica.release.set()
+
+    watching = asyncio.create_task(watch())
+    summary = await complete(run, trainer)
+    await watching
+    return summary, run, trainer
+
+
+def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
+    return len(trainer.batches) >= 5
+
+
+def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
+    records = [(Location(s, o), record) for s, o, record in read_all(run.books.journal.folder)]
+    return check(records, trainer.ledger)
+
+
+async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_bound(
+    controller, config
+) -> None:
+    held = {"type": "wait", "seconds": 15}
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run._hold.holding)
+    (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
+    assert step - 1 == 2  # the last batch that may take what was begun at version 0
+    assert summary["rollouts"]["dropped"] == {}
+    assert summary["staleness"]["max"] == 2
+    assert summary["steps"] == 12
+    assert summary["waited_seconds"]["trainer"]["late rollouts"] > 0
+    assert audited(run, trainer).ok
+
+
+@pytest.mark.parametrize("late", [{"type": "drop"}, {"type": "wait", "seconds": 0.05}])
+async def test_what_is_later_than_it_may_be_is_dropped(controller, config, late: dict[str, Any]) -> None:
+    summary, run, trainer = await slow_run(controller, config, late, after_five_steps)
+    assert summary["rollouts"]["dropped"] == {"too_old": 1}
+    assert summary["staleness"]["max"] <= 2
+    assert audited(run, trainer).ok
+
+
+async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_and_handed_out_again(
+    controller, config
+) -> None:
+    late, kept = {"type": "freshness", "hard_limit": 39, "half_life": 8.0}, {"keep_checkpoints": 9}
+    summary, run, trainer = await slow_run(controller, config, late, after_five_steps, trainer=kept)
+    (version,) = [v for v, shares in trainer.batches.items() if "0:5:0" in ids_of(shares)]
+    age = version.step
+    assert 5 <= age <= 39
+    weights = weights_of_rows(trainer.batches[version])
+    assert weights["0:5:0"] == pytest.approx(2 ** ((2 - age) / 8.0))
+    assert {w for name, w in weights.items() if name != "0:5:0"} == {1.0}
+    assert summary["rollouts"]["late"] == 1
+    assert summary["staleness"] == {"mean": pytest.approx(1, abs=1.1), "max": age, "limit": 39}
+    report = audited(run, trainer)
+    assert report.ok
+    assert (report.late, report.oldest) == (1, age)
+
+    resumed = controller(
+        run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 13})})
+    )
+    again = MemoryTrainer(resumed.desk)
+    await complete(resumed, again)
+    for old, shares in trainer.batches.items():
+        replayed = again.batches[Version(1, old.step)]
+        assert [share.micro_batches for share in replayed] == [share.micro_batches for share in shares]
+
+
+def rows_in(shares: list[TrainBatch]) -> list[Rows]:
+    return [rows for share in shares for rows in share.micro_batches]
+
+
+def ids_of(shares: list[TrainBatch]) -> list[str]:
+    return [name for rows in rows_in(shares) for name in rows.ids]
+
+
+def weights_of_rows(shares: list[TrainBatch]) -> dict[str, float]:
+    pairs = [(rows.ids, unpack(rows.weight)) for rows in rows_in(shares) if rows.weight is not None]
+    return {name: float(weight) for ids, weights in pairs for name, weight in zip(ids, weights, strict=True)}
+
+
+async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_reward(
+    controller, config
+) -> None:
+    """One completion of every fifth prompt is spoiled: its group goes, the others are whole."""
+
+    def spoil(answer: Generated) -> Generated:
+        bad = int(answer.id.split(":")[1]) % 5 == 0 and answer.id.endswith(":1")
+        nan = pack(np.full(answer.logprob.shape, np.nan, "f4"))
+        return msgspec.structs.replace(answer, logprob=nan) if bad else answer
+
+    settings = config(
+        objective={"type": "sampled", "task": {"baseline": "group"}},
+        rollout={"per_prompt": 4, "batch": 8, "request_size": 3},
+        run={"steps": 12},
+    )
+    run = controller(
+        settings,
+        replicas={
+            "r0": MemoryReplica(spoil=spoil),
+            "r1": MemoryReplica(seed=1, token_seconds=0.0005, spoil=spoil),
+        },
+        prompts=PromptStream(Numbers(), seed=0, per_prompt=4),
+        judge=lambda prompt, tokens: float(len(tokens) % 3),
+    )
+    trainer = MemoryTrainer(run.desk, ranks=2)
+    summary = await complete(run, trainer)
+    assert summary["steps"] == 12
+    for shares in trainer.batches.values():
+        assert set(Counter(group_of(name) for name in ids_of(shares)).values()) == {4}
+        rewards: dict[str, list[float]] = {}
+        baselines: dict[str, set[float]] = {}
+        for rows in rows_in(shares):
+            assert rows.reward is not None
+            assert rows.baseline is not None
+            for name, reward, baseline in zip(
+                rows.ids, unpack(rows.reward), unpack(rows.baseline), strict=True
+            ):
+                rewards.setdefault(group_of(name), []).append(float(reward))
+                baselines.setdefault(group_of(name), set()).add(float(baseline))
+        assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
+    dropped = summary["rollouts"]["dropped"]
+    assert dropped["engine_failed"] > 0
+    assert dropped["group_broken"] > 0
+    assert audited(run, trainer).ok
 
 
 async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounted_for(

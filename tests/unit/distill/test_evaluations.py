@@ -9,9 +9,11 @@ import pytest
 
 from distill.config import EvaluationConfig
 from distill.control.books import Books
+from distill.control.clock import Bound
 from distill.control.evaluations import Evaluations, best, exhausted
 from distill.control.journal import Journal
 from distill.control.memory import MemoryEvaluator
+from distill.control.state import Rules
 from distill.control.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import RemoteError, Unreachable
@@ -50,7 +52,7 @@ class Numbers:
 
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, Books]:
     books = Books.open(
-        Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, batch=1, max_staleness=0
+        Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, rules=Rules(1, Bound(0, 0))
     )
     config = EvaluationConfig(every=every)
     silent = Evaluations(evaluator, config, books, Timeline(), lambda *_: None, lambda _: None, 0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from typing import Any, cast
 
@@ -10,9 +11,12 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
+from typer.testing import CliRunner
 
+from distill.cli.main import app
 from distill.control.controller import Controller
 from distill.control.gateway import answered, exposition, listen
+from distill.control.memory import MemoryReplica, MemoryTrainer
 from student_trainer.controller import HttpController
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
@@ -24,6 +28,9 @@ from sync.wire import (
     Message,
     Ok,
     Published,
+    ReplicaJoins,
+    ReplicaLeaves,
+    Replicas,
     StepReport,
     Stop,
     TrainBatch,
@@ -189,6 +196,89 @@ async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
     await asyncio.sleep(0)
     poll.cancel()
     assert (await poll).status_code == 503
+
+
+# --- replicas ---------------------------------------------------------------------------------------------
+
+
+async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) -> None:
+    made: dict[str, MemoryReplica] = {}
+
+    def connect(url: str) -> MemoryReplica:
+        made[url] = MemoryReplica(seed=1, url=url, token_seconds=0.001)
+        return made[url]
+
+    first = MemoryReplica(token_seconds=0.001)
+    run = controller(config(run={"steps": 1000}), token=TOKEN, connect=connect, replicas={"student-0": first})
+    task, trainer = asyncio.create_task(run.run()), MemoryTrainer(run.desk, step_seconds=0.002)
+    training, client = asyncio.create_task(trainer.run()), Remote(run)
+    async with asyncio.timeout(20):
+        while len(trainer.batches) < 3:
+            await trainer.stepped.wait()
+        joined = await client.call("/v1/replicas/join", ReplicaJoins(url="http://b:1/"), Replicas)
+        assert [(one.name, one.url) for one in joined.replicas] == [
+            ("student-0", "memory"),
+            ("student-1", "http://b:1"),
+        ]
+        while made["http://b:1"].generated < 20:
+            await trainer.stepped.wait()
+        assert made["http://b:1"].updates[0].step >= 3  # the newest version before the first prompt
+        left = await client.call("/v1/replicas/leave", ReplicaLeaves(name="student-0"), Replicas)
+        assert [one.name for one in left.replicas] == ["student-1"]
+        written, reached = first.generated, len(trainer.batches)
+        while len(trainer.batches) < reached + 5:
+            await trainer.stepped.wait()
+        assert first.generated <= written + 1
+        listed = await client.call("/v1/replicas", None, Replicas)
+        assert [(one.phase, one.version is not None) for one in listed.replicas] == [("serving", True)]
+        run.request_stop("enough")
+        await training
+        summary = await task
+    client.peer.close()
+    trained = [i for ids in trainer.ledger[0].values() for i in ids]
+    assert len(trained) == len(set(trained))
+    assert summary["weights_identical_by_replica"] == {"student-1": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("join", ReplicaJoins(url="b:1"), r"'b:1' cannot join: give its URL, http://host:port"),
+        ("join", ReplicaJoins(url="http://a:1/"), "replica r0 is a member already: remove it first"),
+        ("join", ReplicaJoins(url="http://c:1", name="r0"), "replica r0 is a member already"),
+        ("leave", ReplicaLeaves(name="zz"), "no replica 'zz': there are r0"),
+    ],
+)
+async def test_a_replica_that_cannot_join_or_leave_is_named(controller, path, body, message) -> None:
+    connect = functools.partial(MemoryReplica, 0)
+    run = controller(token=TOKEN, connect=connect, replicas={"r0": MemoryReplica(url="http://a:1")})
+    task, client = asyncio.create_task(run.run()), Remote(run)
+    with pytest.raises(RemoteError, match=message):
+        await client.call(f"/v1/replicas/{path}", body, Replicas)
+    assert (await client.get("/v1/replicas")).status_code == 401
+    client.peer.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> None:
+    monkeypatch.setenv("DISTILL_TOKEN", TOKEN)
+    run = controller(token=TOKEN, connect=lambda url: MemoryReplica(url=url))
+    task = asyncio.create_task(run.run())
+
+    async def command(*words: str) -> str:
+        arguments = ["replicas", *words, "--controller", run.url]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        assert result.exit_code == 0, result.exception
+        return result.output
+
+    assert "r0 " in await command("ls")
+    assert "spare" in await command("add", "http://b:1", "--name", "spare")
+    output = await command("remove", "r0")
+    assert "spare" in output
+    assert "r0 " not in output
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:

@@ -74,10 +74,9 @@ def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int
     assert repetition(np.array(tokens), 3) == period
 
 
-def test_repetitive_and_cut_off_completions_are_unfit_when_asked_for() -> None:
+def test_repetitive_completions_are_unfit_when_asked_for() -> None:
     assert unfit(answer([4, 4, 4, 4], "length"), GuardConfig()) is None
     assert unfit(answer([4, 4, 4, 4]), GuardConfig(repeats=4))[0] == "repetitive"  # type: ignore[index]
-    assert unfit(answer([4, 5], "length"), GuardConfig(quarantine_truncated=True))[0] == "over_long"  # type: ignore[index]
 
 
 class Diverging(MemoryTrainer):
@@ -171,9 +170,8 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
 
 async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
     seen: list[Quarantined] = []
-    guard = {"quarantine_truncated": True}
-    made, trainer = built(controller, config, guard, Hooks(quarantined=seen.append))
-    trainer.bad = set()
+    made = controller(config(rollout={"at_max_tokens": "drop"}), Hooks(quarantined=seen.append))
+    trainer = MemoryTrainer(made.desk)
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(20):

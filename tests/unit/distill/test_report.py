@@ -9,9 +9,9 @@ import pytest
 
 from distill.control.timeline import Span
 from distill.report.metrics import JsonLines, Memory, Spans, log_all
-from distill.report.picture import draw, middle_window, read_lines
+from distill.report.picture import _lane_label, draw, middle_window, read_lines
 from distill.report.progress import evaluation_line, step_line
-from distill.report.results import before_and_after
+from distill.report.results import before_and_after, use_of_tokens
 from sync.errors import DataError
 
 
@@ -94,8 +94,32 @@ def test_the_table_shows_what_is_known() -> None:
 def test_lines_for_people_hold_the_figures() -> None:
     figures = {"reverse_kl": 0.1234, "staleness/mean": 2.5, "seconds/wait": 0.25}
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
+    more = {"tokens/trained_share": 0.914, "dropped/too_old": 3.0, "dropped/straggler": 5.0}
+    assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats a token"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
+
+
+SUMMARY = {
+    "tokens": {"generated": 12000, "trained_share": 0.9},
+    "rollouts": {"dropped": {"too_old": 2}},
+    "waited_seconds": {"trainer": {"replicas": 7.0, "teachers": 1.0}, "student-0": {"trainer": 3.0}},
+    "idle_seconds": {"trainer": 9.0, "student-0": 4.0},
+    "busy_seconds": {"trainer": 1.0, "student-0": 6.0},
+}
+
+
+def test_what_became_of_the_tokens_and_who_waited_for_whom_is_one_line(tmp_path: Path) -> None:
+    assert use_of_tokens(SUMMARY) == (
+        "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old; "
+        "trainer waited 7 s for replicas, student-0 waited 3 s for trainer, trainer waited 1 s for teachers"
+    )
+    write_run(tmp_path / "run")
+    (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
+    assert draw(tmp_path / "run").is_file()
+    assert _lane_label("trainer", SUMMARY) == (
+        "trainer\nbusy 10%, waited 9 s (7 s for replicas, 1 s for teachers)"
+    )
 
 
 def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 
 from distill.config import RolloutConfig
 from distill.control.books import Books
+from distill.control.clock import Bound
 from distill.control.journal import Journal
 from distill.control.memory import MemoryReplica
 from distill.control.replica_engine import Answer
@@ -21,10 +22,11 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, fault
 from distill.control.scoring import Finished
 from distill.control.signals import Signal
+from distill.control.state import Rules
 from distill.control.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from sync.errors import Overloaded, RemoteError
-from sync.wire import Generated, GenerateFailed, GenerateRequest, Version, VersionSpan, pack
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version, VersionSpan, pack
 
 
 class Numbers:
@@ -35,10 +37,11 @@ class Numbers:
 class Bench:
     """A feeder over books and replicas; nothing is scored."""
 
-    def __init__(self, folder: Path, *replicas: MemoryReplica, steps: int = 100, **config: Any) -> None:
-        self.books = Books.open(
-            Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, batch=8, max_staleness=1
-        )
+    def __init__(
+        self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
+    ) -> None:
+        rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(Numbers(), 0, group)
+        self.books = Books.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.wake = Signal()
         self.fleet = Fleet(
             target=lambda: None,
@@ -144,6 +147,79 @@ async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert bench.books.state.counters.asked_again == {"straggler": 3}
+
+
+class Slow(MemoryReplica):
+    """Has no time for the first completion of every third prompt."""
+
+    met: ClassVar[set[str]]
+
+    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+        self.token_seconds = (
+            0.01 if int(prompt.id.split(":")[1]) % 3 == 0 and prompt.id not in self.met else 0.0
+        )
+        self.met.add(prompt.id)
+        return await super()._complete(prompt, request)
+
+
+@pytest.mark.parametrize("policy", ["keep", "drop", "requeue"])
+async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.control.rollout.PATIENCE", 100.0)  # this replica keeps its time
+    replica = Slow(seed=3, longest=8)
+    Slow.met = set()
+    bench = Bench(tmp_path, replica, straggler_seconds=0.035, stragglers=policy)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    parts = [one.answer for one in bench.finished if one.answer.finish_reason == "time"]
+    counters = bench.books.state.counters
+    if policy == "keep":
+        assert {int(part.id.split(":")[1]) % 3 for part in parts} == {0}
+        assert {part.token_ids.shape[0] for part in parts} == {3}  # 0.035 s at 0.01 s a token
+        assert all(part.spans[-1].end == 3 for part in parts)
+        assert not counters.dropped
+    else:
+        assert not parts
+        counted = counters.dropped if policy == "drop" else counters.asked_again
+        assert counted["straggler"] > 0
+        assert counters.generated_tokens == counters.dropped_tokens["straggler"] == 3 * counted["straggler"]
+    assert counters.issued == 16 + (counters.dropped["straggler"] if policy == "drop" else 0)
+
+
+@pytest.mark.parametrize("policy", ["drop", "requeue"])
+async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_kept(
+    tmp_path: Path, policy: str
+) -> None:
+    bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, at_max_tokens=policy)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert {one.answer.finish_reason for one in bench.finished} == {"stop"}
+    counters = bench.books.state.counters
+    counted = counters.dropped if policy == "drop" else counters.asked_again
+    assert counted["over_long"] > 0
+    assert counters.generated_tokens == 4 * counted["over_long"]
+
+
+async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempts(tmp_path: Path) -> None:
+    def lengthen(answer: Generated) -> Answer:
+        return msgspec.structs.replace(answer, finish_reason="length") if answer.id == "0:3:0" else answer
+
+    bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), at_max_tokens="requeue", max_tokens=9)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert bench.books.state.counters.asked_again == {"over_long": 5}
+    assert bench.books.state.counters.dropped == {"over_long": 1}
+
+
+async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, spoiled("0:3:0", nan), group=2)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+        await asyncio.sleep(0.02)
+    assert "0:3:1" not in {one.asked.prompt.id for one in bench.finished}
+    assert bench.books.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
+    assert not bench.books.state.broken
 
 
 def refuse(error: RemoteError) -> MemoryReplica:

@@ -62,3 +62,26 @@ def test_start_up_can_be_left_out() -> None:
     assert timeline.busy_seconds() == {"student": 2.0}
     timeline.level("student", "generate", 0)
     assert timeline.busy_seconds() == {"student": 2.0}
+
+
+def test_who_waits_for_whom_is_summed_until_now() -> None:
+    now = [100.0]
+    timeline = Timeline(clock=lambda: now[0])
+    for seconds, whom in [
+        (2.0, "replicas"),
+        (3.0, "teachers"),
+        (0.0, "teachers"),
+        (4.0, None),
+        (5.0, "replicas"),
+    ]:
+        timeline.waits("trainer", whom)
+        now[0] += seconds
+    timeline.waits("r0", "trainer")
+    now[0] += 1.0
+    assert timeline.waited_seconds() == {
+        "trainer": {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0},
+        "r0": {"trainer": 1.0},
+    }
+    timeline.restart()
+    now[0] += 0.5
+    assert timeline.waited_seconds() == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}

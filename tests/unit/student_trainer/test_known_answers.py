@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import mutants
 import numpy as np
 import pytest
@@ -341,6 +342,8 @@ def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
     same(lib.advantages(rows[0], rewards, 10), torch.tensor([-2.0, 3.0, 3.0]) * 10 / 6, 1e-6)
     assert lib.advantages(rows[1], rewards, 10) is None
     same(lib.advantages(rows[2], rewards, 10), -torch.ones(3) * 10 / 6, 1e-6)
+    own = msgspec.structs.replace(rows[0], baseline=pack(np.array([0.5, 4.0], f4)))
+    same(lib.advantages(own, rewards, 10), torch.tensor([-0.5, 1.0, 1.0]) * 10 / 6, 1e-6)
 
 
 def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
@@ -565,7 +568,8 @@ MUTANTS = [
     ("objectives.mixture", "loss_N = loss_N - (task", "loss_N = -(task"),
     ("objectives.mixture", "torch.where(written_N, 0.0, task_N)", "task_N"),
     ("objectives.mixture", "torch.where(written_N, sft(", "torch.where(~written_N, sft("),
-    ("rewards", "- rewards.mean)", ")"),
+    ("rewards", "- baseline_R)", ")"),
+    ("rewards", "if rows.baseline is None", "if True"),
     ("rewards", "* denominator / rewards.tokens", ""),
     ("rewards", "total / rollouts", "total"),
     ("rewards", "unpack(rows.completion_lens).sum()", "1"),

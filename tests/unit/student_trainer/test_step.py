@@ -363,3 +363,51 @@ def test_a_teachers_coefficient_weighs_its_samples_and_its_figures_stand_alone()
     assert metrics["reverse_kl"] * (n1 + n2) == pytest.approx(parts, rel=1e-5)
     assert metrics["reverse_kl/math"] != pytest.approx(metrics["reverse_kl/code"])
     assert "reverse_kl/t0" not in gradients([first], Sampled())[1]
+
+
+@pytest.mark.parametrize(
+    "config", [Sampled(task=TaskReward()), TopK(k=5, discount=0.5)], ids=["task", "topk"]
+)
+def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_stays(
+    config: ObjectiveConfig,
+) -> None:
+    """g = Σ_r w_r · (N_r / N) · g_r, both terms of a mixed loss alike."""
+    import msgspec
+
+    teacher, weights = student(1), [1.0, 0.25, 0.5]
+    marks = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
+
+    def rows_of(indices: list[int]) -> Rows:
+        more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in marks.items()}
+        return msgspec.structs.replace(marked_rows(teacher, indices), **more)
+
+    def gradient(rows: Rows) -> list[torch.Tensor]:
+        engine = PlainEngine(student(2), 0.1)
+        train_step(engine, batch([rows]), aim(config, teacher), ALONE)
+        return engine.gradients
+
+    rows = rows_of([3, 4, 5])
+    weighted = gradient(msgspec.structs.replace(rows, weight=pack(np.array(weights, np.float32))))
+    tokens = np.frombuffer(rows.completion_lens.data, "<i4")
+    alone = [gradient(rows_of([index])) for index in (3, 4, 5)]
+    shares = [w * n / tokens.sum() for w, n in zip(weights, tokens, strict=True)]
+    expected = [sum(s * g for s, g in zip(shares, parts, strict=True)) for parts in zip(*alone, strict=True)]
+    assert difference(weighted, expected) <= 1e-6  # type: ignore[arg-type]
+    assert difference(weighted, gradient(rows)) > 1e-3
+    with pytest.raises(DataError, match="per-row lengths"):
+        collate(msgspec.structs.replace(rows, weight=pack(np.ones(2, np.float32))), 3, VOCAB)
+
+
+def test_a_reward_is_compared_with_the_rows_own_baseline_where_there_is_one() -> None:
+    """Rows at their group's mean teach nothing; the others as if the step's mean had been theirs."""
+    import msgspec
+
+    teacher, config = student(1), Sampled(task=TaskReward(baseline="group"))
+    rows = rewarded(marked_rows(teacher, [0, 1, 2]), [1.0, 0.0, 1.0])
+
+    def mixed(baselines: list[float]) -> list[torch.Tensor]:
+        baseline = pack(np.array(baselines, np.float32))
+        return gradients([msgspec.structs.replace(rows, baseline=baseline)], config)[0]
+
+    assert difference(mixed([1.0, 0.0, 1.0]), gradients([rows], Sampled())[0]) <= 1e-7
+    assert difference(mixed([2 / 3] * 3), gradients([rows], config)[0]) <= 1e-6

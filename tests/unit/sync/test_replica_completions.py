@@ -62,6 +62,8 @@ def test_prompts_that_cannot_be_completed_are_named(tokens, says):
         (Sampling(max_tokens=1, temperature=math.nan), "temperature"),
         (Sampling(max_tokens=1, top_p=1.5), "top_p"),
         (Sampling(max_tokens=1, student_topk=-1), "student_topk"),
+        (Sampling(max_tokens=1, max_seconds=0), "max_seconds is 0: it must be above 0"),
+        (Sampling(max_tokens=1, max_seconds=0.5), None),
         (Sampling(max_tokens=1), None),
     ],
 )
@@ -86,6 +88,8 @@ def test_ids_without_probability_and_columns_beyond_the_vocabulary_are_minus_one
 
 
 def test_an_aborted_completion_may_be_empty_and_nothing_else_may():
+    assert generated("a", completion(2, 0, "time"), 0).finish_reason == "time"
+    assert generated("a", completion(0, 0, "time", []), 0).token_ids.shape == (0,)
     assert unpack(generated("a", completion(0, 2, "abort", []), 2).topk_ids).shape == (0, 2)
     assert isinstance(generated("a", completion(0, 0, "stop", []), 0), GenerateFailed)
 

@@ -1,0 +1,53 @@
+"""Student replicas that people let join and leave while a run goes on.
+
+One that joins is brought to the newest version before it is asked anything; what one that leaves has not
+finished is asked elsewhere. Nothing of it is on record: a controller that starts again has the replicas of
+its configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from distill.control.replica_engine import ReplicaEngine
+from distill.control.replicas import Fleet
+from sync.errors import RemoteError
+from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
+
+
+class Members:
+    """The fleet as people see it. `connect`: a replica by its URL; None: none can join."""
+
+    def __init__(self, fleet: Fleet, connect: Callable[[str], ReplicaEngine] | None) -> None:
+        self._fleet = fleet
+        self._connect = connect
+
+    def listing(self) -> Replicas:
+        """Who belongs to the fleet, in the order of joining."""
+        return Replicas(
+            replicas=[
+                ReplicaSeat(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
+                for one in self._fleet.replicas.values()
+            ]
+        )
+
+    def join(self, wanted: ReplicaJoins) -> Replicas:
+        """Take a replica in. Raises RemoteError for a name or URL that is taken, or no HTTP URL."""
+        url, known = wanted.url.rstrip("/"), self._fleet.replicas
+        if self._connect is None or not url.startswith(("http://", "https://")):
+            raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
+        taken = [one.name for one in known.values() if one.engine.url == url or one.name == wanted.name]
+        if taken:
+            raise RemoteError(f"replica {taken[0]} is a member already: remove it first")
+        name = wanted.name or next(n for i in itertools.count() if (n := f"student-{i}") not in known)
+        self._fleet.add(name, self._connect(url))
+        return self.listing()
+
+    async def leave(self, wanted: ReplicaLeaves) -> Replicas:
+        """Let a replica go. Raises RemoteError when there is none of that name."""
+        if wanted.name not in self._fleet.replicas:
+            known = ", ".join(self._fleet.replicas) or "none"
+            raise RemoteError(f"no replica {wanted.name!r}: there are {known}")
+        await self._fleet.remove(wanted.name)
+        return self.listing()
