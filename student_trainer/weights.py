@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
+from student_trainer.room import all_done
 from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, model_fingerprint
 from sync.weights.publish import Slice
@@ -75,9 +77,20 @@ class Weights:
         named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
         return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
+    def shown(self) -> str:
+        """BLAKE3 of this rank's shards, all tensors in order. No collective."""
+        hasher = blake3()
+        for array in self.snapshot().values():
+            hasher.update(array.tobytes())
+        return hasher.hexdigest(16)
+
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self.gathered())
+        all_done(self._ranks, str(folder), lambda: self._write(folder, tokenizer, state))
+
+    def _write(self, folder: Path, tokenizer: Any, state: dict[str, Tensor]) -> None:
+        """Rank 0's part of `save_folder`; the others have none."""
         model: Any = self._student.model
         if self._ranks.rank == 0 and self.adapters:
             model.save_pretrained(folder, state_dict={in_memory(name): state[name] for name in state})
@@ -86,7 +99,6 @@ class Weights:
         elif self._ranks.rank == 0:
             model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
-        self._ranks.barrier()
 
 
 _ADAPTER = ".default."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
@@ -308,6 +310,40 @@ def folder_digests(folder: Path) -> dict[str, str]:
     return {name: digest(t.flatten().view(wide[t.dtype]).numpy()) for name, t in tensors.items()}
 
 
+def shards(checkpoint: Path) -> dict[str, Any]:
+    """What every rank saved, by rank and kind; only what a rank's state is made of."""
+    found = {}
+    for path in sorted((checkpoint / "deepspeed").glob("*zero_pp_rank_*")):
+        rank, kind = re.search(r"zero_pp_rank_(\d+)_mp_rank_00_([a-z]+)_states", path.name).groups()  # type: ignore[union-attr]
+        content = torch.load(path, weights_only=False)
+        keep = {"model": ("rng", "lr_scheduler", "global_steps", "skipped_steps", "param_shapes")}
+        if kind == "optim":
+            state = content["optimizer_state_dict"]
+            found[f"rank {rank} {kind}"] = {
+                name: state[name] for name in ("fp32_flat_groups", "optimizer_state_dict")
+            }
+        else:
+            found[f"rank {rank} {kind}"] = {name: content[name] for name in keep[kind]}
+    return found
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal structures with equal tensors, bit for bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
 # --- tests --------------------------------------------------------------------------------------------------
 
 
@@ -369,8 +405,59 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     assert [saved.version for saved in resumed.told(CheckpointSaved)] == [Version(1, 4)]
     assert (tmp_path / "checkpoints/latest").read_text().strip() == str(Version(1, 4))
     lineages = ledger.read(tmp_path / "ledger")
+    assert ledger.repeated(lineages) == ([Version(1, 3), Version(1, 4)], []), "bit for bit, step for step"
     assert ledger.trained_twice(lineages, Version(1, 4)) == []
     assert ledger.trained_twice(lineages, Version(0, 4)) == []
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.02}}
+    more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "overrides": {"scheduler": schedule}}
+
+    def trained(ranks: int, lineage: int, steps: int, parent: Version | None) -> tuple[StubController, str]:
+        start = Version(lineage, parent.step if parent else 0)
+        stub = controller(until(steps, Stop(reason="enough", checkpoint=True)), start, parent)
+        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
+        settled = {**more, "overrides": dict(more["overrides"])}
+        checkpoint = None if parent is None else str(parent)
+        config = settings(
+            models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=checkpoint, **settled
+        )
+        with Running(config) as running:
+            assert running.end() == 0, running.log
+            return stub, running.log
+
+    whole, _ = trained(2, 0, 4, None)
+    _, said = trained(1, 1, 2, Version(0, 2))
+    assert "is of 2 ranks, this run has 1" in said
+    _, said = trained(2, 2, 2, Version(1, 2))
+    assert "is of 1 ranks, this run has 2" in said
+    alone, _ = trained(1, 3, 4, Version(0, 2))
+
+    saved = tmp_path / "checkpoints"
+    one, two = (saved / str(Version(lineage, 2)) for lineage in (1, 0))
+    masters = [get_fp32_state_dict_from_zero_checkpoint(str(path), "deepspeed") for path in (one, two)]
+    assert masters[0].keys() == masters[1].keys()
+    assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+    there, back = (shards(saved / str(Version(lineage, 2))) for lineage in (0, 2))
+    assert len(there) == 4
+    for name in there:
+        assert_same(there[name], back[name])
+    assert shards(one)["rank 0 model"]["lr_scheduler"] == there["rank 0 model"]["lr_scheduler"]
+    assert_same(shards(one)["rank 0 model"]["rng"], there["rank 0 model"]["rng"])
+
+    reports = [[r.metrics for r in stub.told(StepReport)][-2:] for stub in (whole, alone)]
+    for ours, theirs in zip(*reports, strict=True):
+        assert ours["lr"] == theirs["lr"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    ends = [
+        get_fp32_state_dict_from_zero_checkpoint(str(saved / str(Version(n, 4))), "deepspeed") for n in (0, 3)
+    ]
+    moved = max(float((ends[0][name] - masters[0][name]).abs().max()) for name in ends[0])
+    apart = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
+    assert apart < moved / 20
 
 
 def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
