@@ -6,6 +6,7 @@ runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for
 Left alone, the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
 exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
+They leave when the launcher is killed (`LAUNCHER` tells them who it is): its child, their parent, stays.
 With a hostfile the launcher runs plain.
 """
 
@@ -25,6 +26,8 @@ from sync.errors import ConfigError
 
 _MODULE = "student_trainer"
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
+LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
+"""Environment variable with the launcher's process id; not set with a hostfile."""
 TITLE = "distill trainer"
 """What a rank's process title begins with."""
 
@@ -113,6 +116,7 @@ def _forward() -> None:
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    os.environ[LAUNCHER] = str(os.getpid())
     threading.Thread(target=_forward, name="signals", daemon=True).start()
     from deepspeed.launcher import runner
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sync.errors import ConfigError
 from sync.wire import Version
 
 _NEVER = 1 << 62
@@ -99,3 +100,13 @@ def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int,
     the current lineage. `outstanding`: in flight, being scored or buffered.
     """
     return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)
+
+
+def check_pace(publish_every: int, max_staleness: int) -> None:
+    """Raise ConfigError for a pace at which no rollout could ever be fresh enough."""
+    if publish_every - 1 > max_staleness:
+        raise ConfigError(
+            f"weights.publish_every is {publish_every} and buffer.max_staleness {max_staleness}: the "
+            f"replicas fall {publish_every - 1} steps behind between two versions, too far for any rollout; "
+            f"set max_staleness to at least {publish_every - 1}, or publish more often"
+        )

@@ -18,6 +18,7 @@ from typing import Any
 
 from distill.config import RunConfig
 from distill.control.books import Books
+from distill.control.clock import check_pace
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -30,7 +31,7 @@ from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, summarise, token_shares
 from distill.control.timeline import Timeline
-from sync.errors import ConfigError, DistillError, Overloaded
+from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        _check(config)
+        check_pace(config.weights.publish_every, config.buffer.max_staleness)
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.books = Books.open(
@@ -80,8 +81,9 @@ class Controller:
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
         )
-        self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
+        self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
+        self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.desk, parts.teachers, self.metrics, token)
@@ -230,17 +232,24 @@ class Controller:
 
     def _distrust(self, problem: str) -> None:
         """Too many bad steps: go back to a checkpoint before them, or hold."""
-        set_back, back = self._hooks.set_back, None
-        if self.config.guard.action == "rollback" and self._rollbacks_left:
-            back = retreat(self.books.state, self._guard.since, self.config.trainer.keep_checkpoints)
-        if set_back is None or back is None:
+        state, guard, back = self.books.state, self.config.guard, None
+        if guard.action == "rollback" and state.rollbacks < guard.max_rollbacks and self._hooks.set_back:
+            back = retreat(state, self._guard.since, self.config.trainer.keep_checkpoints, problem)
+        if back is None:
             self.withhold()
             self.hold(f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
-        self._rollbacks_left -= 1
-        set_back(back.to)
-        self.desk.roll_back(back)
+        self.books.write(back)
+        self._set_back()
+
+    def _set_back(self) -> None:
+        """Have the next trainer begin where the guard said last, unless one has; after a restart too."""
+        back = self.books.state.rolled_back
+        if back is not None:
+            self.desk.roll_back(back)
+            if self._hooks.set_back is not None:
+                self._hooks.set_back(back.to)
 
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
@@ -382,15 +391,4 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
-        )
-
-
-def _check(config: RunConfig) -> None:
-    """Raises ConfigError for a combination that could never go on."""
-    every, staleness = config.weights.publish_every, config.buffer.max_staleness
-    if every - 1 > staleness:
-        raise ConfigError(
-            f"weights.publish_every is {every} and buffer.max_staleness {staleness}: the "
-            f"replicas fall {every - 1} steps behind between two versions, too far for any rollout; "
-            f"set max_staleness to at least {every - 1}, or publish more often"
         )

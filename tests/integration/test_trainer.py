@@ -523,6 +523,23 @@ def test_an_error_in_one_rank_ends_all_with_one_message(
     assert stub.told(StepReport) == []
 
 
+@pytest.mark.parametrize("of", ["launcher", "its child"])
+def test_ranks_leave_when_the_launcher_is_killed(
+    models: Path, tmp_path: Path, controller: Any, of: str
+) -> None:
+    stub = controller(until(1, Wait()))
+    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    with Running(config) as running:
+        wait_for(lambda: stub.told(StepReport), running)
+        launcher = psutil.Process(running.process.pid)
+        (launcher if of == "launcher" else launcher.children()[0]).kill()
+        running.process.wait(20.0)
+        deadline = time.monotonic() + 20.0
+        while members(running.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(running.process.pid) == []
+
+
 def test_a_signal_to_the_session_saves_a_checkpoint(models: Path, tmp_path: Path, controller: Any) -> None:
     stub = controller(until(1, Wait()))
     config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
