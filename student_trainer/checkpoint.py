@@ -11,6 +11,7 @@ DeepSpeed reads its files with torch.load; their digests are checked first.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -107,7 +108,8 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
         try:
             yield
         except (OSError, RuntimeError) as error:
-            if not is_full(error):
+            # on a full disk a folder may be missing that could not be made
+            if not is_full(error) and not isinstance(error, FileNotFoundError):
                 raise
             met.append(error)
 
@@ -122,7 +124,7 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
             stack.enter_context(_replaced(owner, name, _guarded(getattr(owner, name), noted)))
         yield noted
     if met:
-        raise OSError(f"{met[0]}") from met[0]
+        raise OSError(errno.ENOSPC, str(met[0])) from met[0]
 
 
 def _guarded(call: Callable[..., Any], noted: Noted) -> Callable[..., None]:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.errors import ConfigError
 
 _MODULE = "student_trainer"
+_LOOK_SECONDS = 0.2
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
 """Environment variable with the launcher's process id; not set with a hostfile."""
@@ -107,10 +109,11 @@ def heed_signals() -> None:
 
 
 def _forward() -> None:
-    """Hand every stop signal of this process on to the ranks."""
+    """Hand every stop signal of this process on to the ranks, as soon as there are any."""
     while True:
         signal.sigwait(_STOPPING)
-        ask_to_stop(os.getpid())
+        while ask_to_stop(os.getpid()) == 0:
+            time.sleep(_LOOK_SECONDS)
 
 
 def main() -> None:

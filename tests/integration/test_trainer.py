@@ -523,6 +523,19 @@ def test_an_error_in_one_rank_ends_all_with_one_message(
     assert stub.told(StepReport) == []
 
 
+def test_a_signal_that_comes_before_the_ranks_ends_them_before_they_train(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
+    stub = controller(until(9, Wait()))
+    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    with Running(config) as running:
+        wait_for(lambda: psutil.Process(running.process.pid).num_threads() > 1, running)
+        assert launch.ranks_of(running.process.pid) == []
+        running.process.terminate()
+        running.end(90.0)
+    assert stub.events == []
+
+
 @pytest.mark.parametrize("of", ["launcher", "its child"])
 def test_ranks_leave_when_the_launcher_is_killed(
     models: Path, tmp_path: Path, controller: Any, of: str
