@@ -6,13 +6,13 @@ looked at, and freed.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from small_disk import fill, free, mounted
 from tiny_run import BATCH, NAME, command
 
 from distill.bench.patient import Patient
@@ -26,34 +26,13 @@ SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 
 
 @contextmanager
-def mounted(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """A file system of that size; skips the test where none may be mounted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"a file system of its own cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextmanager
 def full(folder: Path) -> Iterator[None]:
     """No byte more fits into `folder` for a while."""
-    ballast = folder / ".ballast"
-    with ballast.open("wb", buffering=0) as file:
-        for block in (1 << 20, 1 << 12, 1):
-            try:
-                while file.write(bytes(block)):
-                    pass
-            except OSError:
-                continue
+    fill(folder)
     try:
         yield
     finally:
-        ballast.unlink()
+        free(folder)
 
 
 def says(patient: Patient, log: str, words: str) -> None:
@@ -63,11 +42,11 @@ def says(patient: Patient, log: str, words: str) -> None:
 
 def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        stack.enter_context(mounted(tmp_path / "disk", SIZES[""]))
+        stack.enter_context(mounted(tmp_path / "disk", SIZES[""] << 10))
         run_dir = tmp_path / "disk" / NAME
         disks = {name: run_dir / name for name in SIZES}
         for name in ("journal", "checkpoints", "store"):
-            stack.enter_context(mounted(disks[name], SIZES[name]))
+            stack.enter_context(mounted(disks[name], SIZES[name] << 10))
         words = command(tmp_path / "disk", STEPS, "run.min_free_disk_gib=0")
         patient = stack.enter_context(Patient(words, run_dir))
         report = filled(patient, disks)

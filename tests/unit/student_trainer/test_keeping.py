@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_disk import fill, free, mounted
 
 from student_trainer import checkpoint, room
 from student_trainer.ledger import Ledger, read, repeated, trained_twice
@@ -165,6 +166,29 @@ def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
     assert "disk full: checkpoint L000-v00000004 waits for room" in caplog.text
     assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
+
+
+def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "disk", 512) as disk:
+        saved(disk, 2)
+        fill(disk)
+        seen: list[Path | None] = []
+
+        def wait(_: float) -> None:
+            seen.append(checkpoint.find(disk, None))
+            if len(seen) == 2:
+                free(disk)
+
+        monkeypatch.setattr(room.time, "sleep", wait)
+        saved(disk, 4)
+        assert seen == [disk / str(Version(0, 2))] * 2
+        engine, path = FileEngine(), checkpoint.find(disk, None)
+        assert path is not None
+        assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+        assert engine.state == "at 4"
+        assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
 
 def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import fill, free, mounted
 
 from distill.report.metrics import Lines
 from sync import room
@@ -23,26 +23,8 @@ from sync.stores.patient import PatientStore
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"a file system of its own cannot be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """A file that takes all the room there is."""
-    with (folder / "ballast").open("wb", buffering=0) as file:
-        for block in (4096, 1):
-            try:
-                while file.write(bytes(block)):
-                    pass
-            except OSError:
-                continue
-    return folder / "ballast"
+    with mounted(tmp_path / "small", 64) as folder:
+        yield folder
 
 
 def test_a_full_disk_is_known_however_it_was_wrapped() -> None:
@@ -62,20 +44,20 @@ def test_a_full_disk_is_known_however_it_was_wrapped() -> None:
 def test_a_line_is_appended_whole_or_not_at_all(small: Path) -> None:
     path = small / "lines"
     assert append(path, b"one\n")
-    ballast = fill(small)
+    fill(small)
     assert not append(path, b"x" * 9000)
     assert path.read_bytes() == b"one\n"
     assert not append(small / "new", b"x" * 9000)
-    ballast.unlink()
+    free(small)
     assert append(path, b"two\n")
     assert path.read_bytes() == b"one\ntwo\n"
 
 
 def test_lines_that_found_no_room_come_with_the_next_one(small: Path) -> None:
     lines = Lines(small / "lines")
-    ballast = fill(small)
+    fill(small)
     lines.write("one")
-    ballast.unlink()
+    free(small)
     lines.write("two")
     lines.close()
     assert (small / "lines").read_text() == "one\ntwo\n"
@@ -85,14 +67,14 @@ def test_a_version_is_written_when_there_is_room_and_said_once(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PatientStore(DirectoryStore(small / "store"))
-    ballast = fill(small)
+    fill(small)
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
         assert store.list("") == [], "nothing half-written can be seen"
         if len(waits) == 3:
-            ballast.unlink()
+            free(small)
 
     monkeypatch.setattr(room.time, "sleep", wait)
     with caplog.at_level("WARNING"):
