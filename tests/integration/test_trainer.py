@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import re
 import signal
 import subprocess
 import threading
