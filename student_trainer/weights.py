@@ -82,7 +82,7 @@ class Weights:
         hasher = blake3(max_threads=blake3.AUTO)
         for parameter, part in zip(self.parameters.values(), self.slices, strict=True):
             if part.count:
-                hasher.update(memoryview(bits(_local(parameter)[: part.count])).cast("B"))
+                hasher.update(bits(_local(parameter)[: part.count]).view(np.uint8).data)
         return hasher.hexdigest(16)
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
