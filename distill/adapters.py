@@ -7,6 +7,7 @@ from typing import Any
 
 from sync.errors import DataError
 from sync.settings import ModelSource
+from sync.weights.checkpoint import let_others_read
 
 
 def is_adapter(folder: Path) -> bool:
@@ -39,4 +40,5 @@ def write_merged(base: ModelSource, adapter: Path, folder: Path) -> None:
     from teacher_service.describe import load_tokenizer
 
     merged(base, adapter).save_pretrained(folder)
+    let_others_read(folder)
     load_tokenizer(base).save_pretrained(folder)

@@ -32,6 +32,9 @@ class RunConfigSection(Settings):
     """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
     start_seconds: float = Field(900.0, gt=0)
     """Time every role has to come up."""
+    awake_teachers: int | None = Field(None, ge=1)
+    """Teachers with idle_unload_seconds, started on this machine, that may be loaded at once; one more makes
+    the one that was used the longest time ago give its memory back. None: all."""
     restarts: int = Field(10, ge=0)
     """Deaths of child processes that the supervisor mends, all roles together."""
     min_free_disk_gib: float = Field(0.5, ge=0)
@@ -164,7 +167,10 @@ class GuardConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """[evaluation]: exact reverse KL and pass rate on held-out prompts."""
+    """[evaluation]: exact reverse KL, and pass rate where a task judges, on held-out prompts.
+
+    At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
+    """
 
     every: int = Field(0, ge=0)
     """Optimizer steps between evaluations; 0: before and after only."""

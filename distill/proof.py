@@ -28,7 +28,7 @@ from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.roles import url_of
 from distill.launch.supervise import ChildSpec, Supervisor
-from sync.errors import DataError
+from sync.errors import DataError, RemoteError, Unreachable
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
@@ -170,10 +170,10 @@ async def _prove(published: Versions, urls: list[str], versions: int, prompts: l
         await _update(late, version)
         digests = [await _digests(peer) for peer in (follower, late)]
         expected = published.digests()
-        scores = [await _scores(url, token, prompts) for url in urls]
+        scores = [await prompt_scores(url, token, prompts) for url in urls]
         planted = await asyncio.to_thread(published.planted)
         await _update(late, planted)
-        differing = await _digests(late), await _scores(urls[1], token, prompts)
+        differing = await _digests(late), await prompt_scores(urls[1], token, prompts)
     return Proof(
         versions=versions,
         digests_equal=digests == [expected, expected],
@@ -194,8 +194,26 @@ async def _digests(peer: Peer) -> dict[str, str] | None:
     return (await peer.call("/distill/v1/state?digests=1", None, ReplicaState, 120.0)).digests
 
 
-async def _scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
-    """vLLM's own prompt log-probabilities, one sequence at a time."""
+async def prompt_scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
+    """vLLM's own prompt log-probabilities, one sequence at a time.
+
+    Raises Unreachable when nobody answers at `url`, RemoteError when somebody answers anything else.
+    """
+    try:
+        return await _ask_for_scores(url, token, prompts)
+    except httpx.HTTPStatusError as error:
+        answer = error.response
+        raise RemoteError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}") from None
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise Unreachable(f"{url}: {type(error).__name__}: {error}; is a replica running there?") from None
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RemoteError(
+            f"{url} answers otherwise than vLLM's server does ({type(error).__name__}: {error}): "
+            "is it a replica?"
+        ) from None
+
+
+async def _ask_for_scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     found = []
     async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120.0) as client:

@@ -17,8 +17,8 @@ _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
 known one, every value is checked before anything is started, and `--set section.key=value` on the command
-line goes over the file. Secrets are never in the file: `DISTILL_TOKEN`, `HF_TOKEN` and `WANDB_API_KEY`
-come from the environment.
+line goes over the file. Relative paths are taken from the folder in which the command is given. Secrets are
+never in the file: `DISTILL_TOKEN`, `HF_TOKEN` and `WANDB_API_KEY` come from the environment.
 
 A field that DeepSpeed or vLLM knows and this page does not goes through `trainer.deepspeed`,
 `trainer.overrides` and `student.engine_args` unchanged.
@@ -41,15 +41,20 @@ def _section(name: str, field: FieldInfo) -> list[str]:
     )
     choices = _settings_in(field.annotation)
     parts = [f"## {title or f'[{name}]'}", ""]
+    if len(choices) > 1:
+        left_out = "Required" if field.is_required() else f"Left out: {_default(field)}"
+        parts += [f"One of {len(choices)} kinds, named by `type`. {left_out}.", ""]
+    shown: set[type[Settings]] = set()
     for choice in choices:
         kind = choice.model_fields.get("type")
         if kind is not None and len(choices) > 1:
             parts += [f"### type = {_literal(kind)}", ""]
-        parts += [_summary(choice), "", *_table(choice, name), ""]
+        parts += [_summary(choice), "", *_table(choice, name, shown), ""]
     return parts
 
 
-def _table(section: type[Settings], prefix: str) -> list[str]:
+def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> list[str]:
+    """Rows of `section`, then those of the sections inside it that are not `shown` yet."""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     nested: list[str] = []
     for name, field in section.model_fields.items():
@@ -59,9 +64,12 @@ def _table(section: type[Settings], prefix: str) -> list[str]:
         kind = " or ".join(f"`[{prefix}.{name}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
         rows.append(f"| `{name}` | {kind} | {_default(field)} | {_cell(field.description or '')} |")
         for choice in inner:
+            if choice in shown:
+                continue
+            shown.add(choice)
             tag = choice.model_fields.get("type")
             suffix = f", type = {_literal(tag)}" if tag is not None else ""
-            table = _table(choice, f"{prefix}.{name}")
+            table = _table(choice, f"{prefix}.{name}", shown)
             nested += ["", f"### [{prefix}.{name}]{suffix}", "", _summary(choice), "", *table]
     return rows + nested
 
@@ -114,7 +122,10 @@ def _default(field: FieldInfo) -> str:
 
 def _summary(section: type[Settings]) -> str:
     text = " ".join((section.__doc__ or "").split())
-    return text.split(": ", 1)[1].capitalize() if text.startswith("[") and ": " in text else text
+    if not text.startswith("[") or ": " not in text:
+        return text
+    said = text.split(": ", 1)[1]
+    return said[0].upper() + said[1:]
 
 
 def _cell(text: str) -> str:

@@ -28,7 +28,7 @@ from blake3 import blake3
 from student_trainer import repartition
 from student_trainer.ranks import Ranks
 from student_trainer.room import all_done
-from sync.errors import DataError, WireError
+from sync.errors import DataError
 from sync.room import is_full
 from sync.wire import Version
 
@@ -48,6 +48,7 @@ def save(
 ) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
+    A version is saved once: what is whole already is never removed to make room for the same again.
     None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
     """
     partial, final = folder / f".partial-{version}", folder / str(version)
@@ -85,8 +86,6 @@ def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> Non
     """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
     if partial.exists():
         _write(partial / _INDEX, json.dumps({**index, "files": _digests(partial)}, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
         partial.rename(final)
     _write(final.parent / "latest", final.name)
     _retain(final.parent, keep)
@@ -216,16 +215,16 @@ def _problem(path: Path) -> str | None:
     """Why a checkpoint must not be used; None: it is whole."""
     try:
         index = json.loads((path / _INDEX).read_text())
-        Version.parse(index["version"])
-        for name, entry in index["files"].items():
+        Version.parse(str(index["version"])), int(index["world_size"]), str(index["fingerprint"])
+        for name, entry in dict(index["files"]).items():
             file = path / name
             if not file.is_file() or file.stat().st_size != entry["size"]:
                 return f"{name} is missing or cut short"
             if _digest(file) != entry["blake3"]:
                 return f"{name} was altered"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"it has no {_INDEX}"
-    except (json.JSONDecodeError, KeyError, TypeError, WireError):
+    except (ValueError, KeyError, TypeError):  # no JSON or text at all, or other fields
         return f"its {_INDEX} is damaged"
     return None
 

@@ -31,13 +31,13 @@ class TrainerSettings(Settings):
     ranks: int = Field(2, ge=1)
     """Processes on this machine; with `hostfile`, processes on each host."""
     hostfile: Path | None = None
-    """DeepSpeed hostfile; None: this machine alone."""
+    """DeepSpeed hostfile, one `NAME slots=N` a line; None: this machine alone."""
     launcher_args: list[str] = []
     """Further arguments of the deepspeed launcher."""
     devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: inherited."""
     env: dict[str, str] = {}
-    """Environment variables of the ranks."""
+    """Environment variables of the ranks; no secrets with `hostfile`."""
     deepspeed: Path
     """DeepSpeed's JSON: optimizer, schedule, ZeRO-3, precision, offload, whatever it knows."""
     overrides: dict[str, Any] = {}

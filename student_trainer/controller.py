@@ -10,10 +10,12 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
+from sync.errors import RemoteError, Unreachable
 from sync.transport import BlockingPeer
-from sync.wire import Audience, Head, Message, Ok, Published, TrainerHello, TrainerWelcome
+from sync.wire import Audience, Head, Message, Ok, Published, Seats, TrainerHello, TrainerWelcome
 
 log = logging.getLogger(__name__)
+_SEATS_SECONDS: Final = 1.0
 _AUDIENCE_SECONDS: Final = 3600.0
 """A broadcast waits so long for replicas that are still starting."""
 
@@ -33,6 +35,9 @@ class Controller(Protocol):
 
     def audience(self, published: Published) -> Audience:
         """Announce a broadcast and learn who will listen."""
+
+    def lost(self, group: str) -> str | None:
+        """Why somebody will not receive a broadcast to its end; None: nobody is known to be lost."""
 
     def head(self, teacher: str) -> Head:
         """Output head of a teacher."""
@@ -68,6 +73,15 @@ class HttpController:
     def audience(self, published: Published) -> Audience:
         return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)
 
+    def lost(self, group: str) -> str | None:
+        try:
+            seats = self._peer.call(f"/v1/broadcasts/{group}", None, Seats, _SEATS_SECONDS)
+        except RemoteError as error:
+            return str(error)
+        except Unreachable:  # it says nothing about the replicas
+            return None
+        return "; ".join(f"{name}: {why}" for name, why in seats.lost.items()) or None
+
     def head(self, teacher: str) -> Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)
 
@@ -98,6 +112,9 @@ class SilentController:
     def audience(self, published: Published) -> Audience:
         self.told.append(published)
         return Audience(group="", world_size=1)
+
+    def lost(self, group: str) -> str | None:
+        return None
 
     def head(self, teacher: str) -> Head:
         return self._heads[teacher]

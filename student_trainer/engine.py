@@ -121,8 +121,24 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
     )
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    without_dropout(model).train()
     return model if settings.lora is None else with_adapters(model, settings.lora, config.seed)
+
+
+def without_dropout(model: Any) -> Any:
+    """`model` itself, in training mode from now on the same function as outside of it.
+
+    The rollout engine samples without dropout. A trainer with it would compare another p with μ and with the
+    teacher at every token: ρ is not 1 at age 0, and a student equal to its teacher would be moved. Adapters
+    are made later and have a dropout of their own.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives.diagnostics import diagnose
-from student_trainer.objectives.terms import STATS, Objective, Targets
+from student_trainer.objectives.terms import STATS, Objective, Targets, own
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
@@ -199,9 +199,10 @@ def _chunk_loss(
 
 
 def _by_teacher(kl_N: Tensor, piece: Supervision) -> Tensor:
-    """[2M]: sums of each teacher's reverse KL, then counts of its tokens."""
+    """[2M]: sums of each teacher's reverse KL, then counts of the student's tokens that it marked."""
     sums_2M = kl_N.new_zeros(2, piece.teachers)
-    return sums_2M.index_add_(1, piece.teacher_C, torch.stack([kl_N, torch.ones_like(kl_N)])).flatten()
+    own_N = own(piece.targets).to(kl_N.dtype)
+    return sums_2M.index_add_(1, piece.teacher_C, torch.stack([kl_N, own_N])).flatten()
 
 
 def chunked_loss(

@@ -7,7 +7,7 @@ Left alone, the launcher dies of a signal, and its child kills ranks that need 3
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
 exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
 They leave when the launcher is killed (`LAUNCHER` tells them who it is): its child, their parent, stays.
-With a hostfile the launcher runs plain.
+With a hostfile the launcher runs plain: ranks stop when the controller says so.
 """
 
 from __future__ import annotations
@@ -19,29 +19,43 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
+from student_trainer.hosts import ENVIRONMENT_VARIABLE, check_reach, write_environment
 from sync.errors import ConfigError
+from sync.transport import TOKEN_FILE_VARIABLE
 
 _MODULE = "student_trainer"
 _LOOK_SECONDS = 0.2
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
 """Environment variable with the launcher's process id; not set with a hostfile."""
+_INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
+"""Variables of this process that ranks on other machines need too."""
 TITLE = "distill trainer"
 """What a rank's process title begins with."""
 
 
 def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str]]:
-    """(arguments, whole environment) that start every rank with the configuration at `path`."""
+    """(arguments, whole environment) that start every rank with the configuration at `path`.
+
+    Raises ConfigError for a hostfile that would not work.
+    """
     settings = config.trainer
     launcher = "deepspeed.launcher.runner" if settings.hostfile else "student_trainer.launch"
     argv = [sys.executable, "-m", launcher, "--hostfile", str(settings.hostfile or os.devnull)]
     argv += [*_placement(settings), "--master_port", str(_free_port()), "--log_level", "warning"]
     argv += [*settings.launcher_args, "--module", _MODULE, "--config", str(path)]
-    return argv, _environment(config)
+    environment = _environment(settings)
+    if settings.hostfile is not None:
+        check_reach(settings.hostfile, config.controller_url, environment)
+        names = [*_fixed(settings), *settings.env, *_INHERITED]
+        told = {name: environment[name] for name in names if name in environment}
+        environment[ENVIRONMENT_VARIABLE] = str(write_environment(path.with_suffix(".env"), told))
+    return argv, environment
 
 
 def _placement(settings: TrainerSettings) -> list[str]:
@@ -58,16 +72,19 @@ def _placement(settings: TrainerSettings) -> list[str]:
     return ["--include", f"localhost:{','.join(devices[: settings.ranks])}"]
 
 
-def _environment(config: TrainerConfig) -> dict[str, str]:
-    settings = config.trainer
-    environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment |= {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _environment(settings: TrainerSettings) -> dict[str, str]:
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings)
+    return environment | settings.env
+
+
+def _fixed(settings: TrainerSettings) -> dict[str, str]:
+    """Variables that every rank is given, whatever this process has."""
+    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
     if settings.threads is not None:
         environment["OMP_NUM_THREADS"] = str(settings.threads)
     if settings.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = settings.devices
-    return environment | settings.env
+    return environment
 
 
 def _free_port() -> int:

@@ -63,6 +63,8 @@ class Trainer:
     publish_every: int
     checkpoint_every: int
     """0: only at the end."""
+    saved: Version | None = None
+    """The newest checkpoint of this start: the same version is not written over it."""
 
 
 def train(trainer: Trainer) -> Outcome:
@@ -156,9 +158,14 @@ def _settled(road: Road) -> float:
 
 
 def checkpoint(trainer: Trainer) -> None:
-    """Save where the trainer stands, and say so. Collective."""
+    """Save where the trainer stands, unless that is done already, and say so. Collective."""
+    if trainer.saved == trainer.version:
+        return
     path = trainer.save(trainer.version)
-    if path is not None and trainer.ranks.rank == 0:
+    if path is None:
+        return
+    trainer.saved = trainer.version
+    if trainer.ranks.rank == 0:
         trainer.controller.tell(CheckpointSaved(version=trainer.version, path=str(path)))
 
 

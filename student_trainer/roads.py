@@ -29,6 +29,10 @@ from sync.wire import Published, Version
 log = logging.getLogger(__name__)
 _PATIENCE: Final = 3
 """Publications in a row that may fail before the run does."""
+_TRIES: Final = 4
+"""How often one version is broadcast, each time without the replicas that were lost in the time before."""
+_PAUSE_SECONDS: Final = 0.5
+"""Before another try: whoever died on the way is missed by then."""
 
 
 class Road(Protocol):
@@ -166,7 +170,10 @@ class SnapshotRoad:
 
 
 class BroadcastRoad:
-    """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks."""
+    """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks.
+
+    A replica that is lost ends the broadcast at once; the same tensors then go to those that are left.
+    """
 
     anchor_due = False
 
@@ -189,6 +196,17 @@ class BroadcastRoad:
             self._background.submit(version, lambda: self._send(version, tensors))
 
     def _send(self, version: Version, tensors: dict[str, Any]) -> None:
+        for attempt in range(1, _TRIES + 1):
+            try:
+                self._send_once(version, tensors)
+                return
+            except Unreachable as error:
+                if attempt == _TRIES:
+                    raise
+                log.warning("%s; %s goes to those that are left", error, version)
+                time.sleep(_PAUSE_SECONDS)
+
+    def _send_once(self, version: Version, tensors: dict[str, Any]) -> None:
         assert self._sender is not None
         started = time.monotonic()
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -202,10 +220,10 @@ class BroadcastRoad:
         )
         audience = self._controller.audience(published)
         metas = [meta_of(name, tensor) for name, tensor in tensors.items()]
-        self._sender.send(audience, metas, tensors.items())
-        log.info(
-            "%s went to %d replicas in %.3f s", version, audience.world_size - 1, time.monotonic() - started
-        )
+        group, replicas = audience.group, audience.world_size - 1
+        log.info("%s goes to %d replicas as broadcast %s", version, replicas, group)
+        self._sender.send(audience, metas, tensors.items(), lambda: self._controller.lost(group))
+        log.info("%s went to %d replicas in %.3f s", version, replicas, time.monotonic() - started)
 
     def close(self) -> None:
         self.settle()

@@ -123,11 +123,11 @@ def summarise(
     total = dict(zip(STATS, summed[:RHO_MAX], strict=True))
     shares = {
         "loss": (total["loss"], denominator),
-        "reverse_kl": (total["reverse_kl"], tokens),
+        "reverse_kl": (total["reverse_kl"], total["own_tokens"]),
         "student_entropy": (total["student_entropy"], tokens),
         "teacher_entropy": (total["teacher_entropy"], total["teacher_entropy_tokens"]),
-        "rho_mean": (total["rho"], tokens),
-        "effective_sample_size": (total["rho"] ** 2, total["rho_squared"] * tokens),
+        "rho_mean": (total["rho"], total["own_tokens"]),
+        "effective_sample_size": (total["rho"] ** 2, total["rho_squared"] * total["own_tokens"]),
         "mismatch_kl": (total["fresh_kl"], total["fresh_tokens"]),
         "score_gap": (total["score_gap"], total["score_gap_tokens"]),
         "student_mass": (total["student_mass"], total["support_tokens"]),
@@ -140,7 +140,8 @@ def summarise(
         **_of_teachers(summed[RHO_MAX + 1 : -1 - len(_COUNTED)], teachers),
     }
     metrics = {name: above / below for name, (above, below) in shares.items() if below > 0}
-    return metrics | {"tokens": tokens, "rows": rows, "rho_max": rho_max, "age_max": age_max}
+    counted = {"tokens": tokens, "tokens_by_teacher": tokens - total["own_tokens"], "rows": rows}
+    return metrics | counted | {"rho_max": rho_max, "age_max": age_max}
 
 
 def _of_teachers(sums: list[float], teachers: Sequence[str]) -> dict[str, tuple[float, float]]:

@@ -1,7 +1,8 @@
 """The student's weights in checkpoint coordinates: this rank's flat shards, whole tensors, a folder, digests.
 
 Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
-end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once.
+end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once;
+a parameter that fuses several checkpoint tensors is cut where they meet (`student_trainer.layout`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from student_trainer.room import all_done
 from sync.errors import ConfigError
-from sync.weights.checkpoint import BITS, digest, model_fingerprint
+from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
+from sync.weights.codec import Bits
 from sync.weights.publish import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
+_SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 class Weights:
@@ -40,37 +44,60 @@ class Weights:
         self.adapters = hasattr(student.model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
         self.parameters = trained_parameters(student.model) if self.adapters else whole_model(student.model)
-        self.shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
-        if not self.adapters:
-            check_names(student.model, self.shapes)
+        shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
+        self.pieces = alone(shapes) if self.adapters else layout(student.model, shapes)
+        """Parameter → the checkpoint tensors in it."""
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self.slices = [self._slice(name, parameter) for name, parameter in self.parameters.items()]
+        self.slices = [part for name in self.parameters for part, _ in self._slices(name)]
 
     @property
     def fingerprint(self) -> str:
         """Names the model's checkpoint: tensors, shapes, precision."""
         return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
 
-    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
-        shape = self.shapes[name]
-        length, total = _local(parameter).numel(), int(np.prod(shape, dtype=np.int64))
-        start = min(self._ranks.rank * length, total)
-        return Slice(name, shape, DTYPES[parameter.dtype], start, min(length, total - start))
+    def _slices(self, name: str) -> list[tuple[Slice, int]]:
+        """What this rank holds of each tensor in a parameter, and where it begins in the rank's shard."""
+        parameter = self.parameters[name]
+        length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
+        first = self._ranks.rank * length
+        found = []
+        for piece in self.pieces[name]:
+            start = min(max(first - piece.start, 0), piece.count)
+            end = min(max(first + length - piece.start, start), piece.count)
+            held = Slice(piece.name, piece.shape, kind, start, end - start)
+            found.append((held, max(piece.start + start - first, 0)))
+        return found
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's slices as flat arrays of bits, by tensor. No collective."""
-        pairs = zip(self.parameters.values(), self.slices, strict=True)
-        return {part.name: bits(_local(parameter)[: part.count]) for parameter, part in pairs}
+    def snapshot(self) -> dict[str, Bits]:
+        """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole tensor in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
+        Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
+        """
+        return {
+            part.name: copy_of(_local(parameter)[at : at + part.count])
+            for name, parameter in self.parameters.items()
+            for part, at in self._slices(name)
+        }
+
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
         for name, parameter in self.parameters.items():
             with _whole(parameter):
                 own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
                 tensor = own.to("cpu", copy=True)
             yield name, tensor
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
+        for name, tensor in self._whole_parameters():
+            flat = tensor.flatten()
+            for piece in self.pieces[name]:
+                if self._ranks.rank == 0:
+                    yield piece.name, flat[piece.start : piece.start + piece.count].view(piece.shape)
+                else:
+                    yield piece.name, flat
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
@@ -80,14 +107,14 @@ class Weights:
     def shown(self) -> str:
         """BLAKE3 of this rank's shards, all tensors in order. No collective."""
         hasher = blake3(max_threads=blake3.AUTO)
-        for parameter, part in zip(self.parameters.values(), self.slices, strict=True):
-            if part.count:
-                hasher.update(bits(_local(parameter)[: part.count]).view(np.uint8).data)
+        for name, parameter in self.parameters.items():
+            for part, at in self._slices(name):
+                hasher.update(bits(_local(parameter)[at : at + part.count]).view(np.uint8).data)
         return hasher.hexdigest(16)
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
-        state = dict(self.gathered())
+        state = dict(self._whole_parameters())
         all_done(self._ranks, str(folder), lambda: self._write(folder, tokenizer, state))
 
     def _write(self, folder: Path, tokenizer: Any, state: dict[str, Tensor]) -> None:
@@ -100,6 +127,8 @@ class Weights:
         elif self._ranks.rank == 0:
             model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
+        if self._ranks.rank == 0:
+            let_others_read(folder)
 
 
 _ADAPTER = ".default."
@@ -127,18 +156,9 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def check_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a model whose checkpoint names or shapes its tensors otherwise than memory does."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    written = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
-    if written != shapes:
-        differing = sorted(written.items() ^ shapes.items())[:4]
-        raise ConfigError(
-            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint "
-            f"({differing} …): such models (fused experts, mostly) cannot be published yet"
-        )
+def copy_of(flat: Tensor) -> Bits:
+    """Copy of a flat tensor as integers of its width: an array of a host's, on the same GPU of a GPU's."""
+    return bits(flat) if flat.device.type == "cpu" else flat.detach().clone().view(_SIGNED[flat.itemsize])
 
 
 def bits(flat: Tensor) -> np.ndarray:

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Final, TypeVar
 
 import httpx
@@ -24,6 +25,8 @@ from sync.wire import CONTENT_TYPE, Message, decode, encode
 
 TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
 """Environment variable that carries the bearer token; never a flag, never in a file of the run."""
+TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
+"""Path of a file that holds the bearer token, where the variable itself does not reach."""
 MAX_BODY: Final = 1 << 30
 _RETRY_STATUS: Final = {502, 503, 504}
 
@@ -31,8 +34,20 @@ M = TypeVar("M", bound=Message)
 
 
 def token_from_environment() -> str | None:
-    """The bearer token of this process; None when unset or empty."""
-    return os.environ.get(TOKEN_VARIABLE) or None
+    """The bearer token of this process; None when unset or empty.
+
+    Raises ConfigError for a token file that cannot be read.
+    """
+    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
+    if token or not path:
+        return token or None
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} is empty: write the token into it")
+    return token
 
 
 def check_bind(host: str, token: str | None) -> None:
@@ -46,7 +61,7 @@ def check_bind(host: str, token: str | None) -> None:
     if not loopback:
         raise ConfigError(
             f"host {host!r} can be reached from other machines and no token is set: "
-            f"bind 127.0.0.1, or set {TOKEN_VARIABLE} for every role"
+            f"bind 127.0.0.1, or set {TOKEN_VARIABLE} (or {TOKEN_FILE_VARIABLE}) for every role"
         )
 
 
@@ -209,11 +224,7 @@ class BlockingPeer:
         while True:
             problem: Exception
             try:
-                response = (
-                    self._http.get(path)
-                    if content is None
-                    else self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE})
-                )
+                response = self._send(path, content, min(self.timeout, limit))
                 if response.status_code not in _RETRY_STATUS:
                     _raise_refusal(self.url + path, response)
                     return decode(response.content, kind)
@@ -229,6 +240,11 @@ class BlockingPeer:
                 )
             time.sleep(pause)
             pause = min(pause * 2, 2.0)
+
+    def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
+        if content is None:
+            return self._http.get(path, timeout=timeout)
+        return self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE}, timeout=timeout)
 
     def close(self) -> None:
         self._http.close()

@@ -3,10 +3,10 @@
 Producer → consumer
     controller → student replica   GenerateRequest, UpdateRequest
     student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
-    controller → teacher           ScoreRequest
-    teacher → controller           ScoreReply, TeacherInfo, Head
+    controller → teacher           ScoreRequest, WriteRequest
+    teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
@@ -223,6 +223,7 @@ class Want(msgspec.Struct, frozen=True):
     topk: int = 0
     """Ids and log-probabilities of the teacher's `topk` most likely tokens; 0: none."""
     entropy: bool = False
+    """Where the engine can tell it: no objective needs it."""
     hidden: bool = False
     """Last hidden states after the final norm, for exact objectives with `Head`."""
     prompt: bool = False
@@ -265,13 +266,13 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     gathered: Array | None = None
     """f2 or f4 [T, K]: log q at gather_ids"""
     entropy: Array | None = None
-    """f4 [T]"""
+    """f4 [T]; None: not asked for, or the engine cannot tell"""
     hidden: Array | None = None
     """bf16 or f4 [T, H]"""
 
 
 class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
-    """One sequence that the teacher cannot score; the others of its request are not affected."""
+    """One sequence or prompt that the teacher cannot serve; the others of its request are not affected."""
 
     id: str
     error: str
@@ -282,6 +283,47 @@ class ScoreReply(Message, frozen=True):
 
     teacher: str
     results: list[Scored | ScoreRefused]
+    """In the order asked."""
+
+
+class WritePrompt(msgspec.Struct, frozen=True):
+    """One completion for the teacher to write."""
+
+    id: str
+    token_ids: Array
+    """i4 [P], P >= 1"""
+    seed: int
+    """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever else is written beside it."""
+
+
+class WriteRequest(Message, frozen=True):
+    """Complete every prompt by sampling from the teacher's whole vocabulary."""
+
+    prompts: list[WritePrompt]
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = []
+    """Ids that end a completion besides the teacher's own EOS; the ending id is part of the completion."""
+    deadline: float | None = None
+    """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """One completion by the teacher."""
+
+    id: str
+    token_ids: Array
+    """i4 [T], T >= 1"""
+    logprob: Array
+    """f4 [T]: log-probability of each token at the temperature of the request, nats"""
+    finish_reason: Literal["stop", "length"]
+
+
+class WriteReply(Message, frozen=True):
+    """The completions, or why there are none, one for each prompt asked."""
+
+    teacher: str
+    results: list[Written | ScoreRefused]
     """In the order asked."""
 
 
@@ -304,7 +346,7 @@ class TeacherInfo(Message, frozen=True):
     chat_template_fingerprint: str | None
     """None: the tokenizer has no chat template."""
     can: list[str]
-    """Of: topk, gather, entropy, hidden, prompt."""
+    """Of: topk, gather, entropy, hidden, prompt, write."""
 
 
 class Head(Message, frozen=True):
@@ -365,7 +407,8 @@ class Rows(msgspec.Struct, frozen=True):
     behavior_logprob: Array
     """f4 [C]: log μ"""
     token_step: Array
-    """i4 [C]: step of the version each token was sampled from, mapped into the trainer's lineage"""
+    """i4 [C]: step of the version each token was sampled from, mapped into the trainer's lineage; that of the
+    batch where the teacher wrote"""
     teacher: Array
     """i4 [R]: index into TrainerWelcome.teachers"""
     teacher_logprob: Array
@@ -445,6 +488,13 @@ class Audience(Message, frozen=True):
     group: str
     world_size: int
     """1 + replicas; 1: nobody listens, send nothing."""
+
+
+class Seats(Message, frozen=True):
+    """Controller's answer to GET /v1/broadcasts/GROUP, while rank 0 sends."""
+
+    lost: dict[str, str]
+    """Replica → why it will not receive this broadcast to its end; empty: all seats are taken."""
 
 
 class CheckpointSaved(Message, frozen=True):

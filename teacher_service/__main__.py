@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import pydantic
 
@@ -21,6 +22,8 @@ from sync.transport import check_bind, token_from_environment
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger("teacher_service")
+GRACE_SECONDS: Final = 1
+"""From a signal on: requests in work are answered for so long; callers ask another replica."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,16 +97,24 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
         batch_tokens=config.batch_tokens,
         queue_tokens=config.queue_tokens,
         wire_dtype=config.wire_dtype,
+        end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         token=token,
     )
     log.info("%s: %s", name, service.info)
     uvicorn.run(
-        service.app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        service.app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
     )
 
 
 def _leave(*_: object) -> None:
-    raise SystemExit(0)
+    """End at once: what other threads are at (a model or a version being loaded) is not waited for."""
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

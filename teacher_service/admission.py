@@ -1,4 +1,4 @@
-"""Which requests may enter: every rule on a ScoreRequest, as pure functions.
+"""Which requests may enter: every rule on a ScoreRequest and a WriteRequest, as pure functions.
 
 A fault of the whole request raises BadRequest (the caller's status and text); a fault of one sequence gives a
 text that goes out as ScoreRefused, and the others go on.
@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from sync.errors import RemoteError
-from sync.wire import DTYPES, Array, ScoreRequest, ScoreSequence, Want
-from teacher_service.engines.base import Asked, Facts, Item
+from sync.wire import DTYPES, Array, ScoreRequest, ScoreSequence, Want, WritePrompt, WriteRequest
+from teacher_service.engines.base import Asked, Draft, Facts, Item
 
 MAX_REPLY_BYTES: Final = 1 << 29
 
@@ -31,9 +31,8 @@ def check_request(request: ScoreRequest, facts: Facts) -> None:
     want = request.want
     if not request.sequences:
         raise BadRequest(422, "the request has no sequences: send at least one")
-    if request.deadline is not None and not 0 < request.deadline < math.inf:
-        raise BadRequest(422, f"deadline is {request.deadline}: send seconds > 0, or none")
-    for name in ("topk", "entropy", "hidden", "prompt"):
+    _check_deadline(request.deadline)
+    for name in ("topk", "hidden", "prompt"):
         if getattr(want, name):
             _check_can(name, facts)
     if any(sequence.gather_ids is not None for sequence in request.sequences):
@@ -43,6 +42,34 @@ def check_request(request: ScoreRequest, facts: Facts) -> None:
         raise BadRequest(
             422, f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"
         )
+
+
+def check_write(request: WriteRequest, facts: Facts) -> None:
+    """Raise BadRequest (422) for what no prompt of the request could be completed with."""
+    _check_can("write", facts)
+    if not request.prompts:
+        raise BadRequest(422, "the request has no prompts: send at least one")
+    _check_deadline(request.deadline)
+    if not 1 <= request.max_tokens < facts.max_length:
+        raise BadRequest(
+            422,
+            f"max_tokens is {request.max_tokens}, this teacher writes 1 to {facts.max_length - 1}: lower it",
+        )
+    if not 0 < request.temperature < math.inf:
+        raise BadRequest(
+            422, f"temperature is {request.temperature}, it must be > 0: send 1 for the teacher's own"
+        )
+    wrong = [token for token in request.stop_token_ids if not 0 <= token < facts.vocab_size]
+    if wrong:
+        raise BadRequest(
+            422,
+            f"stop id {wrong[0]} is outside the vocabulary 0 … {facts.vocab_size - 1}: check the tokenizer",
+        )
+
+
+def _check_deadline(deadline: float | None) -> None:
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise BadRequest(422, f"deadline is {deadline}: send seconds > 0, or none")
 
 
 def _check_can(name: str, facts: Facts) -> None:
@@ -85,6 +112,23 @@ def admit(sequence: ScoreSequence, want: Want, facts: Facts) -> Item | str:
     return gather if isinstance(gather, str) else Item(ids, first, gather)
 
 
+def admit_prompt(prompt: WritePrompt, max_tokens: int, facts: Facts) -> Draft | str:
+    """The draft to complete, or why this prompt cannot be completed (value, rule, remedy)."""
+    ids = _int_array(prompt.token_ids, "token_ids", 1)
+    if isinstance(ids, str):
+        return ids
+    if len(ids) + max_tokens > facts.max_length:
+        return (
+            f"{len(ids)} prompt tokens and max_tokens = {max_tokens} pass this teacher's {facts.max_length}: "
+            "cut the prompt, or ask for less"
+        )
+    if (wrong := _outside(ids, 0, facts.vocab_size)) is not None:
+        return f"token id {wrong} is outside the vocabulary 0 … {facts.vocab_size - 1}: check the tokenizer"
+    if not 0 <= prompt.seed < 1 << 32:
+        return f"seed is {prompt.seed}, it must be in 0 … 2^32 - 1: take the remainder"
+    return Draft(ids, prompt.seed)
+
+
 def _gather(array: Array, positions: int, vocab_size: int) -> np.ndarray | str:
     """int32 [T, K] ids, K >= 1, or what is wrong with them."""
     ids = _int_array(array, "gather_ids", 2)
@@ -118,7 +162,7 @@ def _outside(ids: np.ndarray, low: int, high: int) -> int | None:
     return largest if largest >= high else None
 
 
-def asked_of(item: Item, want: Want) -> Asked:
+def asked_of(item: Item, want: Want, facts: Facts) -> Asked:
     """What the engine is asked for; items with the same answer may share a batch."""
     gather = 0 if item.gather_ids_TK is None else item.gather_ids_TK.shape[1]
-    return Asked(want.topk, gather, want.entropy, want.hidden)
+    return Asked(want.topk, gather, want.entropy and "entropy" in facts.can, want.hidden)

@@ -1,6 +1,6 @@
 """The teacher's HTTP routes (docs/architecture.md), over one engine.
 
-    POST /v1/score   ScoreRequest → ScoreReply
+    POST /v1/score   ScoreRequest → ScoreReply         POST /v1/write   WriteRequest → WriteReply
     GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
     GET  /health     200 while batches are computed        GET /metrics   Prometheus
 
@@ -14,8 +14,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import generate_latest
@@ -27,19 +27,51 @@ from starlette.routing import Route
 
 from sync.errors import Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, refuse, reply
-from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, TeacherInfo, decode
-from teacher_service.admission import BadRequest, admit, asked_of, check_reply_size, check_request
-from teacher_service.batching import Batcher, Ticket
+from sync.wire import (
+    Message,
+    Scored,
+    ScoreRefused,
+    ScoreReply,
+    ScoreRequest,
+    TeacherInfo,
+    WriteReply,
+    WriteRequest,
+    decode,
+)
+from teacher_service.admission import (
+    BadRequest,
+    admit,
+    admit_prompt,
+    asked_of,
+    check_reply_size,
+    check_request,
+    check_write,
+)
+from teacher_service.batching import Batcher
 from teacher_service.bodies import BodyGate
-from teacher_service.engines.base import Engine, Item, Marks
+from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks
 from teacher_service.metrics import Metrics
-from teacher_service.replies import Small, scored
+from teacher_service.replies import Small, scored, written
+from teacher_service.tickets import Ticket
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
 """Bodies longer than this are read and checked in a thread, so that the event loop answers others."""
 
 Handler = Callable[[Request], Awaitable[Response]]
+R = TypeVar("R")
+
+
+class _Work(NamedTuple):
+    """A request that was read: what of it is computed, and what its answer is."""
+
+    results: int
+    """Of the answer."""
+    sound: int
+    """Those that something is computed for."""
+    deadline: float | None
+    submit: Callable[[], Ticket]
+    reply: Callable[[Sequence[object]], Message]
 
 
 class TeacherService:
@@ -53,15 +85,18 @@ class TeacherService:
         batch_tokens: int = 16384,
         queue_tokens: int = 1 << 20,
         wire_dtype: str = "float16",
+        end_ids: Sequence[int] = (),
         token: str | None = None,
     ) -> None:
-        self.info, self.metrics = info, Metrics()
+        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows."""
+        self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
         self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
         self._batcher = Batcher(engine, batch_tokens, queue_tokens, self.metrics)
         self._gate = BodyGate()
         routes = [
             Route("/v1/score", self._counted(self.score), methods=["POST"]),
+            Route("/v1/write", self._counted(self.write), methods=["POST"]),
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
@@ -75,8 +110,10 @@ class TeacherService:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._batcher.start()
         yield
-        await self._batcher.stop()
-        self._engine.close()
+        if await self._batcher.stop():
+            self._engine.close()
+        else:
+            log.warning("the engine is still at work: it is left to the end of the process")
 
     def _counted(self, handler: Handler) -> Handler:
         """`handler`, with refusals turned into answers and every answer counted."""
@@ -103,35 +140,79 @@ class TeacherService:
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score"""
+        return await self._answer(request, self._scores)
+
+    async def write(self, request: Request) -> Response:
+        """POST /v1/write"""
+        return await self._answer(request, self._texts)
+
+    async def _answer(self, request: Request, read: Callable[[bytes], _Work]) -> Response:
+        """Admit, queue, wait, answer."""
         async with self._gate.body(request) as body:
-            if len(body) > INLINE_BYTES:
-                message, admitted = await asyncio.to_thread(self._admit, body)
-            else:
-                message, admitted = self._admit(body)
-            items = [
-                (i, it, asked_of(it, message.want)) for i, it in enumerate(admitted) if isinstance(it, Item)
-            ]
-            if not items:
-                return reply(self._reply(message, admitted, [None] * len(admitted)))
-            ticket = self._batcher.submit(items, len(admitted), message.deadline)
+            heavy = len(body) > INLINE_BYTES
+            work = await asyncio.to_thread(read, body) if heavy else read(body)
+            if not work.sound:
+                return reply(work.reply([None] * work.results))
+            ticket = work.submit()
             try:
-                await self._wait(ticket, request, message.deadline)
-                answer = self._reply(message, admitted, ticket.outcomes)
-                return reply(answer) if len(body) <= INLINE_BYTES else await asyncio.to_thread(reply, answer)
+                await self._wait(ticket, request, work.deadline)
+                answer = work.reply(ticket.outcomes)
+                return await asyncio.to_thread(reply, answer) if heavy else reply(answer)
             finally:
                 self._batcher.release(ticket)
 
-    def _admit(self, body: bytes) -> tuple[ScoreRequest, list[Item | str]]:
+    def _scores(self, body: bytes) -> _Work:
         message = decode(body, ScoreRequest)
-        check_request(message, self._facts)
-        admitted = [admit(sequence, message.want, self._facts) for sequence in message.sequences]
-        items = [item for item in admitted if isinstance(item, Item)]
-        check_reply_size(items, message.want, self._facts)
-        if (tokens := sum(len(item.token_ids_L) for item in items)) > self._queue_tokens:
+        want, facts = message.want, self._facts
+        check_request(message, facts)
+        admitted = [admit(sequence, want, facts) for sequence in message.sequences]
+        items = [
+            (i, item, asked_of(item, want, facts))
+            for i, item in enumerate(admitted)
+            if isinstance(item, Item)
+        ]
+        check_reply_size([item for _, item, _ in items], want, facts)
+        self._check_tokens(sum(len(item.token_ids_L) for _, item, _ in items), "sequences")
+        ids = [sequence.id for sequence in message.sequences]
+
+        def make(id_: str, outcome: object) -> Scored | None:
+            return scored(id_, outcome, self._small) if isinstance(outcome, Marks) else None
+
+        return _Work(
+            results=len(ids),
+            sound=len(items),
+            deadline=message.deadline,
+            submit=lambda: self._batcher.submit(items, len(ids), message.deadline),
+            reply=lambda outcomes: ScoreReply(
+                teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
+            ),
+        )
+
+    def _texts(self, body: bytes) -> _Work:
+        message = decode(body, WriteRequest)
+        check_write(message, self._facts)
+        admitted = [admit_prompt(prompt, message.max_tokens, self._facts) for prompt in message.prompts]
+        drafts = [(i, draft) for i, draft in enumerate(admitted) if isinstance(draft, Draft)]
+        tokens = sum(len(draft.token_ids_P) + message.max_tokens for _, draft in drafts)
+        self._check_tokens(tokens, "prompts")
+        ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
+        manner = Manner(message.max_tokens, message.temperature, ends)
+        ids = [prompt.id for prompt in message.prompts]
+        return _Work(
+            results=len(ids),
+            sound=len(drafts),
+            deadline=message.deadline,
+            submit=lambda: self._batcher.submit_drafts(drafts, manner, len(ids), message.deadline),
+            reply=lambda outcomes: WriteReply(
+                teacher=self.info.name, results=self._results(ids, admitted, outcomes, written)
+            ),
+        )
+
+    def _check_tokens(self, tokens: int, what: str) -> None:
+        if tokens > self._queue_tokens:
             raise BadRequest(
-                413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer sequences"
+                413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer {what}"
             )
-        return message, admitted
 
     async def _wait(self, ticket: Ticket, request: Request, deadline: float | None) -> None:
         """Until every outcome is there. Raises BadRequest when the caller gives up first."""
@@ -146,18 +227,23 @@ class TeacherService:
             finished.cancel()
             left.cancel()
 
-    def _reply(self, request: ScoreRequest, admitted: list[Item | str], outcomes: list) -> ScoreReply:
-        results: list[Scored | ScoreRefused] = []
-        for sequence, item, outcome in zip(request.sequences, admitted, outcomes, strict=True):
-            answer = item if isinstance(item, str) else outcome
-            if isinstance(answer, Unreachable):
-                raise answer
-            if isinstance(answer, Marks):
-                results.append(scored(sequence.id, answer, self._small))
-            else:
-                results.append(ScoreRefused(sequence.id, str(answer)))
+    def _results(
+        self,
+        ids: Sequence[str],
+        admitted: Sequence[object],
+        outcomes: Sequence[object],
+        make: Callable[[str, object], R | None],
+    ) -> list[R | ScoreRefused]:
+        """What `make` makes of each outcome, or why there is none. Raises Unreachable that an engine met."""
+        results: list[R | ScoreRefused] = []
+        for id_, item, outcome in zip(ids, admitted, outcomes, strict=True):
+            if isinstance(outcome, Unreachable):
+                raise outcome
+            made = make(id_, outcome)
+            why = item if isinstance(item, str) else outcome
+            results.append(ScoreRefused(id_, str(why)) if made is None else made)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
-        return ScoreReply(teacher=self.info.name, results=results)
+        return results
 
     async def get_info(self, _: Request) -> Response:
         """GET /v1/info"""

@@ -4,6 +4,7 @@
 
 One batch is computed at a time, in one worker thread, so the event loop stays free. A batch starts with the
 sequence that waited longest. What nobody waits for any more (deadline passed, caller gone) is not computed.
+Prompts to complete (`writing`) wait within the same bound and take turns with batches of scores.
 """
 
 from __future__ import annotations
@@ -12,57 +13,26 @@ import asyncio
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from sync.errors import Overloaded, Unreachable
-from teacher_service.engines.base import Asked, Engine, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
 from teacher_service.metrics import Metrics
+from teacher_service.tickets import Line, Outcome, Ticket, Waiting
+from teacher_service.writing import Scribe
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
 """Least and most a caller is told to wait."""
 
+STOP_SECONDS: Final = 2.0
+"""How long a batch under way is waited for at the end."""
+
 R = TypeVar("R")
-Outcome = Marks | str | Unreachable
-"""Marks of one item (arrays over its T positions), or why it has none; Unreachable: what computes is gone."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One caller's sequences on their way; `done` fires when every outcome is there."""
-
-    outcomes: list[Outcome | None]
-    missing: int
-    expires: float
-    """time.monotonic() after which nobody waits."""
-    tokens: int
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: bool = False
-
-    def live(self, now: float) -> bool:
-        """Whether somebody still waits."""
-        return not self.gone and now < self.expires
-
-    def settle(self, index: int, outcome: Outcome) -> None:
-        """Note one item's outcome."""
-        self.outcomes[index] = outcome
-        self.missing -= 1
-        if not self.missing:
-            self.done.set()
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    ticket: Ticket
-    index: int
-    item: Item
-    arrived: float
 
 
 class Batcher:
@@ -75,12 +45,16 @@ class Batcher:
     def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
-        self._waiting: dict[Asked, deque[_Waiting]] = {}
+        self._items: Line[Asked, Item] = Line(metrics.dropped.inc)
+        self._drafts: Line[Manner, Draft] = Line(metrics.dropped.inc)
+        self._scribe = Scribe(engine, batch_tokens) if isinstance(engine, Writer) else None
         self._held = 0
         self._dead = 0
         self._rate = 0.0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._last: Future[Any] | None = None
+        """What was given to the engine's thread last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -92,56 +66,71 @@ class Batcher:
         """Whether batches are being computed."""
         return self._task is not None and not self._task.done()
 
-    async def stop(self) -> None:
-        """Finish the batch under way, and compute no more."""
+    async def stop(self, patience: float = STOP_SECONDS) -> bool:
+        """Compute no more, and wait `patience` seconds for the batch under way; whether it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._last is None:
+            return True
+        await asyncio.wait({asyncio.wrap_future(self._last)}, timeout=patience)
+        return self._last.done()
 
     async def in_engine_thread(self, function: Callable[[], R]) -> R:
         """Run `function` between two batches."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        last = self._thread.submit(function)
+        self._last = last
+        return await asyncio.wrap_future(last)
 
     def submit(self, items: Sequence[tuple[int, Item, Asked]], slots: int, deadline: float | None) -> Ticket:
         """Queue `items`: (index of the outcome, item, what is asked); `slots` counts the outcomes in all.
 
         Raises Overloaded when the queue has no room for them.
         """
-        tokens = sum(len(item.token_ids_L) for _, item, _ in items)
+        sizes = [len(item.token_ids_L) for _, item, _ in items]
+        ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
+        for (index, item, asked), size in zip(items, sizes, strict=True):
+            self._items.put(asked, Waiting(ticket, index, item, size, now))
+        self._wake.set()
+        return ticket
+
+    def submit_drafts(
+        self, drafts: Sequence[tuple[int, Draft]], manner: Manner, slots: int, deadline: float | None
+    ) -> Ticket:
+        """Queue `drafts`: (index of the outcome, draft), counted with all it may become; see `submit`."""
+        assert self._scribe is not None, "the engine cannot write"
+        sizes = [len(draft.token_ids_P) + manner.max_tokens for _, draft in drafts]
+        ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
+        for (index, draft), size in zip(drafts, sizes, strict=True):
+            self._drafts.put(manner, Waiting(ticket, index, draft, size, now))
+        self._wake.set()
+        return ticket
+
+    def _enter(self, sizes: Sequence[int], slots: int, deadline: float | None) -> Ticket:
+        """A ticket for work of these sizes, in tokens. Raises Overloaded when there is no room for it."""
+        tokens = sum(sizes)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
                 f"{self._held} tokens wait and {tokens} more would pass queue_tokens = {self._queue_tokens}: "
                 "come back later, send less, or add a replica",
                 self._retry_after(tokens),
             )
-        now = time.monotonic()
-        ticket = Ticket([None] * slots, len(items), now + (deadline or float("inf")), tokens)
         self._held += tokens
-        for index, item, asked in items:
-            self._waiting.setdefault(asked, deque()).append(_Waiting(ticket, index, item, now))
         self._metrics.held_tokens.set(self._held)
-        self._wake.set()
-        return ticket
+        expires = time.monotonic() + (deadline or float("inf"))
+        return Ticket([None] * slots, len(sizes), expires, tokens)
 
     def release(self, ticket: Ticket) -> None:
         """The caller has its answer, or has left: exactly once per ticket."""
         ticket.gone = True
         self._held -= ticket.tokens
         self._dead += ticket.missing
-        if 2 * self._dead > sum(map(len, self._waiting.values())):
-            self._forget_dead()
+        if 2 * self._dead > len(self._items) + len(self._drafts):  # amortised: a storm of them costs little
+            self._dead = 0
+            self._items.forget_dead()
+            self._drafts.forget_dead()
         self._metrics.held_tokens.set(self._held)
-
-    def _forget_dead(self) -> None:
-        """Let go of sequences whose callers have left; amortised, so that a storm of them costs little."""
-        self._dead = 0
-        for asked, queue in list(self._waiting.items()):
-            live = deque(waiting for waiting in queue if not waiting.ticket.gone)
-            self._metrics.dropped.inc(len(queue) - len(live))
-            self._waiting[asked] = live
-            if not live:
-                del self._waiting[asked]
 
     def _retry_after(self, tokens: int) -> float:
         over = self._held + tokens - self._queue_tokens
@@ -150,64 +139,58 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            asked, batch = self._next_batch()
-            if not batch:
+            scored = await self._score_batch()
+            written = await self._write_slice()
+            if not scored and not written:
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            started = time.monotonic()
-            outcomes = await self.in_engine_thread(functools.partial(self._compute, batch, asked))
-            for waiting, outcome in zip(batch, outcomes, strict=True):
-                waiting.ticket.settle(waiting.index, outcome)
-            self._observe(batch, time.monotonic() - started)
 
-    def _next_batch(self) -> tuple[Asked, list[_Waiting]]:
-        """The oldest live sequence and those behind it that ask for the same, up to the budget."""
-        now, dropped = time.monotonic(), 0
-        for asked, queue in list(self._waiting.items()):
-            while queue and not queue[0].ticket.live(now):
-                queue.popleft()
-                dropped += 1
-            if not queue:
-                del self._waiting[asked]
-        batch: list[_Waiting] = []
-        asked = min(self._waiting, key=lambda a: self._waiting[a][0].arrived, default=Asked())
-        queue, tokens = self._waiting.get(asked, deque()), 0
-        while queue:
-            if not queue[0].ticket.live(now):
-                queue.popleft()
-                dropped += 1
-                continue
-            tokens += len(queue[0].item.token_ids_L)
-            if batch and tokens > self._batch_tokens:
-                break
-            batch.append(queue.popleft())
-        self._metrics.dropped.inc(dropped)
-        return asked, batch
+    async def _score_batch(self) -> bool:
+        """Mark the next batch; whether there was one."""
+        if (taken := self._items.take(self._batch_tokens)) is None:
+            return False
+        asked, batch = taken
+        started = time.monotonic()
+        outcomes = await self.in_engine_thread(functools.partial(self._compute, batch, asked))
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            waiting.ticket.settle(waiting.index, outcome)
+        self._observe(batch, time.monotonic() - started)
+        return True
 
-    def _compute(self, batch: list[_Waiting], asked: Asked) -> list[Outcome]:
+    async def _write_slice(self) -> bool:
+        """Write on for a while; whether there was anything to write."""
+        if self._scribe is None or not self._scribe.ready(self._drafts):
+            return False
+        started = time.monotonic()
+        outcomes = await self.in_engine_thread(self._scribe.advance)
+        self._metrics.busy.inc(time.monotonic() - started)
+        if outcomes is not None:
+            self._metrics.written.inc(self._scribe.settle(outcomes))
+        return True
+
+    def _compute(self, batch: list[Waiting[Item]], asked: Asked) -> list[Outcome]:
         """Outcomes of a batch, in order; runs in the engine's thread."""
         try:
-            marks = self._engine.score([w.item for w in batch], asked)
+            marks = self._engine.score([w.work for w in batch], asked)
         except Unreachable as error:
             return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
             return self._after_failure(batch, asked, error)
-        return split(marks, [w.item.positions for w in batch])
+        return split(marks, [w.work.positions for w in batch])
 
-    def _after_failure(self, batch: list[_Waiting], asked: Asked, error: Exception) -> list[Outcome]:
+    def _after_failure(self, batch: list[Waiting[Item]], asked: Asked, error: Exception) -> list[Outcome]:
         """Each half on its own, so that a sequence that cannot be marked fails alone."""
         if len(batch) > 1:
             middle = len(batch) // 2
             return self._compute(batch[:middle], asked) + self._compute(batch[middle:], asked)
-        log.error("a sequence of %d tokens failed", len(batch[0].item.token_ids_L), exc_info=error)
+        log.error("a sequence of %d tokens failed", len(batch[0].work.token_ids_L), exc_info=error)
         return [f"the engine failed on this sequence: {type(error).__name__}: {error}"]
 
-    def _observe(self, batch: list[_Waiting], seconds: float) -> None:
-        tokens = sum(len(w.item.token_ids_L) for w in batch)
+    def _observe(self, batch: list[Waiting[Item]], seconds: float) -> None:
+        tokens = sum(w.tokens for w in batch)
         rate = tokens / max(seconds, 1e-6)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
-        self._metrics.batch(len(batch), tokens, sum(w.item.positions for w in batch), seconds)
+        self._metrics.batch(len(batch), tokens, sum(w.work.positions for w in batch), seconds)
 
 
 def split(marks: Marks, counts: Sequence[int]) -> list[Outcome]:

@@ -23,6 +23,10 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
+    WritePrompt,
+    WriteReply,
+    WriteRequest,
+    Written,
     decode,
     encode,
 )
@@ -41,7 +45,7 @@ class Counters:
     sequences: int = 0
     refused: int = 0
     tokens: int = 0
-    """Prompt and completion."""
+    """Prompt and completion; of writing, as many as were allowed."""
     seconds: float = 0.0
     """Sum of the requests' times, retries included."""
     sent_bytes: int = 0
@@ -161,6 +165,49 @@ class TeacherClient:
                 part.future.cancel()
         return [result for answer in answers for result in answer]
 
+    async def write(
+        self,
+        prompts: Sequence[WritePrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        deadline: float | None = None,
+    ) -> list[Written | ScoreRefused]:
+        """Completions of `prompts` at temperature 1, in their order; raises as `score` does.
+
+        One request after the other, each of no more than `request_tokens` with all that it may become.
+        """
+        expires = time.monotonic() + (deadline or self._timeout)
+        results: list[Written | ScoreRefused] = []
+        while len(results) < len(prompts):
+            part, tokens = self._first_part(prompts[len(results) :], max_tokens)
+            request = WriteRequest(
+                prompts=part,
+                max_tokens=max_tokens,
+                stop_token_ids=list(stop_token_ids),
+                deadline=max(0.001, expires - time.monotonic()),
+            )
+            body = encode(request)
+            started = time.monotonic()
+            answer = await self.replicas.exchange("/v1/write", body, tokens, expires)
+            found = decode(answer, WriteReply).results
+            self._check_ids([one.id for one in found], [prompt.id for prompt in part])
+            refused = sum(isinstance(one, ScoreRefused) for one in found)
+            self._count(len(body), len(answer), tokens, time.monotonic() - started, len(found), refused)
+            results += found
+        return results
+
+    def _first_part(self, prompts: Sequence[WritePrompt], max_tokens: int) -> tuple[list[WritePrompt], int]:
+        """The first of `prompts` that fit into one request, at least one, and what they may become."""
+        part: list[WritePrompt] = []
+        tokens = 0
+        for prompt in prompts:
+            size = len(prompt.token_ids.data) // 4 + max_tokens
+            if part and tokens + size > self._request_tokens:
+                break
+            part.append(prompt)
+            tokens += size
+        return part, tokens
+
     # --- putting requests together ------------------------------------------------------------------------
 
     def _cut(self, sequences: Sequence[ScoreSequence], want: Want) -> list[tuple[list[ScoreSequence], int]]:
@@ -226,7 +273,8 @@ class TeacherClient:
                 if not part.future.done():
                     part.future.set_exception(error)
             return
-        self._count(len(body), len(answer), tokens, time.monotonic() - started, results)
+        refused = sum(isinstance(result, ScoreRefused) for result in results)
+        self._count(len(body), len(answer), tokens, time.monotonic() - started, len(results), refused)
         first = 0
         for part in parts:
             if not part.future.done():
@@ -235,17 +283,20 @@ class TeacherClient:
 
     def _results(self, answer: bytes, sequences: list[ScoreSequence]) -> list[Result]:
         results = decode(answer, ScoreReply).results
-        if [result.id for result in results] != [sequence.id for sequence in sequences]:
-            raise WireError(
-                f"teacher {self.name!r} answered {len(results)} results for other sequences than asked"
-            )
+        self._check_ids([result.id for result in results], [sequence.id for sequence in sequences])
         return results
 
-    def _count(self, sent: int, received: int, tokens: int, seconds: float, results: list[Result]) -> None:
+    def _check_ids(self, found: list[str], asked: list[str]) -> None:
+        if found != asked:
+            raise WireError(f"teacher {self.name!r} answered {len(found)} results for others than asked")
+
+    def _count(
+        self, sent: int, received: int, tokens: int, seconds: float, results: int, refused: int
+    ) -> None:
         counters = self.counters
         counters.requests += 1
-        counters.sequences += len(results)
-        counters.refused += sum(isinstance(result, ScoreRefused) for result in results)
+        counters.sequences += results
+        counters.refused += refused
         counters.tokens += tokens
         counters.seconds += seconds
         counters.sent_bytes += sent

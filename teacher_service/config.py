@@ -12,11 +12,12 @@ from sync.settings import ModelSource, Placement
 class TeacherConfig(ModelSource, Placement):
     """One teacher; several replicas when `replicas` > 1 or several urls are given."""
 
-    engine: Literal["transformers", "vllm", "openai"] = "transformers"
-    """transformers: everything. vllm: for teachers that need its parallelism. openai: any server that returns
-    prompt log-probabilities, sampled token only."""
+    engine: Literal["transformers", "vllm", "sglang", "openai"] = "transformers"
+    """transformers: everything. vllm: for teachers that need its parallelism. sglang: a server's own route,
+    sampled token, top-k and given ids (not run against a real SGLang). openai: any server that returns prompt
+    log-probabilities, sampled token only."""
     engine_url: str | None = None
-    """For engines "vllm" and "openai": a server that runs already; None: in this process (vllm only)."""
+    """A server that runs already, for "vllm", "sglang" and "openai"; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
     """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

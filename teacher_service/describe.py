@@ -24,7 +24,12 @@ def load_tokenizer(source: ModelSource) -> Any:
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {error}") from error
+        remedy = (
+            "save one beside the model"
+            if path.is_dir()
+            else "it is no folder here; correct `path` or `revision`, or log in to the Hub (HF_TOKEN)"
+        )
+        raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
     if source.chat_template is not None:
         tokenizer.chat_template = _read(source.chat_template)
     return tokenizer

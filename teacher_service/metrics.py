@@ -19,7 +19,10 @@ class Metrics:
         self.refused = counter("refused_sequences", "Sequences that could not be marked")
         self.tokens = counter("tokens", "Tokens computed, prompt and completion")
         self.positions = counter("positions", "Positions marked")
-        self.dropped = counter("dropped_sequences", "Sequences not computed because nobody waited any more")
+        self.written = counter("written_tokens", "Completion tokens written")
+        self.dropped = counter(
+            "dropped_sequences", "Sequences and prompts not computed because nobody waited any more"
+        )
         self.busy = counter("busy_seconds", "Time the engine computed")
         self.held_tokens = Gauge(
             "teacher_held_tokens", "Tokens waiting or not yet answered", registry=registry

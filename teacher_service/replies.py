@@ -1,4 +1,4 @@
-"""What goes out: one sequence's marks as wire arrays."""
+"""What goes out: one sequence's marks, or one prompt's completion, as wire arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from sync.wire import Array, Scored, pack
-from teacher_service.engines.base import Marks
+from sync.wire import Array, Scored, Written, pack
+from teacher_service.engines.base import Marks, Text
 
 Small = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
@@ -25,6 +25,14 @@ def scored(id_: str, marks: Marks, small: Small) -> Scored:
         entropy=_packed(marks.entropy_C, "f4"),
         hidden=_hidden(marks.hidden_CH),
     )
+
+
+def written(id_: str, outcome: object) -> Written | None:
+    """Wire form of one completion; None: there is none."""
+    if not isinstance(outcome, Text):
+        return None
+    reason: Literal["stop", "length"] = "stop" if outcome.ended else "length"
+    return Written(id_, pack(outcome.token_ids_T, "i4"), pack(outcome.logprob_T, "f4"), reason)
 
 
 def _packed(array: np.ndarray | None, dtype: str) -> Array | None:

@@ -15,8 +15,8 @@ COMMANDS = (
 MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
     "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaState ScoreReply "
-    "ScoreRequest StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
-    "UpdateRequest Wait"
+    "ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch TrainerHello TrainerWelcome UpdateReply "
+    "UpdateRequest Wait WriteReply WriteRequest"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

@@ -1,20 +1,25 @@
 """Kills the processes of a real run at random moments, and has the audit say what it cost.
 
-    distill chaos --kills 50 --seed 1 --set run.steps=1000
+    distill chaos --kills 50 --seed 1
 
     start ─▶ (a random moment ─▶ kill −9 ─▶ wait until what was killed works again) × kills ─▶ end ─▶ audit
 
 What is killed: a student replica, a teacher, one rank of the trainer, the evaluator, the controller (then the
-run is resumed), or all of them at once.
+run is resumed), or all of them at once; every kind once before any kind again, in random order.
+
+Each kill is a line of chaos.jsonl in the run's folder. The same command given again, after this program was
+stopped, goes on with the next one; of a run that has ended it prints the figures again.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -24,46 +29,77 @@ from distill import quickstart
 from distill.bench.patient import CONTROLLER, Patient, kind_of
 from distill.control.audit import AuditReport, audit
 from distill.loading import load
+from distill.report.metrics import open_lines
+from distill.report.picture import read_lines
 
 ALL = "all at once"
 LONGEST_CALM_SECONDS = 4.0
 """Between a recovery and the next kill: a random time up to this."""
 CHECKPOINT_EVERY = 10
 """Steps, where the configuration has none: without checkpoints a killed trainer begins anew."""
+STEPS_PER_KILL = 24
+"""Length of the quickstart that is killed: enough that it still runs at the last kill."""
+PATIENCE = 4.0
+"""Times run.start_seconds that anything may take before the run counts as stuck."""
 _BROKEN = ("lost", "trained_twice", "too_old", "issued_twice", "not_as_composed", "unrecorded")
 
 
 def run(
     patient: Patient, kills: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Start the run, kill `kills` times, let it end; figures. Raises DistillError when it does not go on."""
-    rng, began = random.Random(seed), time.monotonic()
-    seconds: dict[str, list[float]] = defaultdict(list)
+    """Start or resume the run, kill until there were `kills`, let it end; figures.
+
+    Raises DistillError when it does not go on.
+    """
+    rng, lines = random.Random(f"{seed} moments"), patient.run_dir / "chaos.jsonl"
+    done = read_lines(lines)
+    before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
+    began = time.monotonic()
     with patient:
-        patient.start()
-        patient.wait(lambda: patient.step() > 0, "the first step")
+        newest = patient.step()
+        patient.start(resume=(patient.run_dir / "journal").is_dir())
+        patient.wait(lambda: patient.over() or patient.step() > newest, "a step")
         patient.wait_at_work(patient.roles())
-        for number in range(kills):
+        targets = itertools.islice(_targets(random.Random(seed), patient.roles()), len(done), kills)
+        for number, target in enumerate(targets, len(done) + 1):
             time.sleep(rng.uniform(0.0, LONGEST_CALM_SECONDS))
             if patient.over():
                 break
-            target = _choose(rng, patient.roles())
             step, took = patient.step(), _strike(patient, rng, target)
-            seconds[kind_of(target)].append(took)
-            say(f"{number + 1:>3} of {kills}: {target} killed at step {step}, at work after {took:.1f} s")
+            elapsed, orphans = before + time.monotonic() - began, left + patient.orphans()
+            done.append(
+                {"target": target, "step": step, "seconds": took, "elapsed": elapsed, "orphans": orphans}
+            )
+            _append(lines, done[-1])
+            say(
+                f"{number:>3} of {kills}, {elapsed / 60:.1f} min: {target} killed at step {step}, "
+                f"at work after {took:.1f} s"
+            )
         patient.end()
-        orphans = patient.orphans()
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for line in done:
+        seconds[kind_of(line["target"])].append(line["seconds"])
     return figures(audit(patient.run_dir), seconds, patient.summary()) | {
         "kills_asked": kills,
         "seed": seed,
-        "orphans": orphans,
-        "seconds": time.monotonic() - began,
+        "orphans": left + patient.orphans(),
+        "seconds": before + time.monotonic() - began,
     }
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with open_lines(path) as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int) -> Patient:
     """The run to kill, of a file or the quickstart's; it may restart often enough. Raises ConfigError."""
-    path, ours = quickstart.source(0) if config is None else (config, [])
+    if config is None:
+        path, ours = quickstart.source(0)
+        steps = STEPS_PER_KILL * kills
+        ours += [f"run.steps={steps}", f'trainer.overrides."scheduler.params.total_num_steps"={steps}']
+    else:
+        path, ours = config, []
     ours = [*ours, f"run.restarts={2 * kills + 10}", "tracking.wandb=disabled", *overrides]
     settings = load(path, ours)
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
@@ -72,14 +108,16 @@ def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int
     command = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(path)]
     for override in ours:
         command += ["--set", override]
-    return Patient(command, settings.run_dir, patience=settings.run.start_seconds)
+    return Patient(command, settings.run_dir, patience=PATIENCE * settings.run.start_seconds)
 
 
-def _choose(rng: random.Random, roles: Sequence[str]) -> str:
-    """One of the kinds of roles, then one of its processes."""
-    kinds = sorted({kind_of(role) for role in roles})
-    kind = rng.choice([*kinds, CONTROLLER, ALL])
-    return rng.choice([role for role in sorted(roles) if kind_of(role) == kind] or [kind])
+def _targets(rng: random.Random, roles: Sequence[str]) -> Iterator[str]:
+    """Without end: rounds of every kind, shuffled; of a kind, one of its processes."""
+    kinds = [*sorted({kind_of(role) for role in roles}), CONTROLLER, ALL]
+    while True:
+        rng.shuffle(kinds)
+        for kind in kinds:
+            yield rng.choice([role for role in sorted(roles) if kind_of(role) == kind] or [kind])
 
 
 def _strike(patient: Patient, rng: random.Random, target: str) -> float:
@@ -90,6 +128,7 @@ def _strike(patient: Patient, rng: random.Random, target: str) -> float:
         patient.start(resume=True)
         patient.wait_at_work(roles)
     else:
+        patient.wait(lambda: target in patient.roles(), f"a process of {target}")
         patient.kill(target, rng)
         patient.wait_at_work([target])
     return time.monotonic() - began

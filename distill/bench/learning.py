@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
+import msgspec
+import numpy as np
 import torch
 
 from distill.bench.toy import Delayed, World, Written, copy_of, mark, rows_of, wire_bytes, write
@@ -68,6 +70,7 @@ class Learner:
         self.clock = Clock()
         self.steps = self.tokens = self.bytes = 0
         self._sums = dict.fromkeys(STATS, 0.0)
+        self._age = 0.0
 
     def step(self) -> None:
         """Write, mark, train."""
@@ -76,7 +79,9 @@ class Learner:
         with self.clock.measure("score"):
             marks = self._mark(written)
         with self.clock.measure("train"):
-            self._train(rows_of(written, marks, max(0, self.steps - self._trial.lag)))
+            rows = rows_of(written, marks, max(0, self.steps - self._trial.lag))
+            authors = np.full(len(rows.ids), self._by_teacher, np.uint8)
+            self._train(msgspec.structs.replace(rows, by_teacher=pack(authors)))
         self.steps += 1
         self.tokens += len(written.logp_C)
         self.bytes += wire_bytes(marks)
@@ -106,13 +111,20 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._age += micro.counts.age
         for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
             self._sums[name] += value
 
     @property
     def effective_samples(self) -> float:
-        """Effective sample size of the importance weights, as a share of the tokens trained on."""
-        return self._sums["rho"] ** 2 / (self._sums["rho_squared"] * self.tokens)
+        """Effective sample size of the importance weights, as a share of their number; 1: there are none."""
+        own, squares = self._sums["own_tokens"], self._sums["rho_squared"]
+        return self._sums["rho"] ** 2 / (squares * own) if own else 1.0
+
+    @property
+    def age(self) -> float:
+        """Mean over all tokens so far of the steps between the weights that wrote and those that trained."""
+        return self._age / self.tokens
 
     @property
     def support_mass(self) -> float | None:
@@ -165,4 +177,5 @@ def learn(world: World, setup: Setup, trial: Trial, objective: ObjectiveConfig) 
         teacher_bytes=learner.bytes / learner.tokens,
         effective_samples=learner.effective_samples,
         support_mass=learner.support_mass,
+        age=learner.age,
     )

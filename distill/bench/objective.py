@@ -48,7 +48,7 @@ def run(
     completion tokens that each student is trained on. `models`: where made models are kept.
     Raises ConfigError.
     """
-    from distill.bench.objective_figure import draw
+    from distill.bench.objective_figure import draw, draw_lags
     from distill.bench.toy import open_world
     from distill.launch.run_folder import write_json
 
@@ -66,6 +66,8 @@ def run(
     report = _about(world, setup, seeds, lags, target_kl) | {"rows": found}
     write_json(folder / "objective.json", report)
     draw(report, folder / "objective.png")
+    if len(lags) > 1:
+        draw_lags(report, folder / "lags.png")
     return report
 
 
@@ -116,6 +118,7 @@ def summary(results: Sequence[Result], target_kl: float) -> dict[str, Any]:
     per_token = [step * r.steps / r.points[-1].tokens for step, r in zip(steps, results, strict=True)]
     seconds = [None if n is None else n * each for n, each in zip(reached, per_token, strict=True)]
     return {
+        "age": spread([result.age for result in results]).mean,
         "reverse_kl": _dict(spread([result.points[-1].reverse_kl for result in results])),
         "pass_rate": _dict(spread([result.points[-1].pass_rate for result in results])),
         "tokens_to_target": _if_all(reached),
@@ -175,9 +178,10 @@ def table(report: dict[str, Any]) -> str:
         f"{setup['tokens']:,} tokens a student, {setup['rows']} rollouts a step, {setup['held_out']} held-"
         f"out prompts, {report['seeds']} seeds (mean ± standard deviation), {report['threads']} thread(s)",
         "",
-        f"| objective | lag | rate | reverse KL | pass rate | tokens to {report['target_kl']:g} | s to it "
+        "| objective | lag | mean age | rate | reverse KL | pass rate "
+        f"| tokens to {report['target_kl']:g} | s to it "
         "| ms a step | teacher's B a token |",
-        f"|{' --- |' * 9}",
+        f"|{' --- |' * 10}",
     ]
     return "\n".join(head + [_line(row) for row in report["rows"]])
 
@@ -191,6 +195,7 @@ def _line(row: dict[str, Any]) -> str:
     cells = [
         f"`{row['objective']}`",
         str(row["lag"]),
+        f"{row['age']:.1f}",
         f"{row['rate']:g}",
         cell("reverse_kl", ".3f"),
         cell("pass_rate", ".3f"),

@@ -1,4 +1,4 @@
-"""The picture of `distill bench objective`: reverse KL and pass rate against student tokens."""
+"""The pictures of `distill bench objective`: reverse KL and pass rate against tokens, and against lag."""
 
 from __future__ import annotations
 
@@ -46,6 +46,41 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     right.legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def draw_lags(report: Mapping[str, Any], path: Path) -> None:
+    """Write the picture of several lags: what each objective ends at; bars reach from least to most seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), dpi=130, layout="constrained")
+    for axes, key, title in (
+        (left, "reverse_kl", "Exact reverse KL at the end, nats a token"),
+        (right, "pass_rate", "Pass rate at the end"),
+    ):
+        for name in dict.fromkeys(row["objective"] for row in report["rows"]):
+            rows = sorted(
+                (row for row in report["rows"] if row["objective"] == name), key=lambda row: row["lag"]
+            )
+            if len(rows) > 1:
+                _points(axes, name, rows, key)
+        _dress(axes, title)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xticks(sorted(report["lags"]), [str(lag) for lag in sorted(report["lags"])])
+        axes.set_xlabel("forced lag, optimizer steps", color=FAINT)
+    left.legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _points(axes: Axes, name: str, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    mean = np.array([row[key]["mean"] for row in rows])
+    least, most = (np.array([of(row[key]["values"]) for row in rows]) for of in (min, max))
+    reach = np.stack([mean - least, most - mean])
+    lags = [row["lag"] for row in rows]
+    axes.errorbar(lags, mean, yerr=reach, color=COLORS[name], marker="o", capsize=3, label=name)
 
 
 def _curve(axes: Axes, row: Mapping[str, Any], key: str) -> None:

@@ -23,11 +23,10 @@ import psutil
 from distill.launch.processes import descendants, guarded_role, lives, players
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
-from distill.report.picture import read_lines
 from sync.errors import DistillError
 
 CONTROLLER = "controller"
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 15.0
 """Time for the processes of a killed launcher to be gone; after it they are orphans."""
 
@@ -44,6 +43,10 @@ class Patient:
         self._dead: set[psutil.Process] = set()
         self._log = run_dir / "logs" / "launcher.log"
         self._orphans = 0
+        self._steps, self._spans = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "timeline.jsonl")
+        self._step = 0
+        self._worked_until: dict[tuple[str, str], float] = {}
+        """End of the last span of work, by role and kind."""
 
     def __enter__(self) -> Patient:
         return self
@@ -86,6 +89,11 @@ class Patient:
             time.sleep(POLL_SECONDS)
         return sum(map(lives, below))
 
+    def signal(self, role: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a role."""
+        for process in self._players()[role]:
+            process.send_signal(number)
+
     def kill_launcher(self, everything: bool = False) -> None:
         """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
         self._players()
@@ -123,10 +131,9 @@ class Patient:
 
     def step(self) -> int:
         """Optimizer step that was reported last; 0: none."""
-        steps = [
-            line["step"] for line in read_lines(self.run_dir / "metrics.jsonl") if "seconds/train" in line
-        ]
-        return int(steps[-1]) if steps else 0
+        for line in self._steps.new():
+            self._step = int(line["step"]) if "seconds/train" in line else self._step
+        return self._step
 
     def summary(self) -> dict[str, Any]:
         """summary.json"""
@@ -165,11 +172,14 @@ class Patient:
     def _worked(self, role: str, since: float, playing: dict[str, list[psutil.Process]]) -> bool:
         if role == EVALUATOR:
             return any(_answers(process) for process in playing.get(role, ()))
+        for span in self._spans.new():
+            self._worked_until[span["role"], span["what"]] = span["end"]
         name = role.replace("teacher-", "teacher ", 1)
-        what = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
+        only = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
         return any(
-            span["role"] == name and span["end"] > since and what in (None, span["what"])
-            for span in read_lines(self.run_dir / "timeline.jsonl")
+            end > since
+            for (who, what), end in self._worked_until.items()
+            if who == name and only in (None, what)
         )
 
     def _players(self) -> dict[str, list[psutil.Process]]:
@@ -200,6 +210,25 @@ class Patient:
 
     def _said(self) -> str:
         return "\n".join(last_lines(self._log))
+
+
+class Tail:
+    """The lines of a JSONL file that grows, each given out once; a file that is not there yet has none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole lines since the last call; a line that is being written waits for the next one."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def kind_of(role: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.evaluate.evaluation import LanguageModel, Limits, Sampled, sample
+from distill.evaluate.evaluation import LanguageModel, Limits, sample
 from distill.evaluate.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, TaskPrompt, spellings
@@ -30,6 +30,7 @@ from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Asked, Item
 from teacher_service.engines.head import find_head
+from teacher_service.engines.sampling import Sampled
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.replies import scored
 

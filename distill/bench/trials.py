@@ -76,6 +76,8 @@ class Result:
     """Effective sample size of the importance weights, as a share of the tokens."""
     support_mass: float | None
     """Mean mass that the student gave to the k tokens; None: the objective has none."""
+    age: float = 0.0
+    """Of the weights that wrote, when a token was trained on: optimizer steps, mean over all tokens."""
 
 
 class TrialFile:

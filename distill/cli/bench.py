@@ -32,12 +32,19 @@ def bench(name: str) -> Any:
 
 @app.command()
 def sync(
-    full: Annotated[bool, typer.Option("--full", help="100 M parameters, tens of minutes")] = False,
+    folder: Annotated[Path, typer.Option(help="Finished parts and sync.png are kept here")] = Path(
+        "runs/bench-sync"
+    ),
+    full: Annotated[bool, typer.Option("--full", help="A model of 101 M parameters as well")] = False,
+    only: Annotated[str, typer.Option(help="Parts, such as codec,roads,swaps,whole_run; default: all")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Bytes and speed of a weight sync against other encodings, on one real trajectory."""
-    module = bench("sync")
-    finish(module, module.run(full=full), json_file)
+    """Bytes, speed and pauses of a weight sync: codec, every store, a live replica, a whole run."""
+    module = bench("sync.run")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill.bench").setLevel(logging.INFO)
+    figures = module.run(folder, full=full, only=only.split(",") if only else ())
+    finish(module, figures, json_file)
 
 
 @app.command()
@@ -64,8 +71,7 @@ def objective(
 ) -> None:
     """Which objective learns a toy task fastest; or the chunked loss against full logits."""
     module = bench("memory" if memory else "objective")
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("distill").setLevel(logging.INFO)
+    log_progress()
     names = only.split(",") if only else module.OBJECTIVES
     if memory:
         figures = module.run(folder, names, device=device)
@@ -80,8 +86,30 @@ def pipeline(
         "runs/bench-async"
     ),
     seeds: Annotated[int, typer.Option(help="How many")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run")] = 240,
     json_file: JsonFile = None,
 ) -> None:
     """The quickstart one stage after the other against all stages at once."""
     module = bench("pipeline")
+    log_progress()
+    finish(module, module.run(folder, range(seeds), steps), json_file)
+
+
+@app.command()
+def peers(
+    folder: Annotated[
+        Path, typer.Option(help="Finished runs, and TRL's own environment, are kept here")
+    ] = Path("runs/bench-peers"),
+    seeds: Annotated[int, typer.Option(help="How many at toy size")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """TRL's DistillationTrainer against us on the same models; installs TRL by pip into a folder."""
+    module = bench("peers")
+    log_progress()
     finish(module, module.run(folder, range(seeds)), json_file)
+
+
+def log_progress() -> None:
+    """A line on stderr for every trial."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill").setLevel(logging.INFO)

@@ -32,7 +32,13 @@ Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CO
 RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
 Overrides = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Over the file: run.steps=10", default_factory=list),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Over the file, as often as needed: run.steps=10",
+        default_factory=list,
+        show_default=False,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
 
@@ -200,15 +206,15 @@ def preflight(
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
 ) -> None:
-    """Check a configuration, its models, tokenizers and prompts; start nothing unless asked to."""
+    """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
     from distill.launch.preflight import check
+    from distill.launch.rehearse import check_machine, rehearse
 
     settings = _load(config, overrides)
     split = check(settings)
+    check_machine(settings)
     if engines:
         import asyncio
-
-        from distill.launch.rehearse import rehearse
 
         _log_to_stderr()
         asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
@@ -335,6 +341,8 @@ def sync_verify(
         found.append(one)
         typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
     _write_json(json_file, found)
+    if not found:
+        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
     broken = [one for one in found if one["problem"]]
     if broken:
         raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")

@@ -5,8 +5,9 @@ kept       every scored rollout is in a batch on the last lineage's way, dropped
 once       no weights were trained twice on one rollout: along the ancestry of every lineage
 as told    every step was trained on the batch that the journal composed for it, and on all of it (a step
            that a crash cut off before it was reported may be in the ledger of some ranks only)
-fresh      no rollout was older than the bound when it was trained
+fresh      no rollout was older than the bound when it was trained; what a teacher wrote has no age
 recorded   every trained rollout is in the journal with the versions of its tokens
+authors    every rollout was written by whom its prompt was issued to, teacher or student
 
 Beside the guarantees it says how many steps were trained again, after a resume on as many ranks, and which of
 them gave other bits than the first time: none on CPUs; on GPUs it takes deterministic kernels.
@@ -30,12 +31,13 @@ from distill.control.records import (
     Rollout,
     Stepped,
     Trace,
+    trace_of,
 )
 from distill.control.segments import read_all
 from distill.control.state import RunState
 from student_trainer.ledger import read, repeated
 from sync.errors import DataError
-from sync.wire import Version, VersionSpan
+from sync.wire import Version
 
 LedgerLines = Mapping[int, Mapping[int, list[str]]]
 """Lineage → step after it → ids trained on, all ranks together."""
@@ -49,6 +51,10 @@ class AuditReport:
     scored: int = 0
     trained: int = 0
     """Rollouts on the way of the last lineage."""
+    tokens: int = 0
+    """Completion tokens of scored rollouts."""
+    tokens_by_teacher: int = 0
+    """Those of them that teachers wrote."""
     open_prompts: list[str] = field(default_factory=list)
     """Issued, neither scored nor dropped: a resumed run asks them again. No violation."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -63,6 +69,7 @@ class AuditReport:
     """Steps that were trained again on the same rows of the same ranks."""
     differing: list[str] = field(default_factory=list)
     """Those that gave other weights than the first time. No violation."""
+    other_author: list[str] = field(default_factory=list)
     oldest: int = 0
     """Greatest age of a trained rollout, in versions."""
 
@@ -70,7 +77,7 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether every guarantee holds."""
         broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed)
-        return not any((*broken, self.too_old, self.unrecorded))
+        return not any((*broken, self.too_old, self.unrecorded, self.other_author))
 
 
 @dataclass
@@ -79,7 +86,9 @@ class _Books:
 
     state: RunState
     issued: Counter[str] = field(default_factory=Counter)
-    scored: dict[str, list[VersionSpan]] = field(default_factory=dict)
+    for_teacher: set[str] = field(default_factory=set)
+    """Prompts that were issued for a teacher to complete."""
+    scored: dict[str, Trace] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     composed: dict[Version, list[str]] = field(default_factory=dict)
     opened: list[LineageOpened] = field(default_factory=list)
@@ -91,6 +100,8 @@ class _Books:
 
 def audit(run_dir: Path) -> AuditReport:
     """Audit a run's folder; the run may still go on. Raises DataError for a damaged or missing journal."""
+    if not (run_dir / "journal").is_dir():
+        raise DataError(f"{run_dir} holds no journal: name the folder of a run")
     records = ((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
     lineages = read(run_dir / "ledger")
     report = check(records, {number: lineage.steps for number, lineage in lineages.items()})
@@ -107,6 +118,7 @@ def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) ->
     report.open_prompts = sorted(books.issued.keys() - books.scored.keys() - books.dropped.keys())
     report.dropped = dict(Counter(books.dropped.values()))
     report.lost = sorted(_lost(books))
+    _check_authors(books, report)
     for lineage in ledger:
         _check_lineage(books, ledger, lineage, report)
     last = max(ledger, default=None)
@@ -134,8 +146,9 @@ def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _Books:
 def _note(books: _Books, record: AnyRecord, bound: int) -> None:
     if isinstance(record, Issued):
         books.issued.update(prompt.id for prompt in record.prompts)
+        books.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
     elif isinstance(record, Rollout | Trace):
-        books.scored[record.id] = record.spans
+        books.scored[record.id] = trace_of(record)
     elif isinstance(record, Dropped):
         books.dropped.update(dict.fromkeys(record.ids, record.reason))
     elif isinstance(record, Composed):
@@ -185,12 +198,21 @@ def _check_lineage(books: _Books, ledger: LedgerLines, lineage: int, report: Aud
             _check_age(books, rollout, Version(lineage, after - 1), books.bound.get(version, 0), report)
 
 
+def _check_authors(books: _Books, report: AuditReport) -> None:
+    for one in books.scored.values():
+        report.tokens += one.length
+        report.tokens_by_teacher += one.length if one.by_teacher else 0
+        if one.by_teacher != (one.id in books.for_teacher):
+            report.other_author.append(one.id)
+
+
 def _check_age(books: _Books, rollout: str, at: Version, bound: int, report: AuditReport) -> None:
-    spans = books.scored.get(rollout)
-    if spans is None:
+    one = books.scored.get(rollout)
+    if one is None or not (one.spans or one.by_teacher):
         report.unrecorded.append(rollout)
         return
-    age = at.step - min(books.state.lineages.step_in(span.version, at.lineage) for span in spans)
+    steps = [books.state.lineages.step_in(span.version, at.lineage) for span in one.spans]
+    age = 0 if one.by_teacher else at.step - min(steps)
     report.oldest = max(report.oldest, age)
     if age > bound:
         report.too_old.append(rollout)

@@ -46,7 +46,8 @@ def compose(
             version=version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, rollouts[0], index, step_of) for micro in share + [[]] * (count - len(share))
+                rows_of(micro, rollouts[0], index, step_of, version.step)
+                for micro in share + [[]] * (count - len(share))
             ],
         )
         for share in shares
@@ -123,9 +124,12 @@ def _micro_batches(share: list[Rollout], tokens: int) -> list[list[Rollout]]:
 
 
 def rows_of(
-    rollouts: Sequence[Rollout], template: Rollout, teachers: dict[str, int], step_of: StepOf
+    rollouts: Sequence[Rollout], template: Rollout, teachers: dict[str, int], step_of: StepOf, step: int
 ) -> Rows:
-    """Rows of rollouts, in order. `template` says which optional arrays there are when there are none."""
+    """Rows of rollouts, in order, trained on top of `step`.
+
+    `template` says which optional arrays there are when there are no rollouts.
+    """
     marks = [rollout.scored for rollout in rollouts]
     rewarded = template.reward is not None and all(rollout.reward is not None for rollout in rollouts)
     kind = template.scored
@@ -135,7 +139,7 @@ def rows_of(
         prompt_lens=_i4([rollout.prompt.shape[0] for rollout in rollouts]),
         completion_lens=_i4([rollout.length for rollout in rollouts]),
         behavior_logprob=_join([r.logprob for r in rollouts], template.logprob),
-        token_step=_token_steps(rollouts, step_of),
+        token_step=_token_steps(rollouts, step_of, step),
         teacher=_i4([teachers[rollout.teacher] for rollout in rollouts]),
         teacher_logprob=_join([m.logprob for m in marks], kind.logprob),
         teacher_topk_ids=_join_optional([m.topk_ids for m in marks], kind.topk_ids),
@@ -143,9 +147,10 @@ def rows_of(
         student_topk_ids=_join_optional([r.topk_ids for r in rollouts], template.topk_ids),
         student_topk_teacher_logprob=_join_optional([m.gathered for m in marks], kind.gathered),
         teacher_hidden=_join_optional([m.hidden for m in marks], kind.hidden),
-        teacher_entropy=_join_optional([m.entropy for m in marks], kind.entropy),
+        teacher_entropy=_join_where_all_have_it([m.entropy for m in marks], kind.entropy),
         reward=pack(np.array([r.reward for r in rollouts], "f4")) if rewarded else None,
         truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
+        by_teacher=_by_teacher(rollouts),
     )
 
 
@@ -158,11 +163,23 @@ def _tokens_array(rollouts: Sequence[Rollout]) -> Array:
     return Array("i4", (len(data) // 4,), data)
 
 
-def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf) -> Array:
-    spans = [span for rollout in rollouts for span in rollout.spans]
-    steps = np.array([step_of(span.version) for span in spans], "i4")
-    counts = np.array([span.end - span.start for span in spans], "i8")
-    return pack(np.repeat(steps, counts))
+def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> Array:
+    runs = [run for rollout in rollouts for run in _runs(rollout, step_of, step)]
+    steps, counts = np.array(runs, "i8").reshape(-1, 2).T
+    return pack(np.repeat(steps, counts).astype("i4"))
+
+
+def _runs(rollout: Rollout, step_of: StepOf, step: int) -> list[tuple[int, int]]:
+    """(step, tokens sampled at it), one after the other; a teacher's tokens count as of the batch's step."""
+    if rollout.by_teacher:
+        return [(step, rollout.length)]
+    return [(step_of(span.version), span.end - span.start) for span in rollout.spans]
+
+
+def _by_teacher(rollouts: Sequence[Rollout]) -> Array | None:
+    """u1 [R]; None: the student wrote all."""
+    authors = [rollout.by_teacher for rollout in rollouts]
+    return pack(np.array(authors, "u1")) if any(authors) else None
 
 
 def _join_optional(arrays: list[Array | None], template: Array | None) -> Array | None:
@@ -175,6 +192,11 @@ def _join_optional(arrays: list[Array | None], template: Array | None) -> Array 
             "all teachers of a run must be asked for the same things"
         )
     return _join(present, template)
+
+
+def _join_where_all_have_it(arrays: list[Array | None], template: Array | None) -> Array | None:
+    """For what is only measured: some teachers can tell it and others cannot."""
+    return None if None in arrays else _join_optional(arrays, template)
 
 
 def _join(arrays: list[Array], template: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 from distill.control.journal import Journal
@@ -30,10 +30,13 @@ MAX_ATTEMPTS = 5
 class Books:
     """Journal, state and prompt cursor of a run. Use `Books.open`."""
 
-    def __init__(self, journal: Journal, state: RunState, prompts: PromptStream) -> None:
+    def __init__(
+        self, journal: Journal, state: RunState, prompts: PromptStream, author: Callable[[int], bool]
+    ) -> None:
         self.journal = journal
         self.state = state
         self._prompts = prompts
+        self._author = author
         self._compacted: set[int] = set()
 
     @classmethod
@@ -47,9 +50,11 @@ class Books:
         batch: int,
         max_staleness: int,
         order: Literal["oldest", "arrival"] = "oldest",
+        author: Callable[[int], bool] = lambda number: False,
     ) -> Books:
         """Rebuild the state from the journal (empty: a new run).
 
+        `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
         Raises DataError when it is damaged, ConfigError when it is another run's.
         """
         state = RunState(batch, max_staleness, order)
@@ -64,7 +69,7 @@ class Books:
                 state.unload(record.id)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        books = cls(journal, state, prompts)
+        books = cls(journal, state, prompts, author)
         books.write(Opened(run, seed, batch, max_staleness))
         return books
 
@@ -74,8 +79,9 @@ class Books:
 
     def issue(self, count: int) -> list[Asked]:
         """Take `count` prompts from the cursor."""
-        prompts = self._prompts.take(count)
-        self.write(Issued(prompts, *self._prompts.cursor))
+        prompts, first = self._prompts.take(count), self.state.counters.issued
+        by_teacher = [place for place in range(count) if self._author(first + place)]
+        self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
         return [self.state.asked[prompt.id] for prompt in prompts]
 
     def ask_again(self, asked: Iterable[Asked], reason: AgainReason) -> list[Asked]:

@@ -25,12 +25,14 @@ class Entry:
     length: int
     """Completion tokens."""
     spans: list[VersionSpan]
+    """Empty: the teacher wrote it."""
+    by_teacher: bool = False
     rollout: Rollout | None = None
     """None: it is in the journal only."""
 
-    def oldest(self, step_of: Callable[[Version], int]) -> int:
-        """Step of the oldest token."""
-        return min((step_of(span.version) for span in self.spans), default=0)
+    def age(self, step: int, step_of: Callable[[Version], int]) -> int:
+        """Versions between the oldest token and `step`; 0 for what the teacher wrote, which does not age."""
+        return 0 if self.by_teacher else step - min(step_of(span.version) for span in self.spans)
 
 
 class Pick(NamedTuple):
@@ -83,10 +85,9 @@ class Buffer:
 
         `step_of`: a token's version as a step of the trainer's lineage.
         """
-        limit = step - self._max_staleness
         fresh, too_old = [], []
         for entry in self._entries.values():
-            if entry.oldest(step_of) < limit:
+            if entry.age(step, step_of) > self._max_staleness:
                 too_old.append(entry.id)
             else:
                 fresh.append(entry)

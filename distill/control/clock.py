@@ -103,7 +103,7 @@ def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int,
 
 
 def check_pace(publish_every: int, max_staleness: int) -> None:
-    """Raise ConfigError for a pace at which no rollout could ever be fresh enough."""
+    """Raise ConfigError for versions too far apart for any rollout to be young enough."""
     if publish_every - 1 > max_staleness:
         raise ConfigError(
             f"weights.publish_every is {publish_every} and buffer.max_staleness {max_staleness}: the "

@@ -1,7 +1,7 @@
 """The controller: joins prompts, replicas, teachers, buffer and trainer, and runs until the trainer has left.
 
     prompts ─▶ Feeder ─▶ replicas ─▶ Scoring ─▶ Books (journal, buffer) ─▶ composer ─▶ Desk ─▶ trainer
-                 ▲                                                                            │
+                 ▲  └─▶ Writing (prompts that teachers complete) ─▶ Scoring                  │
                  └──────────────────── Fleet follows the versions that are published ◀────────┘
 
 Every arrow is a task of its own; what bounds them all is the capacity rule. With `max_staleness` 0 the same
@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from distill.config import RunConfig
+from distill.control.authors import authors
 from distill.control.books import Books
 from distill.control.clock import check_pace
 from distill.control.desk import Desk
@@ -29,8 +30,9 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, summarise, token_shares
+from distill.control.summary import digest_of_all, identity, summarise, token_shares
 from distill.control.timeline import Timeline
+from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
 
@@ -60,16 +62,18 @@ class Controller:
             batch=config.rollout.batch,
             max_staleness=config.buffer.max_staleness,
             order=config.buffer.order,
+            author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
         )
         self._hooks = hooks
         self._changed, self._tidy = Signal(), Signal()
         self._left = False
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._weights_identical: dict[str, bool] | None = None
+        self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.scoring = self._make_scoring(parts)
+        self.writing = Writing(parts, config, self._written, self._refused, self.timeline)
         self.feeder = Feeder(
             self.books,
             self.fleet,
@@ -80,6 +84,7 @@ class Controller:
             parts.student_topk,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
+            write=self.writing.put,
         )
         self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
@@ -153,8 +158,9 @@ class Controller:
         self.books.journal.close()
 
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
-        parts = [self.fleet.run(), self.feeder.run(), self.scoring.run(), self._compose(), self._keep_tidy()]
-        return parts + [self.evaluations.run()] if self.evaluations else parts
+        parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
+        parts += [self.evaluations.run()] if self.evaluations else []
+        return [*parts, self._compose(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -201,9 +207,7 @@ class Controller:
         if final is None:
             return
         self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        reports = self.books.state.evaluations
-        known = any(report.version == final.version for report in reports)
-        if self.evaluations is not None and not self._interrupted and not known:
+        if self.evaluations is not None and not self._interrupted:
             try:
                 await self.evaluations.now(final.version)
             except DistillError as error:
@@ -218,6 +222,9 @@ class Controller:
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
         self._changed.wake()
+
+    def _written(self, finished: Finished) -> None:
+        self.feeder.take(finished)
 
     def _refused(self, finished: Finished, problem: str) -> None:
         self._put_aside(finished, "teacher_refused", problem)
@@ -245,8 +252,7 @@ class Controller:
 
     def _set_back(self) -> None:
         """Have the next trainer begin where the guard said last, unless one has; after a restart too."""
-        back = self.books.state.rolled_back
-        if back is not None:
+        if (back := self.books.state.rolled_back) is not None:
             self.desk.roll_back(back)
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
@@ -322,15 +328,14 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        identical, reached = self._weights_identical, self.books.state.reached
+        reached = self.books.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            "weights_identical": None if identical is None else bool(identical) and all(identical.values()),
-            "weights_identical_by_replica": identical,
+            **identity(self._weights_identical),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -379,6 +384,7 @@ class Controller:
             opened=self._opened,
             supervised=self.config.objective.max_supervised_tokens,
             wants_broadcast=self.fleet.wants_broadcast,
+            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:

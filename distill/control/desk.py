@@ -59,6 +59,7 @@ class Desk:
         opened: Callable[[TrainerWelcome], None],
         supervised: int | None = None,
         wants_broadcast: Callable[[], bool] = lambda: False,
+        lost_seats: Callable[[str], dict[str, str]] = lambda group: {},
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
         self._books = books
@@ -72,6 +73,8 @@ class Desk:
         self._saved = saved
         self._opened = opened
         self._wants_broadcast = wants_broadcast
+        self.lost_seats = lost_seats
+        """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
         self._poll_seconds = poll_seconds
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}

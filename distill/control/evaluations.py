@@ -51,7 +51,7 @@ def exhausted(
 
 
 class Evaluations:
-    """`run()` for the length of the run; `due()` at any time; `now()` once `run()` has been cancelled.
+    """`run()` for the length of the run; `due()` and `now()` at any time: they take turns.
 
     `done` is called with every report and whether it is the best so far; `stop` with a reason when patience
     is at its end.
@@ -78,6 +78,7 @@ class Evaluations:
         self._newest = -1
         """Step of the newest version that was due."""
         self._changed = Signal()
+        self._turn = asyncio.Lock()
 
     def due(self, version: Version) -> None:
         """A version was published: evaluate it when its turn has come."""
@@ -106,7 +107,13 @@ class Evaluations:
                 logger.error("evaluation of %s is left out: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
-        """Evaluate `version`, record the report and look at patience."""
+        """The report of `version`: the one that is known, or that is under way, else a new one."""
+        async with self._turn:
+            known = [one for one in self._books.state.evaluations if one.version == version]
+            return known[0] if known else await self._evaluate(version)
+
+    async def _evaluate(self, version: Version) -> EvalReport:
+        """Evaluate, record the report and look at patience."""
         metric, reports = self._config.metric, self._books.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from distill.control.desk import Desk, Event
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
-from sync.wire import CONTENT_TYPE, BatchRequest, Head, StepReport, TrainerHello, encode
+from sync.wire import CONTENT_TYPE, BatchRequest, Head, Seats, StepReport, TrainerHello, encode
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -51,6 +51,9 @@ def application(
         kind = cast(type[StepReport], Event)
         return reply(await desk.event(await read_message(request, kind)))
 
+    async def broadcast(request: Request) -> Response:
+        return reply(Seats(lost=desk.lost_seats(request.path_params["group"])))
+
     async def head(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in teachers:
@@ -70,6 +73,7 @@ def application(
             Route("/v1/hello", answered(hello), methods=["POST"]),
             Route("/v1/batch", answered(batch), methods=["POST"]),
             Route("/v1/event", answered(event), methods=["POST"]),
+            Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
             Route("/health", health),
             Route("/metrics", prometheus),

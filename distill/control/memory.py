@@ -7,7 +7,7 @@ batches), make their numbers from seeds, and can be told to fail.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from distill.control.desk import Desk
-from distill.control.replicas import Answer
+from distill.control.replica_engine import Answer
 from distill.control.signals import Signal
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
@@ -44,6 +44,8 @@ from sync.wire import (
     VersionSpan,
     Wait,
     Want,
+    WritePrompt,
+    Written,
     decode,
     pack,
 )
@@ -136,7 +138,7 @@ class MemoryReplica:
 
 @dataclass
 class MemoryTeacher:
-    """Marks every token with -1; `refuses` names ids it cannot score."""
+    """Marks every token with -1, and writes; `refuses` names ids it cannot serve."""
 
     up: bool = True
     requests: list[int] = field(default_factory=list)
@@ -144,6 +146,8 @@ class MemoryTeacher:
     refuses: Callable[[str], bool] = lambda _: False
     rejects: Callable[[str], bool] = lambda _: False
     """Ids whose whole request is refused."""
+    wrote: list[str] = field(default_factory=list)
+    """Ids that it completed."""
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
@@ -171,6 +175,24 @@ class MemoryTeacher:
             entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
             hidden=Array("bf16", (count, 4), bytes(8 * count)) if want.hidden else None,
         )
+
+    async def write(
+        self, prompts: list[WritePrompt], max_tokens: int, stop_token_ids: Sequence[int]
+    ) -> list[Written | ScoreRefused]:
+        """Tokens made from each prompt's seed."""
+        await asyncio.sleep(0)
+        if not self.up:
+            raise Unreachable("the teacher is dead")
+        return [self._text(prompt, max_tokens) for prompt in prompts]
+
+    def _text(self, prompt: WritePrompt, max_tokens: int) -> Written | ScoreRefused:
+        if self.refuses(prompt.id):
+            return ScoreRefused(prompt.id, "too long for this teacher")
+        rng = np.random.default_rng(prompt.seed)
+        count = int(rng.integers(1, max_tokens + 1))
+        self.wrote.append(prompt.id)
+        tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
+        return Written(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 
     async def head(self) -> Head:
         return Head(teacher="memory", weight=pack(np.zeros((50, 4), "f4")))

@@ -9,7 +9,7 @@ from typing import Any
 from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
 from distill.control.records import DropReason
-from distill.control.replicas import ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Judge, Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.stream import Prompt, PromptStream

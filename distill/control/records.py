@@ -47,6 +47,8 @@ class Issued(Record, frozen=True):
     epoch: int
     position: int
     """The cursor after them."""
+    by_teacher: list[int] = []
+    """Places in `prompts` of those that their teacher completes; the student completes the others."""
 
 
 class AskedAgain(Record, frozen=True):
@@ -75,6 +77,8 @@ class Rollout(Record, frozen=True):
     topk_ids: Array | None = None
     """i4 [T, K]: the student's own; None: the objective does not use them"""
     reward: float | None = None
+    by_teacher: bool = False
+    """The teacher wrote it: `logprob` is its own, `spans` is empty, and it has no age."""
 
     @property
     def length(self) -> int:
@@ -90,6 +94,7 @@ class Trace(Record, frozen=True):
     length: int
     spans: list[VersionSpan]
     teacher: str
+    by_teacher: bool = False
 
 
 class Dropped(Record, frozen=True):
@@ -188,11 +193,16 @@ AnyRecord = (
 )
 
 
+def trace_of(record: Rollout | Trace) -> Trace:
+    """The rollout without its arrays."""
+    return Trace(record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher)
+
+
 def compacted(record: AnyRecord) -> AnyRecord:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
-        return Trace(record.id, record.number, record.length, record.spans, record.teacher)
+        return trace_of(record)
     if isinstance(record, Issued):
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
-        return Issued(prompts, record.epoch, record.position)
+        return Issued(prompts, record.epoch, record.position, record.by_teacher)
     return record

@@ -1,4 +1,4 @@
-"""Student replicas: what one can do, and the fleet of them that follows the newest version.
+"""The student replicas of a run: a fleet that follows the newest version.
 
     ABSENT ──answers /health──▶ CATCHING_UP ──holds a published version──▶ SERVING
       ▲                              │                                        │
@@ -13,68 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from enum import Enum
-from typing import Literal, Protocol, cast
+from typing import Final, Literal
 
 from distill.control.records import VersionApplied
+from distill.control.replica_engine import ReplicaEngine
 from distill.control.signals import Signal
 from distill.control.waiting import cancel, unless
 from sync.errors import DistillError, RemoteError, Unreachable
-from sync.transport import Peer
-from sync.wire import (
-    Audience,
-    BroadcastTicket,
-    Generated,
-    GenerateFailed,
-    GenerateRequest,
-    Published,
-    ReplicaState,
-    UpdateReply,
-    UpdateRequest,
-    Version,
-)
+from sync.wire import Audience, BroadcastTicket, Published, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)
-Answer = Generated | GenerateFailed
-
-
-class ReplicaEngine(Protocol):
-    """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
-        ...
-
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply: ...
-    async def state(self, digests: bool = False) -> ReplicaState: ...
-    async def alive(self) -> bool: ...
-    async def aclose(self) -> None: ...
-
-
-class HttpReplica:
-    """A replica behind a URL."""
-
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self._peer = Peer(url, token)
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        kind = cast(type[Generated], Answer)
-        answers = self._peer.stream("/distill/v1/generate", request, kind)
-        return cast(AsyncGenerator[Answer, None], answers)
-
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)
-
-    async def state(self, digests: bool = False) -> ReplicaState:
-        path = "/distill/v1/state" + ("?digests=1" if digests else "")
-        return await self._peer.call(path, None, ReplicaState, 120.0 if digests else 10.0)
-
-    async def alive(self) -> bool:
-        return await self._peer.alive()
-
-    async def aclose(self) -> None:
-        await self._peer.aclose()
+_DEAF_LOOKS: Final = 8
+"""Looks at /health in a row, half a second to two and a half apart, without an answer: it is lost."""
 
 
 class Phase(Enum):
@@ -147,6 +99,9 @@ class Fleet:
         self._receiving: set[asyncio.Task[None]] = set()
         self._running = False
         self._broadcasts = 0
+        self._group: str | None = None
+        self._lost_seats: dict[str, str] = {}
+        """Of the newest broadcast."""
         self._began = time.monotonic()
 
     # --- members ------------------------------------------------------------------------------------------
@@ -291,10 +246,11 @@ class Fleet:
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
                 )
 
-    async def _update(self, replica: Replica, request: UpdateRequest) -> None:
+    async def _update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
+        """What it cost; None: another task had done it."""
         async with replica.busy:
             if replica.version == request.version and request.broadcast is None:
-                return
+                return None
             began = time.monotonic()
             reply = await unless(
                 replica.lost, replica.engine.update(request, self._update_seconds), replica.name
@@ -312,6 +268,7 @@ class Fleet:
                 )
             )
         self.wake.wake()
+        return reply
 
     def _lose(self, replica: Replica) -> None:
         replica.phase = Phase.ABSENT
@@ -343,39 +300,75 @@ class Fleet:
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._broadcasts += 1
         live = [replica for replica in self._live() if replica.version != published.version]
-        group, size = f"{published.version.lineage}-{self._broadcasts}", 1 + len(live)
+        group, size, lost = f"{published.version.lineage}-{self._broadcasts}", 1 + len(live), dict[str, str]()
+        self._group, self._lost_seats = group, lost
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
             request = UpdateRequest(version=published.version, kv_on_swap=self._kv_on_swap, broadcast=ticket)
-            task = asyncio.create_task(self._receive(replica, request))
+            task = asyncio.create_task(self._receive(replica, request, lost))
             self._receiving.add(task)
             task.add_done_callback(self._receiving.discard)
         return Audience(group=group, world_size=size)
 
-    async def _receive(self, replica: Replica, request: UpdateRequest) -> None:
+    def lost_seats(self, group: str) -> dict[str, str]:
+        """Replicas that will not receive the newest broadcast to its end, each with the reason.
+
+        Raises RemoteError for any other broadcast: nobody receives it any more.
+        """
+        if group != self._group:
+            raise RemoteError(f"broadcast {group} is over, the newest is {self._group}: announce it again")
+        return dict(self._lost_seats)
+
+    async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:
+        """One seat of a broadcast; whoever does not receive it is noted in `lost` at once."""
+        watch = asyncio.create_task(self._watch(replica))
         try:
-            await self._update(replica, request)
+            reply = await self._update(replica, request)
+            if reply is None or not reply.bytes_read:
+                lost[replica.name] = f"it serves {request.version} already"
             self._published.wake()
         except RemoteError as error:
+            lost[replica.name] = str(error)
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
         except Unreachable as error:
+            lost[replica.name] = str(error)
             logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
             self.report_lost(replica)
+        finally:
+            await cancel([watch])
+
+    async def _watch(self, replica: Replica) -> None:
+        """Report a replica that stays deaf while its connection is open, as when its machine is gone."""
+        deaf = 0
+        while deaf < _DEAF_LOOKS:
+            await asyncio.sleep(min(0.5, self._poll_seconds))
+            deaf = 0 if await replica.engine.alive() else deaf + 1
+        self.report_lost(replica)
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool]:
-        """Bring every serving replica to `version` and compare its weights; name → whether they are equal."""
-        return dict(
+    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool | None]:
+        """Bring every replica to `version` and compare its weights; name → whether they are equal.
+
+        None: it does not serve now and was not compared.
+        """
+        compared = dict(
             await asyncio.gather(*(self._equal(replica, version, digests) for replica in self.serving()))
         )
+        found = {name: compared.get(name) for name in self.replicas}
+        missing = [name for name, equal in found.items() if equal is None]
+        if missing:
+            logger.warning("weights were not compared with %s: away at the end", ", ".join(missing))
+        return found
 
-    async def _equal(self, replica: Replica, version: Version, digests: dict[str, str]) -> tuple[str, bool]:
+    async def _equal(
+        self, replica: Replica, version: Version, digests: dict[str, str]
+    ) -> tuple[str, bool | None]:
         try:
             if replica.version != version:
                 await self._update(replica, UpdateRequest(version=version, kv_on_swap=self._kv_on_swap))
             state = await replica.engine.state(digests=True)
         except DistillError as error:
             logger.error("replica %s cannot show its weights: %s", replica.name, error)
-            return replica.name, False
+            return replica.name, None if isinstance(error, Unreachable) else False
         return replica.name, state.version == version and state.digests == digests

@@ -15,7 +15,8 @@ import numpy as np
 from distill.config import RolloutConfig
 from distill.control.books import Books
 from distill.control.records import AgainReason, DropReason
-from distill.control.replicas import Answer, Fleet, Replica
+from distill.control.replica_engine import Answer
+from distill.control.replicas import Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
@@ -55,8 +56,13 @@ class Feeder:
         student_topk: int = 0,
         unfit: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
         put_aside: Callable[[Finished, DropReason, str], None] | None = None,
+        write: Callable[[Asked], None] | None = None,
     ) -> None:
-        """`unfit`: why a completion is not worth scoring; `put_aside` takes such ones (None: dropped)."""
+        """`unfit`: why a completion is not worth scoring; `put_aside` takes such ones (None: dropped).
+
+        `write` takes the prompts that a teacher completes (None: there are none).
+        """
+        self._write = write
         self._books = books
         self._unfit, self._put_aside = unfit, put_aside or self._drop
         self._fleet = fleet
@@ -90,12 +96,22 @@ class Feeder:
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
         while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
-            prompts = self._next(count)
+            prompts = self._for_student(self._next(count))
+            if not prompts:
+                continue
             request = _Request(replica, prompts, {asked.prompt.id: asked for asked in prompts})
-            self._load(replica, count)
+            self._load(replica, len(prompts))
             task = group.create_task(self._ask(request))
             replica.streams.add(task)
             task.add_done_callback(partial(self._ended, request))
+
+    def _for_student(self, prompts: list[Asked]) -> list[Asked]:
+        """`prompts` without those that a teacher completes, which are handed on."""
+        for asked in prompts:
+            if asked.by_teacher:
+                assert self._write is not None, "somebody writes what the teacher is to write"
+                self._write(asked)
+        return [asked for asked in prompts if not asked.by_teacher]
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
@@ -166,29 +182,35 @@ class Feeder:
             self._books.drop([prompt], "engine_failed", answer.error)
         elif answer.finish_reason == "abort":
             self._put_back([asked], "aborted")
-        elif answer.token_ids.shape[0] == 0:
-            self._put_aside(Finished(asked, answer), "empty", "a completion without tokens")
-        elif problem := fault(answer):
+        else:
+            self.take(Finished(asked, answer))
+
+    def take(self, finished: Finished) -> None:
+        """A completion, of the student or of a teacher: on to its marks, unless it cannot be trained on."""
+        answer, prompt = finished.answer, finished.asked.prompt.id
+        if answer.token_ids.shape[0] == 0:
+            self._put_aside(finished, "empty", "a completion without tokens")
+        elif problem := fault(answer, finished.asked.by_teacher):
             logger.warning("completion of %s cannot be used: %s", prompt, problem)
             self._books.drop([prompt], "engine_failed", problem, answer.token_ids.shape[0])
         elif why := self._unfit(answer):
-            self._put_aside(Finished(asked, answer), *why)
+            self._put_aside(finished, *why)
         else:
-            self._finished(Finished(asked, answer))
+            self._finished(finished)
 
     def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
         tokens = finished.answer.token_ids.shape[0]
         self._books.drop([finished.asked.prompt.id], reason, detail, tokens)
 
 
-def fault(answer: Generated) -> str | None:
-    """What makes a completion unusable; None: nothing."""
+def fault(answer: Generated, by_teacher: bool = False) -> str | None:
+    """What makes a completion unusable; None: nothing. A teacher's has no versions."""
     count = answer.token_ids.shape[0]
     if answer.logprob.shape != (count,):
         return f"{answer.logprob.shape} log-probabilities for {count} tokens"
     if not np.isfinite(unpack(answer.logprob)).all():
         return "a log-probability is not finite"
     ends = [0, *(span.end for span in answer.spans)]
-    if [span.start for span in answer.spans] != ends[:-1] or ends[-1] != count:
+    if [span.start for span in answer.spans] != ends[:-1] or ends[-1] != (0 if by_teacher else count):
         return f"version spans do not cover the {count} tokens one after the other"
     return None

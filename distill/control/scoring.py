@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from distill.control.lanes import Lanes
 from distill.control.records import Rollout
-from distill.control.signals import Signal
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
 from distill.prompts.stream import Prompt
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError
-from sync.wire import Array, Generated, Head, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from sync.wire import (
+    Array,
+    Generated,
+    Head,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    Want,
+    WritePrompt,
+    Written,
+    pack,
+    unpack,
+)
 
-logger = logging.getLogger(__name__)
 Transform = Callable[[Prompt], Sequence[int]]
 Judge = Callable[[Prompt, Sequence[int]], float]
+Answer = Scored | ScoreRefused
 
 
 class Teacher(Protocol):
     """What the controller needs of a teacher: teacher_service.client has it over HTTP.
 
-    `score` answers in the order asked; it retries, and raises Unreachable when the teacher is really gone,
-    RemoteError when the whole request was refused.
+    `score` and `write` answer in the order asked; they retry, and raise Unreachable when the teacher is
+    really gone, RemoteError when the whole request was refused (as `write` is by a teacher that cannot).
     """
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]: ...
+    async def write(
+        self, prompts: list[WritePrompt], max_tokens: int, stop_token_ids: Sequence[int]
+    ) -> list[Written | ScoreRefused]: ...
     async def head(self) -> Head: ...
 
 
@@ -45,25 +56,8 @@ class Finished:
     answer: Generated
 
 
-@dataclass
-class _Lane:
-    """What waits for one teacher."""
-
-    name: str
-    teacher: Teacher
-    queue: deque[Finished] = field(default_factory=deque)
-    changed: Signal = field(default_factory=Signal)
-    busy: int = 0
-    """Requests under way."""
-
-
 class Scoring:
     """Runs for the length of the run; `put` at any time.
-
-    A request carries up to `batch` completions. While one is under way a further one is sent only when it is
-    full, at most `parallel` at once; an idle teacher is asked after `linger` seconds with what there is. A
-    teacher that is gone is asked again until it is back. Nothing is bounded here: the capacity rule bounds
-    what can wait.
 
     `route` gives the teacher's name of a data source. `transforms`: what a teacher sees instead of the
     prompt. `judge` gives the task's reward. `scored` is awaited with every answered batch, `refused` is
@@ -82,75 +76,26 @@ class Scoring:
         timeline: Timeline,
         transforms: dict[str, Transform] | None = None,
         judge: Judge | None = None,
-        parallel: int = 2,
         linger: float = 0.005,
     ) -> None:
-        self._lanes = {name: _Lane(name, teacher) for name, teacher in teachers.items()}
-        self._route = route
-        self._want = want
-        self._batch = batch
-        self._scored = scored
-        self._refused = refused
-        self._timeline = timeline
-        self._transforms = transforms or {}
-        self._judge = judge
-        self._parallel = parallel
-        self._linger = linger
+        """`batch`: completions in one request to a teacher; `linger`: see `Lanes`."""
+        self._teachers, self._route, self._want = teachers, route, want
+        self._scored, self._refused = scored, refused
+        self._transforms, self._judge = transforms or {}, judge
+        self._lanes: Lanes[Finished, Answer] = Lanes(
+            "score", teachers, batch, ask=self._ask, settle=self._settle, timeline=timeline, linger=linger
+        )
 
     def put(self, finished: Finished) -> None:
         """Queue a completion for its teacher."""
-        lane = self._lanes[self._route(finished.asked.prompt.source)]
-        lane.queue.append(finished)
-        lane.changed.wake()
+        self._lanes.put(self._route(finished.asked.prompt.source), finished)
 
     async def run(self) -> None:
         """Score until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for lane in self._lanes.values():
-                for _ in range(self._parallel):
-                    group.create_task(self._work(lane))
+        await self._lanes.run()
 
-    async def _work(self, lane: _Lane) -> None:
-        while True:
-            work = await self._collect(lane)
-            if not work:
-                continue
-            self._busy(lane, 1)
-            try:
-                await self._settle(lane, work, await self._ask(lane, work))
-            finally:
-                self._busy(lane, -1)
-
-    def _busy(self, lane: _Lane, change: int) -> None:
-        lane.busy += change
-        self._timeline.level(f"teacher {lane.name}", "score", lane.busy)
-        lane.changed.wake()
-
-    async def _collect(self, lane: _Lane) -> list[Finished]:
-        while not lane.queue or (lane.busy and len(lane.queue) < self._batch):
-            await lane.changed.wait()
-        if len(lane.queue) < self._batch:
-            await asyncio.sleep(self._linger)
-        return [lane.queue.popleft() for _ in range(min(self._batch, len(lane.queue)))]
-
-    async def _ask(self, lane: _Lane, work: list[Finished]) -> list[Scored | ScoreRefused]:
-        """One answer per completion; a request that is refused as a whole is halved to find the culprit."""
-        sequences = [self._sequence(lane.name, finished) for finished in work]
-        pause = 0.5
-        while True:
-            try:
-                return await lane.teacher.score(sequences, self._want)
-            except Overloaded as error:
-                await asyncio.sleep(error.retry_after)
-            except Unreachable as error:
-                logger.warning("teacher %s is asked again in %.1f s: %s", lane.name, pause, error)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 5.0)
-            except (RemoteError, WireError) as error:
-                if len(work) == 1:
-                    return [ScoreRefused(sequences[0].id, str(error))]
-                half = len(work) // 2
-                return await self._ask(lane, work[:half]) + await self._ask(lane, work[half:])
+    async def _ask(self, name: str, work: list[Finished]) -> list[Answer]:
+        return await self._teachers[name].score([self._sequence(name, one) for one in work], self._want)
 
     def _sequence(self, teacher: str, finished: Finished) -> ScoreSequence:
         prompt, answer = finished.asked.prompt, finished.answer
@@ -160,14 +105,17 @@ class Scoring:
         tokens = Array("i4", (start + answer.token_ids.shape[0],), seen.data + answer.token_ids.data)
         return ScoreSequence(prompt.id, tokens, start, answer.topk_ids)
 
-    async def _settle(self, lane: _Lane, work: list[Finished], answers: list[Scored | ScoreRefused]) -> None:
+    async def _settle(self, name: str, work: list[tuple[Finished, Answer | str]]) -> None:
         rollouts = []
-        for finished, answer in zip(work, answers, strict=True):
-            problem = answer.error if isinstance(answer, ScoreRefused) else self._fault(finished, answer)
-            if isinstance(answer, ScoreRefused) or problem:
-                self._refused(finished, f"teacher {lane.name}: {problem}")
+        for finished, answer in work:
+            if isinstance(answer, Scored):
+                problem = self._fault(finished, answer)
             else:
-                rollouts.append(self._rollout(lane.name, finished, answer))
+                problem = answer if isinstance(answer, str) else answer.error
+            if problem or not isinstance(answer, Scored):
+                self._refused(finished, f"teacher {name}: {problem}")
+            else:
+                rollouts.append(self._rollout(name, finished, answer))
         await self._scored(rollouts)
 
     def _rollout(self, teacher: str, finished: Finished, marks: Scored) -> Rollout:
@@ -187,6 +135,7 @@ class Scoring:
             marks,
             answer.topk_ids,
             reward,
+            asked.by_teacher,
         )
 
     def _fault(self, finished: Finished, marks: Scored) -> str | None:
@@ -197,7 +146,7 @@ class Scoring:
             "topk_ids": want.topk > 0,
             "topk_logprob": want.topk > 0,
             "hidden": want.hidden,
-            "entropy": want.entropy,
+            "entropy": marks.entropy is not None,  # not every engine can tell it
             "gathered": answer.topk_ids is not None,
         }
         for name in (name for name, wanted in asked.items() if wanted):

@@ -43,6 +43,8 @@ class Asked:
     prompt: Prompt
     number: int
     """Place in the order of issue."""
+    by_teacher: bool = False
+    """The teacher completes it."""
     attempts: int = 0
     """Completions that an engine broke off or that took too long."""
 
@@ -56,6 +58,8 @@ class Batch:
     entries: list[Entry]
     tokens: int
     """Completion tokens."""
+    by_teacher: int
+    """Those of them that teachers wrote."""
     ages: list[int]
     """Of each rollout, in versions."""
 
@@ -67,6 +71,8 @@ class Counters:
     issued: int = 0
     generated_tokens: int = 0
     """Completion tokens of scored and of dropped rollouts."""
+    by_teacher_tokens: int = 0
+    """Those of them that teachers wrote."""
     scored: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Rollouts by reason."""
@@ -102,6 +108,8 @@ class RunState:
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
         """Completion tokens of each step trained on the way of the current lineage."""
+        self.trained_by_teacher: dict[int, int] = {}
+        """Those of them that teachers wrote."""
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: list[VersionPublished] = []
@@ -180,8 +188,9 @@ class RunState:
         pass
 
     def _issued(self, record: Issued, location: Location | None) -> None:
-        for prompt in record.prompts:
-            self.asked[prompt.id] = Asked(prompt, self.counters.issued)
+        written = set(record.by_teacher)
+        for place, prompt in enumerate(record.prompts):
+            self.asked[prompt.id] = Asked(prompt, self.counters.issued, place in written)
             self.counters.issued += 1
             if location:
                 self.where[prompt.id] = location
@@ -193,7 +202,9 @@ class RunState:
         self.counters.asked_again[record.reason] += len(record.ids)
 
     def _scored(self, record: Rollout, location: Location | None) -> None:
-        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record))
+        self._admit(
+            Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher, record)
+        )
         if location:
             self.where[record.id] = location
 
@@ -202,7 +213,7 @@ class RunState:
         self.buffer[rollout].rollout = None
 
     def _traced(self, record: Trace, _: Location | None) -> None:
-        self._admit(Entry(record.id, record.number, 0, record.length, record.spans))
+        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher))
 
     def _admit(self, entry: Entry) -> None:
         self.asked.pop(entry.id)
@@ -210,6 +221,7 @@ class RunState:
         self.buffer.admit(entry)
         self.counters.scored += 1
         self.counters.generated_tokens += entry.length
+        self.counters.by_teacher_tokens += entry.length if entry.by_teacher else 0
 
     def _dropped(self, record: Dropped, _: Location | None) -> None:
         tokens = record.tokens
@@ -218,8 +230,8 @@ class RunState:
                 tokens += self.buffer.remove([rollout])[0].length
             elif rollout in self._shrunk:
                 tokens += self._shrunk.pop(rollout).length
-            else:
-                self.asked.pop(rollout)
+            elif self.asked.pop(rollout).by_teacher:
+                self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
         self.counters.generated_tokens += record.tokens
         self.counters.dropped[record.reason] += len(record.ids)
@@ -228,9 +240,10 @@ class RunState:
     def _composed(self, record: Composed, _: Location | None) -> None:
         whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self._shrunk])}
         entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
-        ages = [record.version.step - entry.oldest(self.step_of) for entry in entries]
+        ages = [entry.age(record.version.step, self.step_of) for entry in entries]
         tokens = sum(entry.length for entry in entries)
-        self.batches[record.version] = Batch(record.version, entries, tokens, ages)
+        by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
+        self.batches[record.version] = Batch(record.version, entries, tokens, by_teacher, ages)
         self.next_step = record.version.step + 1
         self.counters.composed += len(entries)
         self.counters.age_sum += sum(ages)
@@ -242,7 +255,9 @@ class RunState:
         self.fingerprint = record.fingerprint
         self.reached = Version(record.lineage, record.start)
         self.next_step = record.branch
-        self.trained_tokens = {step: n for step, n in self.trained_tokens.items() if step < record.start}
+        for tokens in (self.trained_tokens, self.trained_by_teacher):
+            for step in [step for step in tokens if step >= record.start]:
+                del tokens[step]
         self._take_back_lost_batches(record.lineage)
 
     def _take_back_lost_batches(self, lineage: int) -> None:
@@ -259,6 +274,7 @@ class RunState:
         batch = self.batch_of(record.version.step - 1)
         if batch is not None:
             self.trained_tokens[record.version.step - 1] = batch.tokens
+            self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
             for entry in batch.entries:
                 entry.rollout = None
 

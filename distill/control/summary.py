@@ -18,9 +18,15 @@ from sync.wire import EvalReport
 
 
 def token_shares(state: RunState) -> dict[str, float]:
-    """Generated and trained completion tokens of the whole run, and their ratio."""
+    """Generated and trained completion tokens of the whole run, their ratio, and what teachers wrote."""
     generated, trained = state.counters.generated_tokens, sum(state.trained_tokens.values())
-    return {"generated": generated, "trained": trained, "trained_share": trained / max(1, generated)}
+    return {
+        "generated": generated,
+        "trained": trained,
+        "trained_share": trained / max(1, generated),
+        "generated_by_teacher": state.counters.by_teacher_tokens,
+        "trained_by_teacher": sum(state.trained_by_teacher.values()),
+    }
 
 
 def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -> dict[str, Any]:
@@ -48,6 +54,21 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
         "sync": sync_figures(state.published, state.applied),
         "evaluations": [evaluation(report) for report in reports],
         "best": evaluation(best(reports, "pass_rate" if metric == "pass_rate" else "reverse_kl")),
+    }
+
+
+def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
+    """Whether all replicas of a run held the trainer's last weights, from what was found of each.
+
+    true: every one was compared and is equal. false: one differs. null: not shown, since the replicas named
+    in `weights_missing` were away when the run ended, or the trainer left without a last word.
+    """
+    missing = sorted(name for name, equal in compared.items() if equal is None)
+    shown = None if missing or not compared else True
+    return {
+        "weights_identical": False if False in compared.values() else shown,
+        "weights_identical_by_replica": dict(compared),
+        "weights_missing": missing,
     }
 
 

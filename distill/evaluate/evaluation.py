@@ -11,6 +11,7 @@ C completion tokens, N tokens of one chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 from distill.prompts.stream import Prompt
 from sync.wire import EvalReport, Version
 from teacher_service.engines.head import OutputHead
+from teacher_service.engines.sampling import Sampled, completions, grow
 
 Judge = Callable[[Prompt, Sequence[int]], bool]
 """Whether a completion (token ids, end token included) answers its prompt."""
@@ -47,16 +49,6 @@ class Limits:
     """Completions sampled together."""
     chunk: int = 1024
     """Positions whose full-vocabulary distributions are in memory at once."""
-
-
-class Sampled(NamedTuple):
-    """Completions of one batch, left-padded."""
-
-    tokens_BL: Tensor
-    attended_BL: Tensor
-    """1 on prompt and completion, 0 on padding."""
-    completion_BL: Tensor
-    """True on completion tokens."""
 
 
 class Figures(NamedTuple):
@@ -153,46 +145,16 @@ def sample(
     watch: Watch = lambda p_BV, token_B: None,
 ) -> Sampled:
     """One completion of every prompt, temperature 1, with a key-value cache."""
-    model, vocab = student.model, len(student.head.weight_VH)
-    tokens_BL, attended_BL = _left_padded(prompts, limits.end_ids[0], model.device)
-    start, step_BN = tokens_BL.shape[1], tokens_BL
-    going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
-    ends = torch.tensor(limits.end_ids, device=model.device)
-    cache = None
-    for _ in range(limits.max_tokens):
-        positions_BN = (attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :]
-        out = model(
-            input_ids=step_BN,
-            attention_mask=attended_BL,
-            position_ids=positions_BN,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache, p_BV = out.past_key_values, out.logits[:, -1, :vocab].float().softmax(-1)
-        step_BN = torch.multinomial(p_BV, 1, generator=generator)
-        watch(p_BV, step_BN[:, 0])
-        tokens_BL = torch.cat([tokens_BL, step_BN], 1)
-        attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
-        going_B = going_B & ~torch.isin(step_BN[:, 0], ends)
-        if not going_B.any():
-            break
-    completion_BL = attended_BL.bool()
-    completion_BL[:, :start] = False
-    return Sampled(tokens_BL, attended_BL, completion_BL)
 
+    def draw(logits_BV: Tensor) -> Tensor:
+        p_BV = logits_BV.softmax(-1)
+        token_B1 = torch.multinomial(p_BV, 1, generator=generator)
+        watch(p_BV, token_B1[:, 0])
+        return token_B1
 
-def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    rows = [[pad] * (width - len(row)) + list(row) for row in prompts]
-    attended = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
-    return torch.tensor(rows, device=device), torch.tensor(attended, device=device)
-
-
-def completions(sampled: Sampled) -> list[list[int]]:
-    """Token ids of each completion, its end token included."""
-    rows = zip(sampled.tokens_BL, sampled.completion_BL, strict=True)
-    return [tokens_L[completion_L].tolist() for tokens_L, completion_L in rows]
+    vocab = len(student.head.weight_VH)
+    states = grow(student.model, vocab, prompts, limits.end_ids, limits.max_tokens, draw)
+    return deque(states, maxlen=1)[0]
 
 
 def compare(

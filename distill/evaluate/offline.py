@@ -9,6 +9,7 @@ import msgspec
 
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluate.service import build
+from sync.errors import ConfigError
 from sync.wire import Version
 
 
@@ -25,8 +26,11 @@ class _OneFolder:
 def evaluate_folder(config: RunConfig, model: Path | None, tails: int = 0) -> dict[str, Any]:
     """Figures of `model` (None: the configuration's student) against the configuration's teachers.
 
-    `tails`: the teacher's mass outside its own top-k for k = 1 … tails is among them.
+    `tails`: the teacher's mass outside its own top-k for k = 1 … tails is among them. Raises ConfigError when
+    `model` is no model folder.
     """
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
     if config.evaluation is None:
         config = config.model_copy(update={"evaluation": EvaluationConfig()})
     folder = model or Path(config.student.path)

@@ -13,7 +13,7 @@ from typing import NoReturn
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.launch.preflight import check_folder
+from distill.launch.preflight import check_folder, check_following
 from distill.launch.run_folder import write_json
 from distill.launch.supervise import ChildSpec
 from distill.report.redact import without_secrets
@@ -43,6 +43,8 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
     check_folder(place, f"teachers.{name}")
+    if place.follow_student_every is not None:
+        check_following(config, name)
     host, port = _listen(place, index, f"teachers.{name}")
     return roles.teacher_child(config, name, index, _role(config, f"teacher-{name}", place), host, port)
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill.config import RunConfig
-from distill.control.replicas import ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Transform
 from distill.launch import probes
-from distill.launch.preflight import context_length, lacking_marks
+from distill.launch.preflight import context_length, lacking_marks, shares_template
 from distill.launch.probes import Finding
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
@@ -147,7 +147,7 @@ class _Checks:
         means_the_same = [
             probes.same_tokenizer(tokenizers.fingerprint(tokenizer), info),
             probes.same_template(
-                tokenizers.chat_template_fingerprint(tokenizer), info, needed=self._shares_template(name)
+                tokenizers.chat_template_fingerprint(tokenizer), info, needed=shares_template(config, name)
             ),
             lacking_marks(config, info),
             probes.fits(
@@ -186,10 +186,6 @@ class _Checks:
             (prompt.token_ids if transform is None else transform(prompt), len(prompt.token_ids))
             for prompt in mine[: self.config.preflight.sequences]
         ]
-
-    def _shares_template(self, name: str) -> bool:
-        prompts = self.config.prompts
-        return prompts.type != "task" and prompts.template == "chat" and name not in self.engines.transforms
 
     # --- replicas and plain forward passes ------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from distill.config import RunConfig
+from distill.config import RunConfig, TaskPrompts
 from distill.launch.probes import Finding
 from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, open_prompts
@@ -18,6 +18,9 @@ from sync.settings import ModelSource
 from sync.wire import TeacherInfo
 from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
+
+CANNOT_WRITE = ("openai", "sglang")
+"""Engines that score, and never complete a prompt."""
 
 
 def check(config: RunConfig) -> PromptSplit:
@@ -42,17 +45,24 @@ def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
     want = needs(config.objective)
     asked = {
         "topk": want.topk > 0,
-        "entropy": want.entropy,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
+        "write": config.objective.on_policy < 1,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     problem = (
-        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled", '
-        "or the transformers engine"
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
+        "on_policy = 1, or the transformers engine"
     )
     return Finding("marks", figure, problem if lacking else None)
+
+
+def shares_template(config: RunConfig, teacher: str) -> bool:
+    """Whether prompts go through the student's chat template and that teacher is shown them as they are."""
+    prompts = config.prompts
+    templated = not isinstance(prompts, TaskPrompts) and prompts.template == "chat"
+    return templated and config.teachers[teacher].prompt_transform is None
 
 
 def longest_sequence(config: RunConfig) -> int:
@@ -122,6 +132,12 @@ def _check_combinations(config: RunConfig) -> None:
             f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
+    for name, teacher in config.teachers.items():
+        if teacher.engine in CANNOT_WRITE and config.objective.on_policy < 1:
+            raise ConfigError(
+                f"objective.on_policy is {config.objective.on_policy:g} and engine {teacher.engine!r} of "
+                f'teacher {name!r} cannot write: set on_policy = 1, or engine = "transformers" or "vllm"'
+            )
     unknown = config.objective.teacher_coefficients.keys() - config.teachers.keys()
     if unknown:
         raise ConfigError(
@@ -135,7 +151,7 @@ def _check_combinations(config: RunConfig) -> None:
         )
     for name, teacher in config.teachers.items():
         if teacher.follow_student_every is not None:
-            _check_following(config, name)
+            check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
             raise ConfigError(
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
@@ -145,7 +161,8 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
 
 
-def _check_following(config: RunConfig, name: str) -> None:
+def check_following(config: RunConfig, name: str) -> None:
+    """Raises ConfigError when this run gives teacher `name` nothing to follow."""
     rules = {
         f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
         "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
@@ -172,9 +189,18 @@ def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
     for name, teacher in config.teachers.items():
         if teacher.urls:
             continue
-        lines = tokenizers.differences(tokenizer, load_tokenizer(teacher), ("student", f"teacher {name}"))
+        theirs = load_tokenizer(teacher)
+        lines = tokenizers.differences(tokenizer, theirs, ("student", f"teacher {name}"))
         if lines:
             raise DataError(
                 f"student {config.student.path} and teacher {teacher.path} have different tokenizers: "
                 f"{'; '.join(lines)}. Token ids must mean the same to both: choose models of one family"
+            )
+        templates = [tokenizers.chat_template_fingerprint(one) for one in (tokenizer, theirs)]
+        if shares_template(config, name) and templates[0] != templates[1]:
+            raise DataError(
+                f"student {config.student.path} and teacher {teacher.path} have different chat templates: "
+                "the teacher would be shown a format it was not taught. Name the same Jinja file in "
+                f"student.chat_template and teachers.{name}.chat_template, or set "
+                f"teachers.{name}.prompt_transform"
             )

@@ -1,24 +1,27 @@
-"""`distill preflight --engines`: every server of a run is started, asked, and stopped; nothing is trained.
+"""`distill preflight`: whether this machine has room for a run, and with --engines whether its servers agree.
 
-What it leaves is in a temporary folder that goes with it. The trainer is not started: a plain forward pass of
+With engines every server is started, asked, and stopped; nothing is trained. What it leaves is in a temporary
+folder that goes with it. The trainer is not started: a plain forward pass of
 the student stands in for it, and a run compares the trainer itself at its first step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distill.config import RunConfig
-from distill.control.replicas import HttpReplica
+from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live
+from distill.launch.ports import Ports
 from distill.launch.probes import Finding
 from distill.launch.roles import Plan, is_local, plan_servers
-from distill.launch.run_folder import RunFolder
+from distill.launch.run_folder import RunFolder, check_disk
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
 from sync.transport import token_from_environment
@@ -29,21 +32,42 @@ GRACE_SECONDS = 10.0
 """For the servers to end by themselves."""
 
 
+def check_machine(config: RunConfig) -> None:
+    """Ports, devices and tokens of what is started here, and the disk of the run's folder.
+
+    Raises ConfigError with what `distill run` would say.
+    """
+    path = config.run_dir
+    check_disk(next(one for one in (path, *path.parents) if one.is_dir()), config.run.min_free_disk_gib)
+    with _elsewhere(config) as (moved, folder):
+        plan_servers(moved, folder, token_from_environment())
+    if config.controller.port:
+        with Ports() as ports:
+            ports.take(config.controller.host, config.controller.port, "controller.port")
+
+
+@contextlib.contextmanager
+def _elsewhere(config: RunConfig) -> Iterator[tuple[RunConfig, RunFolder]]:
+    """The configuration in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
+        run = config.run.model_copy(update={"folder": Path(root), "min_free_disk_gib": 0.0})
+        config = config.model_copy(update={"run": run})
+        with RunFolder.open(config, resume=False) as folder:
+            yield config, folder
+
+
 async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
     """Check with live engines. Raises ConfigError when a check failed, ChildFailed when a server did."""
     token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
-    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
-        run = config.run.model_copy(update={"folder": Path(root)})
-        config = config.model_copy(update={"run": run})
-        with RunFolder.open(config, resume=False) as folder:
-            plan = plan_servers(config, folder, token)
-            supervisor = Supervisor(plan.children, folder.logs, restarts=0)
-            try:
-                await supervisor.start()
-                await supervisor.ready(config.run.start_seconds)
-                await _ask(config, split, plan, token, say)
-            finally:
-                await supervisor.stop(GRACE_SECONDS)
+    with _elsewhere(config) as (moved, folder):
+        plan = plan_servers(moved, folder, token)
+        supervisor = Supervisor(plan.children, folder.logs, restarts=0)
+        try:
+            await supervisor.start()
+            await supervisor.ready(moved.run.start_seconds)
+            await _ask(moved, split, plan, token, say)
+        finally:
+            await supervisor.stop(GRACE_SECONDS)
 
 
 async def _ask(

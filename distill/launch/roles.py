@@ -18,6 +18,7 @@ from sync.errors import ConfigError
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE
+from teacher_service.engines.seats import SeatsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
 
@@ -125,6 +126,9 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     environment = _environment(place, index, label)
     if place.follow_student_every is not None:
         environment |= _followed(config, f"teacher-{name}-{index}").environment()
+    if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
+        seats = SeatsConfig(folder=config.run_dir / "seats", seats=config.run.awake_teachers)
+        environment |= seats.environment()
     return ChildSpec(label, argv, environment, url=url_of(host, port))
 
 

@@ -25,7 +25,7 @@ from distill.config import RunConfig
 from distill.control.controller import Controller
 from distill.control.journal import Journal
 from distill.control.parts import Hooks, Parts, Quarantined
-from distill.control.replicas import HttpReplica
+from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live, preflight
 from distill.launch.probes import Finding

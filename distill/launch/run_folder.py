@@ -57,9 +57,12 @@ class RunFolder:
         return folder
 
     def write_role(self, name: str, settings: Settings) -> Path:
-        """What a role is started with, as JSON. Environment variables reach it by its environment alone."""
+        """What a role is started with, as JSON. Environment variables reach it by its environment alone.
+
+        A role needs its store's options as they are: nobody but the run's owner may read the file.
+        """
         path = self.roles / f"{name}.json"
-        write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
+        write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)), mode=0o600)
         return path
 
     def fullest(self) -> tuple[Path, int]:
@@ -102,14 +105,16 @@ def check_disk(path: Path, min_free_gib: float) -> None:
         )
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write so that a reader finds the old file or the whole new one."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """Write so that a reader finds the old file or the whole new one; `mode` is less the umask."""
+    write_text(path, json.dumps(value, indent=2) + "\n", mode)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """As `write_json`."""
     pending = path.with_name(f".{path.name}.new")
+    pending.unlink(missing_ok=True)
+    pending.touch(mode)
     pending.write_text(text)
     pending.replace(path)
 

@@ -21,6 +21,7 @@ _OURS: Final[dict[str, Any]] = {
 """Flags that correctness depends on; users cannot change them."""
 _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for max-lora-rank."""
+_ROUTED: Final = "enable-return-routed-experts"
 _PLACED: Final = {
     "model": "path",
     "revision": "revision",
@@ -35,7 +36,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "enable-prefix-caching": False,
     "disable-uvicorn-access-log": True,
 }
-_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2}
+_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2, "enforce-eager": True}
 _PARALLEL: Final = {"tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend"}
 _ENVIRONMENT: Final = {
     "PYTHONSAFEPATH": "1",
@@ -65,6 +66,11 @@ def command(
     user = {flag_name(key): value for key, value in config.engine_args.items()}
     ours = _OURS | _adapters(replica.lora_rank)
     _refuse_reserved(user, ours)
+    if cpu and user.get(_ROUTED):
+        raise ConfigError(
+            f"student.engine_args has {_ROUTED!r}, and vLLM returns routes of experts only from its second "
+            "model runner, which runs on GPUs: leave it out"
+        )
     arguments: dict[str, Any] = {
         "model": config.path,
         "dtype": config.dtype,

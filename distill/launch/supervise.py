@@ -15,6 +15,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,9 @@ GUARDIAN_SECONDS = 10.0
 """Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
+_ERROR = re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
+"""The last line of a traceback, whatever a logger put before it."""
+_MOST_LOG = 1 << 24
 LONGEST_PAUSE_SECONDS = 30.0
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
@@ -82,6 +86,8 @@ class Child:
         self.ready_since = math.inf
         """Monotonic time since which it is healthy."""
         self.process: asyncio.subprocess.Process | None = None
+        self._log_begins = 0
+        """Byte of the log at which its last start begins."""
 
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
@@ -89,6 +95,7 @@ class Child:
         self.spec.prepare()
         guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
+            self._log_begins = output.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *guardian,
                 *self.spec.argv,
@@ -118,10 +125,12 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     def describe_end(self) -> str:
-        """How it ended, with the last lines it wrote."""
+        """How it ended, with the last lines it wrote, and the first error when that is above them."""
         lines = last_lines(self.log_path)
         said = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
-        return f"{self.spec.name} ended with status {self.status}; the end of {self.log_path}:\n{said}"
+        text = f"{self.spec.name} ended with status {self.status}; the end of {self.log_path}:\n{said}"
+        error = first_error(self.log_path, self._log_begins)
+        return text if error is None or error in said else f"{text}\nthe first error above it: {error}"
 
 
 class Supervisor:
@@ -297,6 +306,20 @@ class Supervisor:
         child.deaths = 1 if calm else child.deaths + 1
         child.ready_since = math.inf
         return min(self._first_pause * 2 ** (child.deaths - 1), LONGEST_PAUSE_SECONDS)
+
+
+def first_error(path: Path, begin: int) -> str | None:
+    """The first "SomeError: text" of a log from byte `begin` on; None: there is none.
+
+    An engine's own error is often followed by hundreds of lines about those that waited for it.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            found = _ERROR.search(file.read(_MOST_LOG).decode(errors="replace"))
+    except OSError:
+        return None
+    return found[1].rstrip() if found else None
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:

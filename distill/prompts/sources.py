@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from jinja2 import TemplateError
 
 from distill.config import DatasetPrompts, JsonlPrompts
 from distill.prompts.stream import Prompt
@@ -105,10 +106,17 @@ def read_jsonl(config: JsonlPrompts, encode: Encode, max_prompt: int) -> TableSo
 
 
 def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> TableSource:
-    """Every row of a `datasets` dataset; errors name dataset and row."""
+    """Every row of a `datasets` dataset. Raises DataError that names the dataset, and a row's number."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
-    rows = load_dataset(config.path, config.name, split=config.split, revision=config.revision)
+    try:
+        rows = load_dataset(config.path, config.name, split=config.split, revision=config.revision)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"dataset {config.path!r} (name {config.name!r}, split {config.split!r}) cannot be loaded "
+            f"({error.__cause__ or error}): correct prompts.path, name, split or revision"
+        ) from error
     named = ((f"{config.path} row {i}", str(i), row) for i, row in enumerate(rows))
     return TableSource(_prompts(named, config, encode, max_prompt))
 
@@ -132,7 +140,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                     f"{path}:{number}: not JSON ({error}): write one JSON object a line"
                 ) from None
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: a JSON {type(row).__name__}, not an object")
+                raise DataError(
+                    f"{path}:{number}: a JSON {type(row).__name__}, not an object: write one object a line"
+                )
             yield f"{path}:{number}", str(number), row
 
 
@@ -151,7 +161,15 @@ def _prompts(
             )
         if isinstance(value, list) and config.template == "plain":
             raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
-        ids = list(encode(value))
+        if isinstance(value, list) and not all(isinstance(m, dict) and m.get("role") for m in value):
+            raise DataError(f"{place}: every chat message needs a role and a content: see {value!r:.80}")
+        try:
+            ids = list(encode(value))
+        except TemplateError as error:
+            raise DataError(
+                f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
+                "template in student.chat_template"
+            ) from None
         if not 1 <= len(ids) <= max_prompt:
             raise DataError(
                 f"{place}: the prompt has {len(ids)} tokens, allowed are 1 to {max_prompt} (context length "
@@ -166,4 +184,7 @@ def _field(row: Mapping[str, Any], field: str, place: str) -> Any:
     try:
         return row[field]
     except KeyError:
-        raise DataError(f"{place}: no field {field!r}; the row has {', '.join(sorted(row))}") from None
+        raise DataError(
+            f"{place}: no field {field!r}; the row has {', '.join(sorted(row))}: rename it, or name the one "
+            "that is meant in [prompts]"
+        ) from None

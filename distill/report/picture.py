@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f6fde", "#e07b1a", "#2e9e6b", "#8457d6", "#cc3f5a", "#9aa5b1"
+TEAL = "#12a5b8"
 WORK_COLORS = {
     "generate": BLUE,
     "score": ORANGE,
     "train": GREEN,
     "publish": PURPLE,
-    "update": PURPLE,
+    "update": TEAL,
     "evaluate": RED,
     "checkpoint": GREY,
 }

@@ -69,7 +69,7 @@ def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> 
 
 
 def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
-    """One evaluation in words."""
+    """One evaluation in words, told apart from a step's own figures."""
     passed = figures.get("eval/pass_rate")
     rate = "" if passed is None else f", pass rate {passed:.1%}"
-    return f"step {step}: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"

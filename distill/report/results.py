@@ -64,11 +64,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def threads(config: RunConfig) -> dict[str, int | str | None]:
+def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads each role was given; None: its library's default."""
 
-    def given(env: Mapping[str, str], setting: int | None = None) -> int | str | None:
-        return setting if setting is not None else env.get("OMP_NUM_THREADS")
+    def given(env: Mapping[str, str], setting: int | None = None) -> int | None:
+        named = env.get("OMP_NUM_THREADS", "")
+        return setting if setting is not None or not named.isdigit() else int(named)
 
     evaluation = config.evaluation
     return {
@@ -80,7 +81,6 @@ def threads(config: RunConfig) -> dict[str, int | str | None]:
 
 
 def _cpus() -> int:
-
     return len(os.sched_getaffinity(0))
 
 

@@ -29,6 +29,9 @@ class Mixing(Settings):
     """Teacher's name → a further factor of λ for the samples it marks; teachers not named: 1."""
     task: TaskReward | None = None
     """None: the divergence alone."""
+    on_policy: float = Field(1.0, ge=0, le=1)
+    """Share of the rollouts that the student writes. The teacher writes the others (teacher engine
+    "transformers" or "vllm"), and they are learned by cross-entropy."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
 
@@ -96,10 +99,13 @@ class SkewReverse(Mixing):
     """Weight of the student in the mixture."""
 
 
-class SFT(Mixing):
-    """Cross-entropy on the teacher's own samples: cold start and baseline."""
+class SFT(PolicyGradientTerms):
+    """Cross-entropy on the teacher's own samples: cold start and baseline; what the student writes, if
+    anything, is learned as by `sampled`."""
 
     type: Literal["sft"] = "sft"
+    on_policy: float = Field(0.0, ge=0, le=1)
+    """Share of the rollouts that the student writes; 0: none."""
 
 
 ObjectiveConfig = Annotated[

@@ -1,6 +1,7 @@
 """Statistics of every step, whatever the objective: sums over tokens, without gradient.
 
-ρ = p(y)/μ(y) of all tokens;  fresh: tokens sampled from these very weights, where ρ should be 1
+ρ = p(y)/μ(y) of the tokens that the student wrote
+fresh: tokens sampled from these very weights, where ρ should be 1
 fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
 score_gap = |log q(y) of the teacher's dense marks − log q(y) as sent|: rounding, when both are right
 student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives.importance import ratio
-from student_trainer.objectives.terms import Targets, at
+from student_trainer.objectives.terms import Targets, at, own
 
 _OVERLAP_TOKENS = 64
 """Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear."""
@@ -24,7 +25,10 @@ def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     logp_N = at(logp_NV, targets.token_N)
     rho_N = ratio(logp_N, targets.behavior_logp_N)
     mismatch_N = rho_N - 1.0 - (logp_N - targets.behavior_logp_N)
+    own_N = own(targets)
+    rho_N = torch.where(own_N, rho_N, 0.0)
     sums = {
+        "own_tokens": own_N.sum(),
         "student_entropy": -(logp_NV.exp() * logp_NV).sum(),
         "rho": rho_N.sum(),
         "rho_squared": rho_N.square().sum(),
@@ -68,11 +72,11 @@ def _support(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     own_PK = logp_NV[:_OVERLAP_TOKENS].topk(size, dim=1).indices
     mine_PV = torch.zeros_like(logp_NV[:_OVERLAP_TOKENS], dtype=torch.bool).scatter_(1, own_PK, True)
     shared_PK = mine_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & member_NK[:_OVERLAP_TOKENS]
-    members_P = member_NK[:_OVERLAP_TOKENS].sum(1).clamp(min=1)
+    members_P = member_NK[:_OVERLAP_TOKENS].sum(1)
     return {
         "student_mass": p_NK.sum(),
         "teacher_mass": q_NK.sum(),
-        "support_tokens": torch.ones_like(targets.token_N).sum(),
-        "overlap": (shared_PK.sum(1) / members_P).sum(),
-        "overlap_tokens": torch.ones_like(members_P).sum(),
+        "support_tokens": member_NK.any(1).sum(),
+        "overlap": (shared_PK.sum(1) / members_P.clamp(min=1)).sum(),
+        "overlap_tokens": (members_P > 0).sum(),
     }

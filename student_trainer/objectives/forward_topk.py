@@ -14,7 +14,7 @@ from torch import Tensor
 from student_trainer.objectives.terms import Targets, Terms
 
 _NO_TAIL = 1e-6
-"""Teacher mass outside S below which it is rounding, not a tail."""
+"""Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
 
 
 def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
@@ -24,7 +24,7 @@ def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
     logq_NK, logp_NK = targets.support_logp_NK, logp_NV.gather(1, targets.support_NK)
     q_NK = logq_NK.exp()
     tail_N = (1.0 - q_NK.sum(1)).clamp(min=0.0)
-    has_tail_N = tail_N > _NO_TAIL
+    has_tail_N = (tail_N > _NO_TAIL) & (logq_NK.shape[1] < logp_NV.shape[1])
     outside_NV = logp_NV.scatter(1, targets.support_NK, -torch.inf)
     log_rest_N = torch.where(has_tail_N.unsqueeze(1), outside_NV, logp_NV).logsumexp(1)
     log_tail_N = tail_N.clamp(min=_NO_TAIL).log()

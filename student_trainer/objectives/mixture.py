@@ -28,6 +28,7 @@ def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: f
     written_N = targets.by_teacher_N
     if written_N is not None:
         loss_N = torch.where(written_N, sft(logp_NV, targets)[0], loss_N)
+        stats = {name: torch.where(written_N, 0.0, value_N) for name, value_N in stats.items()}
     if targets.coefficient_N is not None:
         loss_N = targets.coefficient_N * loss_N
     if targets.advantage_N is not None:

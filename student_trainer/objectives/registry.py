@@ -24,7 +24,6 @@ from student_trainer.objectives.hybrid import hybrid
 from student_trainer.objectives.jsd import jsd
 from student_trainer.objectives.mixture import mixture
 from student_trainer.objectives.sampled import sampled
-from student_trainer.objectives.sft import sft
 from student_trainer.objectives.skew import skew
 from student_trainer.objectives.terms import Objective
 
@@ -37,7 +36,7 @@ def build(config: ObjectiveConfig) -> Objective:
 
 def _divergence(config: ObjectiveConfig) -> Objective:
     match config:
-        case Sampled():
+        case Sampled() | SFT():  # what the teacher wrote is learned by cross-entropy: see mixture
             return partial(sampled, rho_cap=config.rho_cap, drop_rho_outside=config.drop_rho_outside)
         case TopK() | StudentTopK():
             return partial(hybrid, rho_cap=config.rho_cap, drop_rho_outside=config.drop_rho_outside)
@@ -49,8 +48,6 @@ def _divergence(config: ObjectiveConfig) -> Objective:
             return partial(jsd, beta=config.beta)
         case SkewReverse():
             return partial(skew, alpha=config.alpha)
-        case SFT():
-            return sft
         case _:
             assert_never(config)
 

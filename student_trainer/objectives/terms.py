@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 STATS: Final = (
     "loss",
     "reverse_kl",
+    "own_tokens",
     "student_entropy",
     "teacher_entropy",
     "teacher_entropy_tokens",
@@ -29,7 +31,8 @@ STATS: Final = (
     "score_gap",
     "score_gap_tokens",
 )
-"""Sums over tokens that an objective may report; each is 0 where it has nothing to say."""
+"""Sums over tokens that an objective may report; each is 0 where it has nothing to say. `own_tokens` counts
+those that the student wrote: `reverse_kl`, `rho` and `rho_squared` are of them alone."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 """Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
 Objective = Callable[[Tensor, Targets], Terms]
 """(live log p [N, V], targets) → terms."""
+
+
+def own(targets: Targets) -> Tensor:
+    """bool [N]: the student wrote the token."""
+    written_N = targets.by_teacher_N
+    return torch.ones_like(targets.fresh_N) if written_N is None else ~written_N
 
 
 def at(logp_NV: Tensor, token_N: Tensor) -> Tensor:

@@ -45,7 +45,13 @@ class ObjectStore:
         plain = options.get("endpoint", "").startswith("http://")
         client: Any = {"allow_http": True} if plain else None
         with self._explained("open", url):
-            self._store = from_url(url, config=options, client_options=client, retry_config=_RETRY)
+            try:
+                self._store = from_url(url, config=options, client_options=client, retry_config=_RETRY)
+            except ValueError as error:
+                raise StoreError(
+                    f"store url {url!r} cannot be used: {error}; write it as s3://bucket/prefix, "
+                    "gs://bucket/prefix or az://container/prefix"
+                ) from None
 
     def create(self, key: str, data: bytes | Path) -> None:
         check_key(key)

@@ -6,13 +6,21 @@ that the next one could meet.
 
     sender                                     every receiver
     plan: names, dtypes, shapes  ──store──▶    plan
+    waits for all  ◀──────────────store────    "here"
+    go                           ──store──▶    waits for it
     one flat buffer per bucket   ──group──▶    bucket, copied to host memory
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
+    or: why it was given up      ──store──▶    looked for now and then
 
-A replica dies, hangs or never comes: no wait takes longer than `timeout`, then the sender raises Unreachable
-and every receiver reports its failure. Nothing is loaded here: a reception is whole and verified before
-anything touches a model.
+A replica dies, hangs or never comes: whoever sends is told by `lost`, gives up at once and says so in the
+store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
+raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
+verified before anything touches a model.
+
+Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
+done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
+runs into the time-out by itself, and what it finds is not heard any more.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
 rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it.
@@ -20,13 +28,15 @@ rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -41,6 +51,11 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES: Final = 64 << 20
 """Small tensors travel together up to this many bytes; a larger tensor travels alone."""
 _ALIGN: Final = 16
+_LOOK_SECONDS: Final = 0.005
+"""Between two looks for keys that others set."""
+_GLANCE_SECONDS: Final = 0.25
+"""How often a sender asks whether a receiver is lost, and a receiver whether the sender gave up."""
+T = TypeVar("T")
 
 
 class Bucket(NamedTuple):
@@ -105,11 +120,14 @@ class _Group:
         options.rootRank, options.rootTensor = 0, 0
         self._backend.broadcast([flat], options).wait(self._timeout)
 
+    def abort(self) -> None:
+        """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
+        if self._backend.name() == "nccl":
+            self._backend.abort()
+
     def close(self) -> None:
-        """Let go of the connections; a NCCL group is aborted, so that nothing waits for a dead peer."""
-        abort = getattr(self._backend, "abort", None)
-        if callable(abort) and self._backend.name() == "nccl":
-            abort()
+        """Let go of the connections."""
+        self.abort()
         del self._backend
 
 
@@ -135,6 +153,39 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Do `work` in a daemon thread; whoever sets the future's end first is heard."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # edge of a thread: whatever it is, the asker is told
+            logger.debug("the thread of a broadcast failed", exc_info=True)
+            _fail(future, error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                future.set_result(result)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return future
+
+
+def _await(store: Store, keys: list[str], timeout: timedelta, given_up: Callable[[], bool]) -> None:
+    """Return when all keys are set. Raises RuntimeError when nobody waits any more, or they do not come."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        if given_up() or time.monotonic() > deadline:
+            missing = [key for key in keys if not store.check([key])]
+            raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _fail(future: Future[Any], error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
 # --- trainer ----------------------------------------------------------------------------------------------
 
 
@@ -156,37 +207,66 @@ class BroadcastSender:
         return f"{self._host}:{self._store.port}"
 
     def send(
-        self, audience: Audience, metas: Sequence[TensorMeta], tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        audience: Audience,
+        metas: Sequence[TensorMeta],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        lost: Callable[[], str | None] = lambda: None,
     ) -> int:
         """Send gathered checkpoint tensors, in the order of `metas`, to all of `audience`; returns bytes.
 
-        `tensors` must not itself be a collective of a group that waits for this one: gather first.
-        Raises Unreachable when a replica does not take part to the end within the time-out, and
-        SnapshotError when `tensors` is not what `metas` says. Either way the next `send` needs a new group.
+        `tensors` must not itself be a collective of a group that waits for this one: gather first. `lost` is
+        asked now and then: why a receiver will not take part to the end (None: all do).
+        Raises Unreachable when one is lost or does not take part within the time-out, and SnapshotError when
+        `tensors` is not what `metas` says. Either way the next `send` needs a new group.
         """
         if audience.world_size < 2:
             return 0
-        store = PrefixStore(audience.group, self._store)
-        started = time.monotonic()
+        started, groups, over = time.monotonic(), list[_Group](), threading.Event()
+        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
         try:
-            store.set("plan", msgspec.json.encode(metas).decode())
-            group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
-            try:
-                digests = self._send_buckets(group, plan(metas), iter(tensors))
-            finally:
-                group.close()
-            store.set("digests", msgspec.json.encode(digests).decode())
-            left = self._timeout.total_seconds() - (time.monotonic() - started)
-            ranks = [f"received/{rank}" for rank in range(1, audience.world_size)]
-            store.wait(ranks, timedelta(seconds=max(1.0, left)))
-            for key in ("plan", "digests"):
-                store.delete_key(key)
-        except RuntimeError as error:
+            while not wait([sending], _GLANCE_SECONDS).done:
+                if (gone := lost()) is not None:
+                    raise RuntimeError(gone)
+            sending.result()
+        except Exception as error:
+            over.set()
+            PrefixStore(audience.group, self._store).set("given up", str(error))
+            for group in groups:
+                group.abort()
+            if not isinstance(error, RuntimeError):
+                raise
             raise Unreachable(
                 f"broadcast {audience.group} to {audience.world_size - 1} replicas failed after "
                 f"{time.monotonic() - started:.1f} s: {error}"
             ) from error
         return sum(nbytes(meta) for meta in metas)
+
+    def _transfer(
+        self,
+        audience: Audience,
+        metas: Sequence[TensorMeta],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        groups: list[_Group],
+        given_up: Callable[[], bool],
+    ) -> None:
+        """All of one broadcast; what it opens is put into `groups` as long as it is open."""
+        ranks = range(1, audience.world_size)
+        store = PrefixStore(audience.group, _client(self._host, self._store.port, self._timeout))
+        store.set("plan", msgspec.json.encode(metas).decode())
+        _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
+        store.set("go", "1")
+        group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+        groups.append(group)
+        try:
+            digests = self._send_buckets(group, plan(metas), tensors)
+        finally:
+            groups.remove(group)
+            group.close()
+        store.set("digests", msgspec.json.encode(digests).decode())
+        _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
+        for key in ("plan", "digests"):
+            store.delete_key(key)
 
     def _send_buckets(
         self, group: _Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
@@ -210,6 +290,11 @@ class BroadcastSender:
         del self._store
 
 
+def _client(host: str, port: int, timeout: timedelta) -> Store:
+    """A connection of its own to a sender's store: one that waits lets nobody else use it."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 # --- replica ----------------------------------------------------------------------------------------------
 
 
@@ -225,43 +310,53 @@ class Reception:
     """A broadcast being received by a thread of its own. `timeout`, in seconds, bounds every single wait."""
 
     def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
-        self.error: str | None = None
-        """Why it failed; None: it did not, so far."""
         self.bytes_received = 0
-        self._received: Received | None = None
-        self._device = torch.device(device)
-        self._thread = threading.Thread(
-            target=self._run, args=(ticket, timeout), name="broadcast", daemon=True
-        )
-        self._thread.start()
+        self._device, self._given_up = torch.device(device), threading.Event()
+        limit = timedelta(seconds=timeout)
+        self._received = _in_thread(lambda: self._receive(ticket, limit))
+        threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
 
     @property
     def done(self) -> bool:
         """Whether it ended, well or badly."""
-        return not self._thread.is_alive()
+        return self._received.done()
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None: it did not, so far."""
+        error = self._received.exception() if self.done else None
+        return None if error is None else f"{type(error).__name__}: {error}"
 
     def result(self) -> Received:
         """Wait for the end. Raises SnapshotError when the broadcast failed; nothing was loaded then."""
-        self._thread.join()
-        if self._received is None:
+        wait([self._received])
+        if self.error is not None:
             raise SnapshotError(f"the broadcast was not received: {self.error}")
-        return self._received
+        return self._received.result()
 
-    def _run(self, ticket: BroadcastTicket, timeout: float) -> None:
+    def _heed(self, ticket: BroadcastTicket, timeout: timedelta) -> None:
+        """End when the sender says that it gave up."""
+        host, _, port = ticket.address.rpartition(":")
         try:
-            self._received = self._receive(ticket, timedelta(seconds=timeout))
-        except Exception as error:  # edge of a thread: whatever it is, the asker is told
-            logger.warning("broadcast %s failed", ticket.group, exc_info=True)
-            self.error = f"{type(error).__name__}: {error}"
+            store = PrefixStore(ticket.group, _client(host, int(port), timeout))
+            while not wait([self._received], _GLANCE_SECONDS).done:
+                if store.check(["given up"]):
+                    _fail(self._received, SnapshotError(store.get("given up").decode()))
+                    self._given_up.set()
+        except RuntimeError as error:  # the sender is gone: receiving finds out by itself
+            logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
 
     def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is a thread's own
         host, _, port = ticket.address.rpartition(":")
-        base = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        store = PrefixStore(ticket.group, base)
+        store = PrefixStore(ticket.group, _client(host, int(port), timeout))
+        if store.check(["given up"]):
+            raise SnapshotError(store.get("given up").decode())
         metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
         own = own_address(host, int(port))
+        store.set(f"here/{ticket.rank}", "1")
+        _await(store, ["go"], timeout, self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         try:
             tensors = self._receive_buckets(group, plan(metas))

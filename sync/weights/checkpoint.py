@@ -67,6 +67,16 @@ def tensors(folder: Path) -> dict[str, TensorAt]:
     return found
 
 
+def let_others_read(folder: Path) -> None:
+    """Give the weights in a folder that `save_pretrained` wrote the permissions of its config.
+
+    safetensors writes files that their owner alone may read.
+    """
+    mode = next(folder.glob("*config.json")).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
 def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
     """Names and places of the tensors in one safetensors file, checked against its size."""
     size = file.stat().st_size

@@ -18,13 +18,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
 
 import numpy as np
 import zstandard
 
 from sync.errors import SnapshotError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sync.weights.scan import Scanner
+
+Bits: TypeAlias = Union[np.ndarray, "Tensor"]
+"""Flat bits of one tensor: unsigned integers in host memory, or integers of the same width on a device."""
 Effort = Literal["small", "fast"]
 MANTISSA: Final = {"bf16": 7, "f2": 10, "f4": 23}
 """Bits below the exponent of the kinds that are coded by difference; all others are sent whole."""
@@ -46,17 +53,34 @@ class Mode(IntEnum):
     WHOLE = 5
 
 
-def encode(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort = "fast") -> bytes:
-    """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the unsigned bits of `kind`"""
+def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
+    """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`.
+
+    numpy arrays of unsigned integers are read by the compiled loops. torch tensors of integers as wide are
+    read where they lie, on a GPU: only the streams of the blob leave the device, and the blob is the same.
+    """
     if old.dtype != new.dtype or old.shape != new.shape or old.ndim != 1:
         raise SnapshotError(
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
             "both must be flat arrays of the same bits"
         )
+    look = scanner(new)
     if kind not in MANTISSA or new.itemsize not in (2, 4):
-        return bytes([Mode.SAME]) if np.array_equal(old, new) else _whole(new)
-    blob = _by_class(old, new, MANTISSA[kind]) if effort == "small" else _by_position(old, new)
-    return blob if len(blob) <= new.nbytes else _whole(new)
+        return bytes([Mode.SAME]) if look.same(old, new) else _whole(look.host(new))
+    small = effort == "small"
+    blob = _by_class(look, old, new, MANTISSA[kind]) if small else _by_position(look, old, new)
+    return blob if len(blob) <= new.nbytes else _whole(look.host(new))
+
+
+def scanner(bits: Bits) -> Scanner:
+    """What compares arrays like `bits` where they lie."""
+    if isinstance(bits, np.ndarray):
+        from sync.weights import scan
+
+        return scan
+    from sync.weights import scan_torch
+
+    return scan_torch
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
@@ -93,42 +117,26 @@ def _whole(new: np.ndarray) -> bytes:
     return bytes([Mode.WHOLE]) + _pack([new])
 
 
-def _by_class(old: np.ndarray, new: np.ndarray, mantissa: int) -> bytes:
-    from sync.weights import entropy
-
-    if np.array_equal(old, new):
+def _by_class(look: Scanner, old: Bits, new: Bits, mantissa: int) -> bytes:
+    if look.same(old, new):
         return bytes([Mode.SAME])
-    out = np.empty(new.nbytes + 512, np.uint8)
-    length = entropy.encode_classes(old, new, new.itemsize * 8, mantissa, *entropy.fresh(), out)
-    return _by_position(old, new) if length < 0 else bytes([Mode.CLASSES]) + out[:length].tobytes()
+    stream = look.classes(old, new, mantissa)
+    return _by_position(look, old, new) if stream is None else bytes([Mode.CLASSES]) + stream.tobytes()
 
 
-def _by_position(old: np.ndarray, new: np.ndarray) -> bytes:
-    from sync.weights import kernels
-
-    room = int(old.size * _GAP_SHARE) + 64
-    gaps, steps = np.empty(room, np.uint8), np.empty(room, np.uint8)
-    wide_gaps, wide_steps = np.empty(old.size // kernels.ESCAPE + 1, np.uint64), np.empty(room, new.dtype)
-    changed, g, s = kernels.scan_gaps(old, new, gaps, wide_gaps, steps, wide_steps)
-    if changed == 0:
-        return bytes([Mode.SAME])
-    if changed < 0:
-        return _by_bitmap(old, new)
-    streams: list[np.ndarray] = [gaps[:changed], wide_gaps[:g], steps[:changed], wide_steps[:s]]
-    return bytes([Mode.GAPS]) + _number(changed) + _pack(streams)
+def _by_position(look: Scanner, old: Bits, new: Bits) -> bytes:
+    streams = look.gaps(old, new, int(len(old) * _GAP_SHARE) + 64)
+    if streams is None:
+        return _by_bitmap(look, old, new)
+    changed = len(streams[0])
+    return bytes([Mode.GAPS]) + _number(changed) + _pack(streams) if changed else bytes([Mode.SAME])
 
 
-def _by_bitmap(old: np.ndarray, new: np.ndarray) -> bytes:
-    from sync.weights import kernels
-
-    bitmap, steps = np.zeros(-(-old.size // 8), np.uint8), np.empty(old.size, np.uint8)
-    wide = np.empty(old.size, new.dtype)
-    changed, s = kernels.scan_bitmap(old, new, new.itemsize * 8, bitmap, steps, wide)
-    if s > _PLANE_SHARE * changed:
-        planes: Any = np.empty((new.itemsize, old.size), np.uint8)
-        kernels.to_planes(old, new, new.itemsize * 8, planes)
-        return bytes([Mode.PLANES]) + _pack(list(np.asarray(planes)))
-    return bytes([Mode.BITMAP]) + _number(changed) + _pack([bitmap, steps[:changed], wide[:s]])
+def _by_bitmap(look: Scanner, old: Bits, new: Bits) -> bytes:
+    bitmap, steps, wide = look.bitmap(old, new)
+    if len(wide) > _PLANE_SHARE * len(steps):
+        return bytes([Mode.PLANES]) + _pack(look.planes(old, new))
+    return bytes([Mode.BITMAP]) + _number(len(steps)) + _pack([bitmap, steps, wide])
 
 
 def _apply_gaps(reader: _Reader, bits: np.ndarray, width: int) -> None:

@@ -75,15 +75,21 @@ class Header(msgspec.Struct, frozen=True):
 def build(
     header: Header,
     slices: Sequence[Slice],
-    old: Mapping[str, np.ndarray],
-    new: Mapping[str, np.ndarray],
+    old: Mapping[str, codec.Bits],
+    new: Mapping[str, codec.Bits],
     effort: codec.Effort,
     threads: int = 1,
+    after: Callable[[Slice, bytes], np.ndarray] | None = None,
 ) -> bytes:
-    """File of one rank; `header` comes without ranges, arrays are this rank's flat bits by tensor name."""
+    """File of one rank; `header` comes without ranges, `old` and `new` hold this rank's flat bits by name.
+
+    `after`: the new bits of a slice in host memory, given its blob; None: `new` holds arrays itself.
+    """
 
     def encode(part: Slice) -> tuple[bytes, bytes]:
-        return codec.encode(old[part.name], new[part.name], part.dtype, effort), _digest(new[part.name])
+        bits = new[part.name]
+        blob = codec.encode(old[part.name], bits, part.dtype, effort)
+        return blob, _digest(np.asarray(bits) if after is None else after(part, blob))
 
     parts = [part for part in slices if part.count]
     coded = _each(encode, parts, threads)

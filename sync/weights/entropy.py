@@ -116,6 +116,25 @@ def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, m
     return finish(low, span, pos, out)
 
 
+@compiled
+def encode_listed(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, out: Any) -> int:
+    """`encode_classes` of changes that are already in the stream's order.
+
+    counts: int64 [blocks, CLASSES]; gaps and codes: uint32, by block, class and position.
+    """
+    low, span, pos, start = _ZERO, FULL, 0, 0
+    for block in range(counts.shape[0]):
+        end = start + counts[block].sum()
+        order = np.arange(end - start).astype(np.uint32)
+        low, span, pos = _put_block(
+            low, span, pos, out, models, means, counts[block], order, gaps[start:end], codes[start:end]
+        )
+        if pos < 0:
+            return -1
+        start = end
+    return finish(low, span, pos, out)
+
+
 @typed(
     f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64[::1], uint32[::1],"
     " uint32[::1], uint32[::1])"

@@ -1,4 +1,4 @@
-"""Publish versions of a sharded model: each rank writes its own file, rank 0 the manifest. No torch here.
+"""Publish versions of a sharded model: each rank writes its own file, rank 0 the manifest.
 
 A rank compares its flat shard with its copy of the last published one: nothing is gathered. The ranks do not
 talk to one another; each leaves a receipt in the store, and rank 0 waits for all of them.
@@ -22,9 +22,10 @@ from blake3 import blake3
 
 from sync.errors import SnapshotError, StoreError
 from sync.stores.base import Store
-from sync.weights import checkpoint, delta_file
-from sync.weights.codec import Effort
+from sync.weights import checkpoint
+from sync.weights.codec import Bits, Effort
 from sync.weights.delta_file import Header, Slice
+from sync.weights.held import Held, problem
 from sync.weights.manifest import (
     File,
     Manifest,
@@ -63,8 +64,8 @@ class Publisher:
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps
-    one copy of the shard and codes `threads` tensors at once. After an error `anchor_due` is true: publish an
-    anchor next, under a new version.
+    a copy of the shard (`Held`) and codes `threads` tensors at once. After an error `anchor_due` is true:
+    publish an anchor next, under a new version.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._base: Version | None = None
         self._parent: Version | None = None
-        self._shards: dict[str, np.ndarray] = {}
+        self._held: Held | None = None
         self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
         self._shard_bytes = sum(part.count * checkpoint.BITS[part.dtype].itemsize for part in self._slices)
 
@@ -103,14 +104,14 @@ class Publisher:
         version: Version,
         parent: Version | None,
         folder: Path | None,
-        shards: Mapping[str, np.ndarray],
+        shards: Mapping[str, Bits],
         kind: Literal["full", "lora"] = "full",
     ) -> PublishReport:
         """Publish a version that needs no other: rank 0 uploads `folder`; other ranks pass None.
 
         The folder is a Hugging Face checkpoint or, for kind "lora", an adapter as peft saves it.
-        `shards` are this rank's ranges as 1-D arrays of bits, by tensor name. `parent` is where the version's
-        lineage branched from.
+        `shards` are this rank's ranges as 1-D bits, by tensor name: arrays, or tensors where the shard lies.
+        `parent` is where the version's lineage branched from.
         Raises SnapshotError when the folder disagrees with the shards, AlreadyPublished when the version
         exists, StoreError when the store fails.
         """
@@ -118,15 +119,15 @@ class Publisher:
         with self._lock:
             self._base = None
             self._check(shards)
-            total = self._shard_bytes
+            total, held = self._shard_bytes, Held(self._slices, shards)
             if self._rank == 0:
-                total = self._publish_anchor(version, parent, folder, shards, kind)
-            self._shards = {part.name: shards[part.name].copy() for part in self._slices}
+                total = self._publish_anchor(version, parent, folder, held.host, kind)
+            self._held = held
             self._base, self._parent = version, parent
             self._delta_bytes, self._full_bytes = 0, total
             return PublishReport(version, kind, total, total, time.monotonic() - start, self.anchor_due)
 
-    def delta(self, version: Version, shards: Mapping[str, np.ndarray]) -> PublishReport:
+    def delta(self, version: Version, shards: Mapping[str, Bits]) -> PublishReport:
         """Publish the difference to the last version that this publisher published.
 
         Raises SnapshotError when there is none or the ranks disagree about it, AlreadyPublished when the
@@ -135,35 +136,33 @@ class Publisher:
         start = time.monotonic()
         with self._lock:
             base, self._base = self._base, None
-            if base is None:
+            if base is None or self._held is None:
                 raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
             self._check(shards)
-            part = self._write_file(version, base, shards)
+            part = self._write_file(version, base, self._held, shards)
             size, full = part.file.size, self._shard_bytes
             if self._rank == 0:
                 size, full = self._publish_delta(version, base, part)
-            for name, array in self._shards.items():
-                np.copyto(array, shards[name])
+            self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
             return PublishReport(version, "delta", size, full, time.monotonic() - start, self.anchor_due)
 
     # --- every rank ---------------------------------------------------------------------------------------
 
-    def _check(self, shards: Mapping[str, np.ndarray]) -> None:
+    def _check(self, shards: Mapping[str, Bits]) -> None:
         for part in self._slices:
-            array, bits = shards.get(part.name), checkpoint.BITS[part.dtype]
-            if array is None or array.dtype != bits or array.shape != (part.count,):
-                got = "nothing" if array is None else f"{array.dtype}{array.shape}"
+            got = problem(part, shards.get(part.name))
+            if got is not None:
                 raise SnapshotError(
                     f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
-                    f"{part.dtype}: pass flat {bits} bits"
+                    f"{part.dtype}: pass flat {checkpoint.BITS[part.dtype]} bits"
                 )
 
-    def _write_file(self, version: Version, base: Version, shards: Mapping[str, np.ndarray]) -> Part:
+    def _write_file(self, version: Version, base: Version, held: Held, shards: Mapping[str, Bits]) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""
         header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
-        data = delta_file.build(header, self._slices, self._shards, shards, self._codec, self._threads)
+        data = held.delta(header, self._slices, shards, self._codec, self._threads)
         name = f"delta-{self._rank:05d}.bin"
         self._store.create(version_key(self._run, version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())

@@ -15,11 +15,14 @@ def build(config: TeacherConfig, vocab_size: int) -> Engine:
         return _following(config, vocab_size, config.follow_student_every)
     if config.engine == "transformers":
         from teacher_service.engines.resting import RestingEngine
+        from teacher_service.engines.seats import Seat, SeatsConfig
         from teacher_service.engines.transformers import load
 
         if config.idle_unload_seconds is None:
             return load(config, vocab_size)
-        return RestingEngine(lambda: load(config, vocab_size), config.idle_unload_seconds)
+        seats = SeatsConfig.from_environment()
+        seat = None if seats is None else Seat(seats)
+        return RestingEngine(lambda: load(config, vocab_size), config.idle_unload_seconds, seat)
     if config.idle_unload_seconds is not None:
         raise ConfigError(
             f'idle_unload_seconds needs engine = "transformers", not {config.engine!r}: remove it'
@@ -28,6 +31,10 @@ def build(config: TeacherConfig, vocab_size: int) -> Engine:
         from teacher_service.engines.vllm import connect
 
         return connect(config, vocab_size)
+    if config.engine == "sglang":
+        from teacher_service.engines.sglang import connect as connect_sglang
+
+        return connect_sglang(config, vocab_size)
     from teacher_service.engines.openai import connect as connect_openai
 
     return connect_openai(config, vocab_size)

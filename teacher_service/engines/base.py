@@ -1,5 +1,7 @@
 """What an engine is: it marks a batch of token sequences, and knows what it can be asked for.
 
+One whose `facts.can` has "write" completes prompts too, step by step, so that scores need not wait for it.
+
 The service validates sequences before an engine sees them, and never asks for more than `facts.can`.
 
 Letters in shapes: L tokens of one sequence, T its scored positions, C scored positions of a batch (sum of T),
@@ -8,15 +10,15 @@ K ids per position, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from sync.wire import Head
 
-CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt")
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "write")
 MAX_TOPK: Final = 1024
 
 
@@ -67,6 +69,36 @@ class Marks:
     """float32, or uint16 holding bfloat16 bits"""
 
 
+class Manner(NamedTuple):
+    """How completions are written; the same for every draft of one batch."""
+
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    """Besides the model's own end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One prompt to complete."""
+
+    token_ids_P: np.ndarray
+    """int32, every id in [0, vocab_size)"""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What became of a draft."""
+
+    token_ids_T: np.ndarray
+    """int32"""
+    logprob_T: np.ndarray
+    """float32, at the temperature of writing"""
+    ended: bool
+    """By an id that ends completions, which is the last one; False: at `Manner.max_tokens`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What an engine says about itself; see `sync.wire.TeacherInfo` for the fields' meaning."""
@@ -102,3 +134,31 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds; called once, last."""
         ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """What an engine with "write" in `facts.can` does besides; from the same thread."""
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """None after every step that leaves more to do, then the texts, in order.
+
+        `score` may be called between two steps. Closing the iterator gives the work up.
+        """
+        ...
+
+
+def writer(engine: Engine) -> Writer:
+    """`engine` as one that writes; its `facts.can` must say so."""
+    assert isinstance(engine, Writer), f"{engine.facts.engine} cannot write"
+    return engine
+
+
+Steps = Iterator[list[Text] | None]
+
+
+def each_step(steps: Steps, run: Callable[[Callable[[], list[Text] | None]], list[Text] | None]) -> Steps:
+    """`steps`, each of them taken inside `run`."""
+    while (texts := run(lambda: next(steps))) is None:
+        yield None
+    yield texts

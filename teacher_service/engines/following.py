@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from sync.errors import DistillError
 from sync.wire import Head, Version
-from teacher_service.engines.base import Asked, Engine, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 POLL_SECONDS: Final = 1.0
 """Between two looks at the newest version."""
+JOIN_SECONDS: Final = 0.5
+"""At the end: what the follower is doing by then is given up."""
 
 
 class Versions(Protocol):
@@ -65,15 +68,26 @@ class FollowingEngine:
         with self._lock:
             return self._engine.score(items, asked)
 
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; a text is begun and ended by one version."""
+        with self._lock:
+            steps = writer(self._engine).write(drafts, manner)
+        yield from each_step(steps, self._undisturbed)
+
+    def _undisturbed(self, step: Callable[[], R]) -> R:
+        with self._lock:
+            return step()
+
     def head(self) -> Head | None:
         """See `Engine.head`."""
         return None
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `Engine.close`; a version that is being read or loaded is not waited for."""
         self._over.set()
-        self._thread.join()
-        self._engine.close()
+        self._thread.join(JOIN_SECONDS)
+        with self._lock:
+            self._engine.close()
 
     def due(self, newest: Version | None) -> bool:
         """Whether `newest` is to take the place of what is served."""
@@ -89,13 +103,18 @@ class FollowingEngine:
                 newest = self._versions.newest()
                 if newest is not None and self.due(newest):
                     self._refresh(newest)
-            except DistillError as error:
-                log.warning("still serving %s: %s", self.version or "the configured folder", error)
+            except Exception as error:  # edge of a thread: it must go on, whatever a loader raises
+                unknown = not isinstance(error, DistillError)
+                log.warning(
+                    "still serving %s: %s", self.version or "the configured folder", error, exc_info=unknown
+                )
 
     def _refresh(self, version: Version) -> None:
         started = time.monotonic()
         fresh = self._load(self._versions.folder(version))
         with self._lock:
+            if self._over.is_set():
+                return
             old, self._engine, self.version = self._engine, fresh, version
         old.close()
         log.info("serving %s after %.1f s", version, time.monotonic() - started)

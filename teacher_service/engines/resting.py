@@ -1,6 +1,6 @@
 """An engine that gives its memory back while nobody needs it.
 
-awake ──(idle_seconds without work)──▶ resting ──(work comes)──▶ awake
+awake ──(idle_seconds without work, or its seat is wanted)──▶ resting ──(work comes, a seat)──▶ awake
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from sync.wire import Head
-from teacher_service.engines.base import Asked, Engine, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
+from teacher_service.engines.seats import POLL_SECONDS, Seat
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -21,16 +22,18 @@ R = TypeVar("R")
 class RestingEngine:
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
-    It is loaded once at the start, so that a teacher that cannot serve says so, and for its facts.
+    It is loaded once at the start, so that a teacher that cannot serve says so, and for its facts. With a
+    `seat` it is loaded only while it holds one, and closes early when another teacher wants that.
     """
 
-    def __init__(self, load: Callable[[], Engine], idle_seconds: float) -> None:
-        self._load, self._idle_seconds = load, idle_seconds
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
-        self._engine: Engine | None = load()
-        self.facts = self._engine.facts
-        self._rest_later()
+    def __init__(self, load: Callable[[], Engine], idle_seconds: float, seat: Seat | None = None) -> None:
+        self._load, self._idle_seconds, self._seat = load, idle_seconds, seat
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._engine: Engine | None = None
+        self._used = time.monotonic()
+        self.facts = self._wake().facts
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
 
     @property
     def awake(self) -> bool:
@@ -41,44 +44,59 @@ class RestingEngine:
         """See `Engine.score`; the first batch after a rest waits for the engine to load."""
         return self._while_awake(lambda engine: engine.score(items, asked))
 
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; it is no time without work until the last step."""
+        steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
+        yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
+
     def head(self) -> Head | None:
         """See `Engine.head`."""
         return self._while_awake(lambda engine: engine.head())
 
     def _while_awake(self, work: Callable[[Engine], R]) -> R:
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
             try:
                 return work(self._wake())
             finally:
-                self._rest_later()
+                self._used = time.monotonic()
+                if self._seat is not None:
+                    self._seat.used()
 
     def _wake(self) -> Engine:
         if self._engine is None:
+            if self._seat is not None:
+                self._seat.take()
             started = time.monotonic()
-            self._engine = self._load()
-            log.info("loaded again in %.1f s", time.monotonic() - started)
+            try:
+                self._engine = self._load()
+            finally:
+                if self._engine is None and self._seat is not None:
+                    self._seat.leave()
+            seconds = time.monotonic() - started
+            if self._seat is not None:
+                self._seat.keep_for(seconds)
+            log.info("loaded in %.1f s", seconds)
         return self._engine
 
-    def _rest_later(self) -> None:
-        self._timer = threading.Timer(self._idle_seconds, self._rest)
-        self._timer.daemon = True
-        self._timer.start()
+    def _watch(self) -> None:
+        """Close the engine when it was idle for long, or when its seat is wanted; between two batches."""
+        while not self._over.wait(min(POLL_SECONDS, self._idle_seconds)):
+            idle = time.monotonic() - self._used >= self._idle_seconds
+            if self._engine is not None and (idle or (self._seat is not None and self._seat.wanted)):
+                with self._lock:
+                    self._rest("without work" if idle else "for another teacher")
 
-    def _rest(self) -> None:
-        """Close the engine, unless work came in the meantime (then another timer runs)."""
-        with self._lock:
-            if self._timer is threading.current_thread() and self._engine is not None:
-                self._engine.close()
-                self._engine = None
-                log.info("released after %.0f s without work", self._idle_seconds)
+    def _rest(self, why: str) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            log.info("released %s", why)
+        if self._seat is not None:
+            self._seat.leave()
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._over.set()
+        self._thread.join()
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
+            self._rest("at the end")

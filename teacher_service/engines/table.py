@@ -5,12 +5,12 @@ Letters in shapes: see `base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from sync.wire import Head, pack
-from teacher_service.engines.base import CAPABILITIES, Asked, Facts, Item, Marks
+from teacher_service.engines.base import CAPABILITIES, Asked, Draft, Facts, Item, Manner, Marks, Text
 
 NextToken = Callable[[np.ndarray], np.ndarray]
 """Token ids [L] → log-probabilities [L, V]: row i is the distribution of the token after position i."""
@@ -29,7 +29,7 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = CAPABILITIES if self._table is not None else ("topk", "gather", "entropy", "prompt")
+        can = CAPABILITIES if self._table is not None else ("topk", "gather", "entropy", "prompt", "write")
         self.facts = Facts("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
@@ -58,6 +58,26 @@ class TableEngine:
             entropy_C=-(np.exp(logp_CV) * logp_CV).sum(1).astype(np.float32) if asked.entropy else None,
             hidden_CH=np.eye(self.facts.hidden_size, dtype=np.float32)[previous_C] if asked.hidden else None,
         )
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; only `manner` knows ids that end a text. One draft a step."""
+        texts = []
+        for draft in drafts:
+            yield None
+            texts.append(self._complete(draft, manner))
+        yield texts
+
+    def _complete(self, draft: Draft, manner: Manner) -> Text:
+        rng, ids, ended = np.random.default_rng(draft.seed), draft.token_ids_P, False
+        logprobs: list[float] = []
+        while len(logprobs) < manner.max_tokens and not ended:
+            logits_V = self._next(ids)[-1].astype(np.float64) / manner.temperature
+            logp_V = logits_V - np.logaddexp.reduce(logits_V)
+            token = int(rng.choice(len(logp_V), p=np.exp(logp_V)))
+            ids = np.append(ids, np.int32(token))
+            logprobs.append(logp_V[token])
+            ended = token in manner.stop_token_ids
+        return Text(ids[len(draft.token_ids_P) :], np.array(logprobs, np.float32), ended)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""

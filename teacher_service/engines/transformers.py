@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ import torch
 
 from sync.errors import ConfigError
 from sync.wire import Head, pack
-from teacher_service.engines.base import CAPABILITIES, Asked, Facts, Item, Marks
+from teacher_service.engines.base import CAPABILITIES, Asked, Draft, Facts, Item, Manner, Marks, Text
 from teacher_service.engines.head import find_head, mark
 from teacher_service.engines.packing import hidden_rows, packed_ids, padded_ids, rectangles
+from teacher_service.engines.sampling import write
 
 log = logging.getLogger(__name__)
 PACKING_ATTENTION = ("flash", "flex")
@@ -123,6 +124,11 @@ class TransformersEngine:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`."""
+        ends = sorted({*_end_ids(self._model), *manner.stop_token_ids})
+        return write(self._model, len(self._head.weight_VH), drafts, manner, ends)
+
     def head(self) -> Head | None:
         """See `Engine.head`."""
         head = self._head
@@ -142,6 +148,15 @@ class TransformersEngine:
         gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _end_ids(model: Any) -> list[int]:
+    """Ids that end a text, by the folder's generation config, else by the model's config."""
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+    return []
 
 
 def _longest(config: Any, asked: int | None) -> int:

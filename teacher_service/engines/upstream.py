@@ -131,6 +131,21 @@ def marks_from_dicts(items: Sequence[Item], tables: Sequence[list[Any]], k: int)
     return assemble(np.array(logprobs, np.float32), ids_CK if k else None, top_CK)
 
 
+def only_known(marks: Marks, vocab_size: int) -> Marks:
+    """`marks` themselves. Raises DataError when a top-k holds a row that the tokenizer does not know.
+
+    Some models have such rows and some servers rank them; a student has none to compare them with.
+    """
+    ids_CK = marks.topk_ids_CK
+    if ids_CK is not None and ids_CK.size and int(ids_CK.max()) >= vocab_size:
+        raise DataError(
+            f"a top-k holds id {int(ids_CK.max())}, a row of the model that the tokenizer with its "
+            f'{vocab_size} ids does not know: ask for fewer ids, or use engine = "transformers", which '
+            "leaves such rows out"
+        )
+    return marks
+
+
 def assemble(logprob_C: np.ndarray, ids_CK: Any, top_CK: Any) -> Marks:
     """Marks with the tail mass computed; `ids_CK` None: the sampled token only."""
     if ids_CK is None:

@@ -5,6 +5,9 @@ padded ones included. Gathering needs `prompt_logprob_token_ids` (the V2 model r
 needs --enable-scale-out): tried once at start, and not offered where it is refused. Top-k is bounded by
 --max-logprobs. Hidden states and entropy are not offered.
 
+Completions are written at temperature 1. vLLM inside this process writes a whole batch before it scores
+again; a server does both at once.
+
 Letters in shapes: L tokens of one sequence, T its scored positions, K ids per position.
 """
 
@@ -14,8 +17,8 @@ import base64
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import numpy as np
@@ -23,12 +26,13 @@ import numpy as np
 from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.upstream import Upstream, assemble, longest, marks_from_dicts
+from teacher_service.engines.base import Asked, Draft, Engine, Facts, Item, Manner, Marks, Text
+from teacher_service.engines.upstream import Upstream, assemble, longest, marks_from_dicts, only_known
 
 GENERATE: Final = "/inference/v1/generate"
 TOPK_TRIED: Final = (1024, 256, 128, 64, 32, 20, 8, 1)
 CONCURRENCY: Final = 64
+POLL_SECONDS: Final = 0.02
 
 
 def connect(config: TeacherConfig, vocab_size: int) -> Engine:
@@ -43,9 +47,19 @@ def largest_topk(accepts: Callable[[int], bool], vocab_size: int) -> int:
     return next((k for k in TOPK_TRIED if k <= vocab_size and accepts(k)), 0)
 
 
-def capabilities(topk: int, gather: bool) -> tuple[str, ...]:
+def capabilities(topk: int, gather: bool, write: bool = True) -> tuple[str, ...]:
     """What vLLM gives, by what was tried."""
-    return (*(("topk",) if topk else ()), *(("gather",) if gather else ()), "prompt")
+    tried = {"topk": topk > 0, "gather": gather, "prompt": True, "write": write}
+    return tuple(name for name, given in tried.items() if given)
+
+
+def _check_temperature(manner: Manner) -> None:
+    """Raise DataError for what vLLM would report the wrong log-probabilities of."""
+    if manner.temperature != 1.0:
+        raise DataError(
+            f"temperature is {manner.temperature:g}, and vLLM tells log-probabilities at temperature 1: "
+            'ask for 1, or use engine = "transformers"'
+        )
 
 
 class ByUrl:
@@ -65,7 +79,7 @@ class ByUrl:
             vocab_size=vocab_size,
             hidden_size=0,
             max_length=longest(config, card),
-            can=capabilities(max_topk, self._accepts_gather()),
+            can=capabilities(max_topk, self._accepts_gather(), self._accepts_write()),
             max_topk=max_topk,
         )
 
@@ -84,9 +98,51 @@ class ByUrl:
             return False
         return True
 
+    def _accepts_write(self) -> bool:
+        try:
+            self._text(Draft(np.array([0], np.int32), 0), Manner(1, 1.0, ()))
+        except DataError:
+            return False
+        return True
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`."""
+        _check_temperature(manner)
+        futures = [self._threads.submit(self._text, draft, manner) for draft in drafts]
+        try:
+            while wait(futures, timeout=POLL_SECONDS).not_done:
+                yield None
+            yield [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _text(self, draft: Draft, manner: Manner) -> Text:
+        """Nothing is left to the server's defaults: a model's generation config may cut the distribution."""
+        body = {
+            "model": self._model,
+            "prompt": draft.token_ids_P.tolist(),
+            "max_tokens": manner.max_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": draft.seed,
+            "stop_token_ids": list(manner.stop_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        choice = self._upstream.post("/v1/completions", body)["choices"][0]
+        ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not ids or values is None or len(ids) != len(values):
+            raise DataError("the server returns no token_ids with log-probabilities: vLLM >= 0.11 does")
+        ended = choice["finish_reason"] == "stop"
+        return Text(np.array(ids, np.int32), np.array(values, np.float32), ended)
+
     def score(self, items: Sequence[Item], asked: Asked) -> Marks:
         """See `Engine.score`."""
-        marks = self._completions(items, asked.topk)
+        marks = only_known(self._completions(items, asked.topk), self.facts.vocab_size)
         if not asked.gather:
             return marks
         gathered = list(self._threads.map(self._gathered, items))
@@ -185,6 +241,7 @@ class InProcess:
         ids_CK, logprob_CK = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
         if asked.topk:
             marks = assemble(logprob_CK[:, 0], ids_CK[:, 1:], logprob_CK[:, 1:])
+            only_known(marks, self.facts.vocab_size)
         else:
             marks = Marks(logprob_CK[:, 0])
         if not asked.gather:
@@ -192,6 +249,24 @@ class InProcess:
         wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
         found_CK = np.concatenate([output.prompt_token_id_logprobs for output in outputs])
         return dataclasses.replace(marks, gathered_CK=np.where(wanted_CK < 0, 0, found_CK).astype(np.float32))
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; one step, because vLLM's loop cannot be shared with `score`."""
+        _check_temperature(manner)
+        prompts = [{"prompt_token_ids": draft.token_ids_P.tolist()} for draft in drafts]
+        params = [
+            self._params(
+                max_tokens=manner.max_tokens,
+                temperature=1.0,
+                seed=draft.seed,
+                stop_token_ids=list(manner.stop_token_ids),
+                logprobs=0,
+                detokenize=False,
+            )
+            for draft in drafts
+        ]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        yield [_text_of(output.outputs[0]) for output in outputs]
 
     def _sampling(self, item: Item, asked: Asked) -> Any:
         gather = {}
@@ -213,6 +288,13 @@ class InProcess:
     def close(self) -> None:
         """See `Engine.close`."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _text_of(output: Any) -> Text:
+    """vLLM's completion of one prompt."""
+    ids = [int(token) for token in output.token_ids]
+    logprobs = [table[token].logprob for token, table in zip(ids, output.logprobs, strict=True)]
+    return Text(np.array(ids, np.int32), np.array(logprobs, np.float32), output.finish_reason == "stop")
 
 
 def _columns(flat: Any, item: Item, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ import torch
 from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 
+from distill.proof import prompt_scores
 from sync.errors import RemoteError, Unreachable
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
@@ -316,6 +317,17 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
             assert (await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         assert (await client.get("/health")).status_code == 200
         assert (await client.post("/pause")).status_code == 401
+
+
+async def test_what_the_proof_cannot_ask_is_one_message(server):
+    with pytest.raises(RemoteError, match=r"/v1/models answered 401: .*needs the bearer token"):
+        await prompt_scores(server.url, "another token", [[5, 6]])
+    with pytest.raises(RemoteError, match=r"/nowhere/v1/models answered 404"):
+        await prompt_scores(f"{server.url}/nowhere", TOKEN, [[5, 6]])
+    with pytest.raises(RemoteError, match=r"/v1/completions answered 400"):
+        await prompt_scores(server.url, TOKEN, [[VOCABULARY + 7]])
+    (scores,) = await prompt_scores(server.url, TOKEN, [[5, 6]])
+    assert len(scores) == 2
 
 
 async def test_a_client_that_leaves_aborts_its_completions(server):

@@ -4,12 +4,14 @@
 | --- | --- | --- | --- | --- | --- |
 | finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
 | roles alone | what `finished` left | JSONL, text | topk | snapshots | by URL, 1 rank |
-| broadcast | Llama, untied | JSONL, text | topk | gloo, 2 replicas | 1 rank |
+| broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
 | interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank |
+| experts | Qwen3-MoE, fused in memory | JSONL, text | topk | snapshots | 2 ranks |
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,7 +28,10 @@ import psutil
 import pytest
 import torch
 
+from distill.config import StudentConfig
+from distill.control.audit import audit
 from distill.control.summary import digest_of_all
+from distill.proof import prove
 from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.transport import TOKEN_VARIABLE
 from sync.weights.tensors import digest, read_folder
@@ -35,6 +40,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH = 5, 8
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
 [run]
 name = "run"
@@ -68,7 +74,7 @@ wandb = "disabled"
 # --- models and prompts -----------------------------------------------------------------------------------
 
 
-def save_model(kind: str, folder: Path, tied: bool, width: int = 64) -> None:
+def save_model(kind: str, folder: Path, tied: bool, width: int = 64, **more: Any) -> None:
     """Random weights in bf16, biases too, and a tokenizer of one token per character with a chat template.
 
     The tokenizer is a Qwen2Tokenizer without merges: whatever a Qwen2 folder holds, that is what is loaded.
@@ -89,6 +95,7 @@ def save_model(kind: str, folder: Path, tied: bool, width: int = 64) -> None:
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
         tie_word_embeddings=tied,
+        **more,
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -103,12 +110,13 @@ def save_model(kind: str, folder: Path, tied: bool, width: int = 64) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Students `qwen3`, `llama` and `qwen2`, and their `teacher`."""
+    """Students `qwen3`, `llama`, `qwen2` and `experts`, and their `teacher`."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     save_model("Qwen3", folder / "qwen3", tied=True)
     save_model("Llama", folder / "llama", tied=False)
     save_model("Qwen2", folder / "qwen2", tied=False)
+    save_model("Qwen3Moe", folder / "experts", tied=False, **EXPERTS)
     save_model("Qwen3", folder / "teacher", tied=True, width=128)
     return folder
 
@@ -327,9 +335,16 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
 ) -> None:
     run = Run(tmp_path, models, "llama", prompts["plain"])
     summary = run.finish(
-        "student.replicas=2", "weights.road=broadcast", 'objective={type="topk", k=4}', "evaluation=false"
+        "student.replicas=2",
+        "weights.road=broadcast",
+        'objective={type="sft", on_policy=0.5}',
+        "evaluation=false",
     )
     check_result(run, summary, replicas=2)
+    checked = audit(run.run_dir)
+    assert checked.ok, checked
+    assert 0 < checked.tokens_by_teacher < checked.tokens
+    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"]
     assert summary["before"] is None
     assert not [path for path in (run.run_dir / "store").rglob("*") if path.is_file()]
 
@@ -353,3 +368,19 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed(
     assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
     check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})
     assert summary["steps"] == reached + 2
+
+
+def test_fused_experts_go_out_under_their_checkpoint_names(
+    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+) -> None:
+    """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors."""
+    run = Run(tmp_path, models, "experts", prompts["plain"])
+    summary = run.finish("trainer.ranks=2", 'objective={type="topk", k=4}', "evaluation=false")
+    check_result(run, summary)
+    names = {name for name, _ in read_folder(run.run_dir / "final")}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert not [name for name in names if "gate_up_proj" in name]
+    config = StudentConfig(
+        path=str(run.run_dir / "final"), engine_args={"enforce-eager": True, "max-model-len": 64}
+    )
+    assert asyncio.run(prove(config, tmp_path / "proof", versions=10, sequences=16)).holds

@@ -24,9 +24,22 @@ from distill.bench.fuzz import flood, fuzz
 from distill.evaluate.evaluation import LanguageModel
 from distill.evaluate.plain import log_probs
 from distill.launch import probes
+from sync.replica.config import ReplicaConfig
 from sync.tokenizers import fingerprint
 from sync.transport import Peer
-from sync.wire import Scored, ScoreRequest, ScoreSequence, Want, pack, unpack
+from sync.weights.manifest import LATEST
+from sync.wire import (
+    Array,
+    Scored,
+    ScoreRequest,
+    ScoreSequence,
+    Version,
+    Want,
+    WritePrompt,
+    Written,
+    pack,
+    unpack,
+)
 from teacher_service.client import TeacherClient
 from teacher_service.engines.head import find_head
 
@@ -128,6 +141,10 @@ def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
     ]
 
 
+def joined(*parts: Array) -> Array:
+    return pack(np.concatenate([unpack(part) for part in parts]))
+
+
 async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folder: Path) -> None:
     await up(teacher)
     asked = sequences(5)
@@ -150,6 +167,35 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
             logp = model(ids[None]).logits[0, :, :VOCAB].double().log_softmax(-1)
         expected = logp[torch.arange(1, len(ids) - 1), ids[2:]].numpy()
         np.testing.assert_allclose(unpack(result.logprob), expected, atol=1e-5)
+
+
+async def test_it_writes_what_it_then_marks_alike_and_the_same_for_the_same_seed(teacher: Process) -> None:
+    await up(teacher)
+    rng = np.random.default_rng(5)
+    prompts = [
+        WritePrompt(str(i), pack(rng.integers(1, VOCAB, 2 + i).astype(np.int32)), 10 + i) for i in range(6)
+    ]
+    async with TeacherClient("toy", [teacher.url], "secret") as client:
+        texts, alone = await client.write(prompts, 8, [3]), await client.write(prompts[4:5], 8, [3])
+        wholes = [
+            ScoreSequence(
+                one.id, pack(np.concatenate([unpack(one.token_ids), unpack(text.token_ids)])), 2 + i
+            )
+            for i, (one, text) in enumerate(zip(prompts, texts, strict=True))
+            if isinstance(text, Written)
+        ]
+        marks = await client.score(wholes)
+    assert len(wholes) == 6
+    assert isinstance(alone[0], Written)
+    assert isinstance(texts[4], Written)
+    assert alone[0].token_ids == texts[4].token_ids
+    for text, mark in zip(texts, marks, strict=True):
+        assert isinstance(text, Written)
+        assert isinstance(mark, Scored)
+        np.testing.assert_allclose(unpack(text.logprob), unpack(mark.logprob), atol=1e-4)
+        ids = unpack(text.token_ids).tolist()
+        assert (text.finish_reason == "stop") == (ids[-1] in (0, 3))  # its own end, and the one asked for
+        assert not {0, 3} & set(ids[:-1])
 
 
 async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
@@ -251,6 +297,27 @@ async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:
 async def test_a_termination_signal_ends_it_cleanly(second: Process) -> None:
     await up(second)
     assert second.end(signal.SIGTERM) == 0
+
+
+async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version's manifest is a pipe that nobody finishes writing."""
+    version = tmp_path / "store/r" / str(Version(0, 1))
+    version.mkdir(parents=True)
+    (tmp_path / "store/r" / LATEST).write_text(str(Version(0, 1)))
+    os.mkfifo(version / "manifest.json")
+    follows = ReplicaConfig(run="r", store_path=tmp_path / "store", mirror=tmp_path / "mirror")
+    for name, value in follows.environment().items():
+        monkeypatch.setenv(name, value)
+    teacher = Process(folder, tmp_path, follow_student_every=1)
+    try:
+        await up(teacher)
+        pipe = await asyncio.to_thread(os.open, version / "manifest.json", os.O_WRONLY)  # it is being read
+        assert teacher.end(signal.SIGTERM) == 0
+        os.close(pipe)
+    finally:
+        teacher.child.kill()
 
 
 def _run(tmp: Path, config: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

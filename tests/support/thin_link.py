@@ -20,6 +20,8 @@ from typing import Final
 TUNSETIFF: Final = 0x400454CA
 TUN_WITHOUT_HEADER: Final = 0x1001
 MTU: Final = 1500
+INTERFACE: Final = "lan0"
+"""What either host calls its end."""
 
 
 def missing() -> str | None:
@@ -51,10 +53,10 @@ class Host:
         interface = f"t{name}"[:15]
         request = struct.pack("16sH", interface.encode(), TUN_WITHOUT_HEADER)
         fcntl.ioctl(self.device, TUNSETIFF, request)
-        _ip("link", "set", interface, "netns", name)
+        _ip("link", "set", interface, "netns", name, "name", INTERFACE)
         _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
-        _ip("-n", name, "link", "set", interface, "mtu", str(MTU), "up")
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+        _ip("-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
 
     def command(self, line: list[str]) -> list[str]:
         """`line` as it is run on this host."""

@@ -88,8 +88,21 @@ def test_a_missing_model_folder_that_could_be_a_hub_id(
     assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = distill("student.path=studnet")
+    assert "the tokenizer of 'studnet' cannot be loaded: it is no folder here; correct `path`" in message
+
+
 def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
+
+
+def test_a_folder_to_evaluate_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+    more = ("--model", str(tmp_path / "none"))
+    assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
 
 
 def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
@@ -102,6 +115,25 @@ def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> N
     message = distill(f"teachers.sorter.path={other}")
     assert "have different tokenizers: vocabulary: 2 ids differ, the first is 3" in message
     assert "choose models of one family" in message
+
+
+def test_another_chat_template_matters_to_prompts_that_go_through_it(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taught = tmp_path / "taught"
+    shutil.copytree(models / "teacher", taught)
+    (taught / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n'))
+    given = ["preflight", config, "--set", f"teachers.sorter.path={taught}"]
+    with pytest.raises(SystemExit) as leaving:
+        main([*given, "--set", "prompts.template=chat"])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert "have different chat templates" in said
+    assert "Name the same Jinja file in student.chat_template and teachers.sorter.chat_template" in said
+    with pytest.raises(SystemExit) as leaving:
+        main(given)
+    assert leaving.value.code == 0
 
 
 def config_with_jsonl(models: Path, tmp_path: Path, rows: str) -> Path:
@@ -179,17 +211,21 @@ def test_a_deepspeed_file_that_is_missing_or_no_json(distill: Distill, tmp_path:
     assert "is not JSON" in distill(f"trainer.deepspeed={tmp_path / 'ds.json'}")
 
 
-def test_a_port_in_use(distill: Distill) -> None:
+@pytest.mark.parametrize("command", ["run", "preflight"])
+def test_a_port_in_use(distill: Distill, command: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         number = server.getsockname()[1]
-        message = distill(f"student.port={number}")
+        message = distill(f"student.port={number}", name=command)
         assert f"student.port: port {number} of 127.0.0.1 is in use: choose another one, or 0" in message
+        message = distill(f"controller.port={number}", name="preflight")
+        assert f"controller.port: port {number} of 127.0.0.1 is in use" in message
 
 
-def test_no_free_disk(distill: Distill) -> None:
-    assert "run.min_free_disk_gib asks for 1e+06" in distill("run.min_free_disk_gib=1e6")
+@pytest.mark.parametrize("command", ["run", "preflight"])
+def test_no_free_disk(distill: Distill, command: str) -> None:
+    assert "run.min_free_disk_gib asks for 1e+06" in distill("run.min_free_disk_gib=1e6", name=command)
 
 
 def test_a_second_run_in_the_same_folder(distill: Distill, tmp_path: Path) -> None:
@@ -246,3 +282,8 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
     message = distill("objective.teacher_coefficients.math=2.0")
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
+
+
+def test_an_engine_that_cannot_write_what_the_teacher_is_to_write(distill: Distill) -> None:
+    message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
+    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.control.batches import compose
+from distill.control.batches import compose, rows_of
 from distill.control.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
@@ -29,6 +29,13 @@ def rollout(number: int, prompt: int, length: int, **marks: Array | None) -> Rol
         "t1",
         Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **marks),  # type: ignore[arg-type]
     )
+
+
+TEACHERS = {"t0": 0, "t1": 1}
+
+
+def step(version: Version) -> int:
+    return version.step
 
 
 def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[TrainBatch]:
@@ -159,6 +166,32 @@ def test_rewards_travel_when_every_row_has_one() -> None:
 
 
 def test_rows_with_and_without_an_array_are_refused() -> None:
-    entropy = pack(np.zeros(2, "f4"))
+    hidden = pack(np.zeros((2, 3), "f4"))
     with pytest.raises(DataError, match="1 of 2 rollouts lack an array"):
-        shares([rollout(0, 1, 2, entropy=entropy), rollout(1, 1, 2)], 1, 100)
+        rows_of(
+            [rollout(0, 1, 2, hidden=hidden), rollout(1, 1, 2)],
+            rollout(0, 1, 2, hidden=hidden),
+            TEACHERS,
+            step,
+            6,
+        )
+
+
+def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
+    entropy = pack(np.zeros(2, "f4"))
+    (batch,) = shares([rollout(0, 1, 2, entropy=entropy), rollout(1, 1, 2)], 1, 100)
+    assert [rows.teacher_entropy for rows in batch.micro_batches] == [None]
+
+
+def test_rows_say_which_of_them_the_teacher_wrote_and_those_are_of_the_steps_age() -> None:
+    import msgspec
+
+    written = msgspec.structs.replace(rollout(2, 1, 3), spans=[], by_teacher=True)
+    (batch,) = shares([rollout(0, 1, 4), written], 1, 100)
+    (rows,) = batch.micro_batches
+    assert rows.ids == ["r0", "r2"]
+    assert rows.by_teacher is not None
+    assert unpack(rows.by_teacher).tolist() == [0, 1]
+    assert unpack(rows.token_step).tolist() == [3, 3, 5, 5, 6, 6, 6]
+    (plain,) = shares([rollout(0, 1, 4)], 1, 100)
+    assert plain.micro_batches[0].by_teacher is None

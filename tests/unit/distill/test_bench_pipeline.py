@@ -1,11 +1,37 @@
-"""What the pipeline bench makes of a finished run's files."""
+"""What the benches of whole runs make of a finished run's files."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from distill.bench.pipeline import SETTLED, crossing, measure
+from distill.bench import peers, pipeline
+from distill.bench.marks import crossing
+from distill.bench.watched import Watched
+
+SETTLED = pipeline.SETTLED
+
+
+def trial(way: str, seed: int, step_ms: float, reverse_kl: float | None = 0.2) -> pipeline.Trial:
+    return pipeline.Trial(
+        way=way,
+        seed=seed,
+        settings=[],
+        steps=240,
+        step_ms=step_ms,
+        mean_step_ms=step_ms,
+        cpu_ms_per_step={"controller": 30.0, "trainer": 100.0 + seed},
+        cpu_share=0.9,
+        others_share=0.01,
+        generated_tokens_per_second=5000.0,
+        trained_tokens_per_second=4900.0,
+        idle_seconds={"trainer": 3.0},
+        age=1.0,
+        seconds_to_target=None if reverse_kl is None else step_ms / 10,
+        reverse_kl=reverse_kl,
+        pass_rate=0.8,
+        curve=[],
+    )
 
 
 def test_a_curve_meets_its_target_between_two_evaluations() -> None:
@@ -15,21 +41,98 @@ def test_a_curve_meets_its_target_between_two_evaluations() -> None:
     assert crossing(curve, 0.1) is None
 
 
-def test_a_run_is_measured_from_its_files(tmp_path: Path) -> None:
+def test_a_run_is_measured_from_its_files_without_its_first_steps(tmp_path: Path) -> None:
     steps = SETTLED + 11
-    lines = [{"step": 0, "time": 99.0, "eval/reverse_kl": 1.0}]
-    lines += [{"step": s, "time": 100.0 + 0.25 * s, "loss": 1.0} for s in range(1, steps + 1)]
-    lines += [{"step": steps, "time": 130.0, "eval/reverse_kl": 0.2}]
+    lines = [
+        {"step": s, "time": 100.0 + (5.0 if s <= SETTLED else 0.25 * (s - SETTLED)), "loss": 1.0}
+        | {"tokens/generated": 1000.0 * s, "tokens/trained": 900.0 * s}
+        for s in range(1, steps + 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    summary = {
-        "after": {"reverse_kl": 0.2, "pass_rate": 0.9},
-        "tokens": {"trained": 3000},
-        "idle_seconds": {"trainer": 1.5},
-    }
+    summary = {"idle_seconds": {"trainer": 1.5}, "staleness": {"mean": 1.9}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    seconds = 0.25 * (steps - 1)
-    trial = measure(tmp_path, "asynchronous", 3, [(50.0, 0.1), (101.0, 0.8), (102.0, 0.9), (103.0, 1.0)])
-    assert trial.step_ms == pytest.approx(250.0)
-    assert trial.trained_tokens_per_second == pytest.approx(3000 / seconds)
-    assert trial.cpu_share == 0.9
-    assert trial.seconds_to_target == pytest.approx(0.75 * seconds)
+    seen = Watched([90.0, 100.25, 102.75, 110.0], {"trainer": [0.0, 4.0, 6.0, 20.0]}, [0.0, 8.0, 12.0, 20.0])
+    found = pipeline.measure(tmp_path, "asynchronous", 3, ["a=1"], seen, evaluate=False)
+    assert found.step_ms == pytest.approx(250.0)
+    assert found.trained_tokens_per_second == pytest.approx(900.0 / 0.25)
+    assert found.generated_tokens_per_second == pytest.approx(1000.0 / 0.25)
+    assert found.cpu_ms_per_step == {"trainer": pytest.approx(1000 * 2.0 / 10)}
+    assert found.cpu_share == pytest.approx(2.0 / 2.5 / pipeline.cores())
+    assert found.others_share == pytest.approx(2.0 / 2.5 / pipeline.cores())
+    assert (found.age, found.reverse_kl, found.steps) == (1.9, None, steps)
+
+
+def test_every_length_of_a_run_sets_its_schedule_under_the_key_that_deepspeed_reads(tmp_path: Path) -> None:
+    from distill.loading import merge, parse_override
+    from student_trainer.config import TrainerSettings
+    from student_trainer.engine import deepspeed_config
+
+    words = pipeline.arguments(tmp_path, "a", 0, 60, pipeline.TWO_THREADS)
+    merged: dict = {}
+    for one in words[4::2]:
+        merged = merge(merged, parse_override(one))
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {}, "zero_optimization": {"stage": 3}, "scheduler": {"type": "x"}}')
+    settings = TrainerSettings(deepspeed=file, overrides=merged["trainer"]["overrides"])
+    assert deepspeed_config(settings)["scheduler"] == {"type": "x", "params": {"total_num_steps": 60}}
+    assert merged["student"]["env"] == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_trial_is_kept_and_one_of_other_settings_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(pipeline.watched, "run", lambda words: ran.append(words) or Watched())
+
+    def measured(run_dir: Path, way: str, seed: int, settings: list[str], *_: object) -> pipeline.Trial:
+        return pipeline.Trial(**{**vars(trial(way, seed, 250.0)), "settings": settings})
+
+    monkeypatch.setattr(pipeline, "measure", measured)
+    for settings in (["a=1"], ["a=1"], ["a=2"]):
+        pipeline.trial(tmp_path, "asynchronous", 0, 240, settings)
+    assert len(ran) == 2
+
+
+def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figure() -> None:
+    slow = pipeline.medians([trial("synchronous", s, ms) for s, ms in enumerate((290.0, 300.0, 900.0))])
+    fast = pipeline.medians([trial("asynchronous", s, ms) for s, ms in enumerate((140.0, 150.0, 160.0))])
+    assert slow["cpu_ms_per_step"]["trainer"] == 101.0
+    found = pipeline.ratios({"synchronous": slow, "asynchronous": fast})
+    assert found == {"step_ms": 2.0, "mean_step_ms": 2.0, "seconds_to_target": 2.0}
+    fast = pipeline.medians([trial("asynchronous", 0, 150.0), trial("asynchronous", 1, 150.0, None)])
+    assert "seconds_to_target" not in pipeline.ratios({"synchronous": slow, "asynchronous": fast})
+    report = {
+        "target_kl": 0.25,
+        "steps": 240,
+        "seeds": [0, 1],
+        "cores": 2,
+        "synchronous": "one thread a stage",
+        "medians": {"synchronous": slow, "asynchronous": fast},
+        "synchronous_over_asynchronous": {"step_ms": 2.0},
+    }
+    lines = pipeline.table(report).splitlines()
+    assert "| ms a step, median | 300 | 150 | 2.00 |" in lines
+    assert "| seconds to the target KL | 30.0 | – |  |" in lines
+    assert "| CPU-ms a step: trainer | 101.0 | 100.5 |  |" in lines
+
+
+def test_the_table_of_peers_says_how_much_better_ours_is_in_each_direction() -> None:
+    trials = [
+        peers.Trial("ours", "toy", 0, 240, 150.0, 7000.0, 20.0, 0.19, 0.88),
+        peers.Trial("trl", "toy", 0, 240, 300.0, 3500.0, 40.0, 0.18, 0.89),
+        peers.Trial("ours", "large", 0, 24, 1000.0, 1500.0),
+        peers.Trial("trl", "large", 0, 24, 1500.0, 1000.0),
+    ]
+    report = {
+        "trl": "trl==1.16.0",
+        "cores": 2,
+        "target_kl": 0.25,
+        "parameters": {size: {"student": 200_000, "teacher": 600_000} for size in ("toy", "large")},
+        "trl_precision": {"toy": "fp32", "large": "bf16"},
+        "medians": {size.name: peers.medians(trials, size) for size in (peers.TOY, peers.LARGE)},
+    }
+    lines = peers.table(report).splitlines()
+    assert "| ms a step | 150 | 300 | 2.00 |" in lines
+    assert "| tokens generated and trained on a second | 7,000 | 3,500 | 2.00 |" in lines
+    assert "| tokens generated and trained on a second | 1,500 | 1,000 | 1.50 |" in lines
+    assert sum("reverse KL" in line for line in lines) == 1, "large models are not evaluated"

@@ -1,23 +1,26 @@
-"""The formats that the codec is measured against cost what their descriptions say."""
+"""The bench of weight sync: other formats cost what their descriptions say, and every part is measured."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 
-from distill.bench import sync as bench
-from distill.bench import trajectory
-from distill.bench.formats import (
+from distill.bench.sync import codec, replica, report, roads, stores, timing, trajectory, whole_run
+from distill.bench.sync import run as bench
+from distill.bench.sync.formats import (
+    FORMATS,
     entropy_given_exponent,
     gap16_and_value,
     int32_and_value,
     row_gaps_and_values,
     xor_planes,
 )
+from sync.errors import ConfigError, DistillError
 
 
 @pytest.fixture
@@ -75,24 +78,131 @@ def test_the_entropy_given_the_exponent_matches_a_case_counted_by_hand() -> None
     assert entropy_given_exponent(old, new) == pytest.approx(4 * quarter + 4 * 1.5)
 
 
-def test_a_tiny_bench_runs_and_its_table_shows_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Figures of the codec on a trajectory of one learning rate."""
     size = trajectory.Size(hidden=64, layers=1, vocabulary=64, tokens=64, warm_up=2, settle=1)
     monkeypatch.setattr(trajectory, "SMALL", size)
-    monkeypatch.setattr(bench, "LRS", (1e-5,))
-    monkeypatch.setattr(bench, "LARGE", (1 << 16, 1 << 16))
-    results = bench.run(tmp_path / "out.json", repeats=1)
-    assert json.loads((tmp_path / "out.json").read_text()) == results
-    assert [(row["lr"], row["steps"]) for row in results["rows"]] == [(1e-5, 1), (1e-5, 8)]
-    for row in results["rows"]:
+    monkeypatch.setattr(codec, "LRS", (1e-6,))
+    monkeypatch.setattr(codec, "LARGE", (1 << 16, 1 << 16))
+    return codec.run(full=False, rounds=1)
+
+
+def test_a_tiny_trajectory_is_measured_in_every_format(tiny: dict[str, Any]) -> None:
+    assert [(row["lr"], row["steps"]) for row in tiny["rows"]] == [(1e-6, 1), (1e-6, 8)]
+    for row in tiny["rows"]:
         size_of = row["bytes_per_parameter"]
         assert size_of["int32+value"] == pytest.approx(6 * row["changed"])
         assert size_of["small"] < size_of["fast"] < size_of["int32+value"]
-    assert [(road["store"], road["kind"]) for road in results["roads"]] == [
-        ("directory", "full"),
-        ("directory", "delta"),
-        ("xet", "full"),
-        ("xet", "delta"),
+        assert row["encode"].keys() == {*FORMATS, *codec.EFFORTS, "compare"}
+    assert [speed["density"] for speed in tiny["speeds"]] == [0.01, 0.1, 0.3]
+
+
+def test_turns_give_the_median_of_every_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walls of 1, 8 and 2 s; CPU of half that; 2 GB."""
+    clock = [0.0]
+
+    def work(given: list[float]) -> None:
+        clock[0] += given.pop(0)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "thread_time", lambda: clock[0] / 2)
+    left = [1.0, 8.0, 2.0]
+    rates = timing.interleaved({"it": (lambda: left, work)}, 3, 2 * 10**9)
+    assert rates == {"it": timing.Rate(wall=1.0, cpu=2.0)}
+
+
+def test_every_store_takes_every_kind_and_one_that_is_missing_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roads, "COUNT", {"toy": 1})
+    monkeypatch.setattr(stores, "_SUPPORT", tmp_path)
+    found = roads.run(False, tmp_path)
+    assert [(road["store"], road["kind"]) for road in found["roads"]] == [
+        (store, kind) for store in ("directory", "xet", "s3") for kind in ("full", "delta", "lora")
     ]
-    assert len(bench.table(results).splitlines()) == 2 + 2 + 3 + 3 + 2 + 4
+    assert all(road["bytes"] == road["read"] > 0 for road in found["roads"])
+    sizes = {road["kind"]: road["bytes"] for road in found["roads"]}
+    assert sizes["delta"] < sizes["lora"] < sizes["full"]
+    assert "source checkout" in found["skipped"]["bucket"]
+
+
+def run_folder(folder: Path) -> Path:
+    """Of 6 steps, one every half second; publishing blocks the trainer for 5 ms in each."""
+    folder.mkdir()
+    lines = [
+        {"step": step, "loss": 1.0, "time": 100 + step / 2, "seconds/publish": 0.005} for step in range(6)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sync = {"updates": 12, "versions": 6, "bytes_full": 9, "bytes_delta": 3, "publish_seconds": 0.1}
+    sync |= {"pause_seconds": 0.02, "apply_seconds": 0.01, "stage_seconds": 0.03}
+    (folder / "summary.json").write_text(json.dumps({"sync": sync}))
+    return folder
+
+
+def test_a_runs_own_figures_say_what_syncing_cost(tmp_path: Path) -> None:
+    found = whole_run.figures(run_folder(tmp_path / "run"), settled=1)
+    assert (found["steps"], found["step_seconds"], found["swaps_per_step"]) == (5, 0.5, 2.0)
+    assert found["trainer_blocked_share"] == pytest.approx(0.01)
+    with pytest.raises(DistillError, match="run more steps"):
+        whole_run.figures(tmp_path / "run", settled=4)
+
+
+def test_what_a_swap_costs_is_what_is_not_generated_meanwhile() -> None:
+    """Ten seconds at 80 instead of 100 tokens a second are two seconds, for four swaps."""
+    assert replica.cost_of_a_swap(80.0, 100.0, 10.0, 4) == pytest.approx(0.5)
+
+
+SWAP = {"count": 3, "bytes_read": 1, "stage_seconds": 0.1, "pause_seconds": 0.06, "apply_seconds": 0.04}
+SWAPS = {
+    "in_flight": 16,
+    "swaps": {"full": SWAP, "delta": SWAP, "lora": SWAP},
+    "vllm_reload_seconds": 0.2,
+    "tokens_per_second": 1600.0,
+    "decode_step_seconds": 0.01,
+    "engine_seconds_per_swap": 0.015,
+    "engine_seconds_by_turn": [0.015],
+}
+
+
+def test_parts_are_kept_printed_drawn_and_held_against_the_goals(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("publish_seconds", "stage_seconds")
+    road = {"store": "xet", "kind": "delta", "bytes": 7, "read": 7, **dict.fromkeys(names, 0.001)}
+    whole = whole_run.figures(run_folder(tmp_path / "run"), settled=1)
+    made = {
+        "codec": tiny,
+        "roads": {"roads": [road], "skipped": {"s3": "no moto"}},
+        "swaps": SWAPS,
+        "whole_run": whole,
+    }
+    asked: list[str] = []
+    for name, figures in made.items():
+        monkeypatch.setitem(bench.PARTS, name, lambda _f, _p, n=name, g=figures: asked.append(n) or g)
+    bench.run(tmp_path / "out", only=["codec"])
+    results = bench.run(tmp_path / "out")
+    assert asked == ["codec", "roads", "swaps", "whole_run"], "what is kept is not measured again"
+    assert (tmp_path / "out/sync.png").stat().st_size > 10_000
+    text = bench.table(results)
+    assert "| xet | delta | 7 | 1.0 | 1.0 | 60.0 | 40.0 |" in text
+    assert "s3 left out: no moto" in text
+    reached = {goal.text: goal for goal in report.goals(results)}
+    share = reached["toy: pause + recompute, share of engine time at one sync a step"]
+    assert (share.reached, share.met) == (pytest.approx(0.03), False)
+    pause = reached["toy: pause of a delta, seconds (a decode step + 50 ms)"]
+    assert (pause.limit, pause.met) == (pytest.approx(0.06), True)
+    assert reached["toy: trainer time lost to publishing, share"].met
+    with pytest.raises(ConfigError, match="choose from codec"):
+        bench.run(tmp_path / "out", only=["codecs"])
+
+
+def test_full_measures_the_large_model_too_but_trains_no_run_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(bench, "draw", lambda *_: None)
+    for name in bench.PARTS:
+        monkeypatch.setitem(bench.PARTS, name, lambda full, _p, n=name: asked.append((full, n)) or {})
+    assert bench.run(tmp_path, full=True)["large"].keys() == {"codec", "roads", "swaps"}
+    assert (True, "swaps") in asked

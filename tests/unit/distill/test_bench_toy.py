@@ -127,6 +127,15 @@ def test_stale_samples_have_importance_weights(world: World) -> None:
     assert learner.effective_samples < 0.999
 
 
+def test_the_age_of_what_was_trained_on_is_measured_token_by_token(world: World) -> None:
+    learner = Learner(world, SETUP, Trial("sampled", 3e-2, 0, lag=2), configured("sampled", K))
+    ends = [0]
+    for _ in range(4):
+        learner.step()
+        ends.append(learner.tokens)
+    assert learner.age == pytest.approx(np.dot(np.diff(ends), [0, 1, 2, 2]) / ends[-1])
+
+
 def test_the_start_is_never_trained(world: World) -> None:
     before = evaluated(world, world.student, 0)
     Learner(world, SETUP, Trial("full", 1e-1, 0), configured("full", K)).step()

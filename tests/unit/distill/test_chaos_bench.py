@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from distill.bench.chaos import ALL, _choose, figures, holds, table
-from distill.bench.patient import CONTROLLER, kind_of
+import pytest
+
+from distill.bench import chaos
+from distill.bench.chaos import ALL, _targets, figures, holds, table
+from distill.bench.patient import CONTROLLER, Tail, kind_of
 from distill.control.audit import AuditReport
 from distill.launch.processes import descendants, players
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -36,14 +42,89 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
     assert not holds(whole | {"completed": False})
 
 
-def test_every_kind_of_role_is_chosen_whatever_its_number() -> None:
-    rng = random.Random(0)
+def test_every_kind_dies_once_before_any_dies_again_whatever_the_number_of_its_processes() -> None:
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
-    chosen = [_choose(rng, roles) for _ in range(600)]
-    kinds = {kind: sum(1 for one in chosen if kind_of(one) == kind) for kind in map(kind_of, chosen)}
-    assert set(kinds) == {"student", "teacher", "trainer rank", "evaluator", CONTROLLER, ALL}
-    assert min(kinds.values()) > 60
+    chosen = list(itertools.islice(_targets(random.Random(1), roles), 60))
+    kinds = {"student", "teacher", "trainer rank", "evaluator", CONTROLLER, ALL}
+    rounds = [[kind_of(one) for one in chosen[i : i + 6]] for i in range(0, 60, 6)]
+    assert all(set(one) == kinds for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 5
     assert set(roles) <= set(chosen)
+
+
+class Immortal:
+    """A Patient that is at work at once, and counts what is done to it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.killed, self.resumed, self.steps = run_dir, [], [], 0
+        (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+
+    def __enter__(self) -> Immortal:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def start(self, resume: bool = False) -> None:
+        self.resumed.append(resume)
+        (self.run_dir / "journal").mkdir(exist_ok=True)
+
+    def kill(self, role: str, rng: random.Random) -> None:
+        self.killed.append(role)
+
+    def kill_launcher(self, everything: bool = False) -> None:
+        self.killed.append(ALL if everything else CONTROLLER)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        assert condition(), what
+
+    def wait_at_work(self, roles: list[str]) -> None: ...
+    def end(self) -> None: ...
+    def roles(self) -> list[str]:
+        return ["evaluator", "student-0", "teacher-a", "trainer"]
+
+    def over(self) -> bool:
+        return False
+
+    def step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def orphans(self) -> int:
+        return 0
+
+    def summary(self) -> dict:
+        return SUMMARY
+
+
+def test_chaos_that_was_stopped_goes_on_with_the_next_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "LONGEST_CALM_SECONDS", 0.0)
+    monkeypatch.setattr(chaos, "audit", lambda run_dir: AuditReport())
+    first, second, whole = (Immortal(_folder(tmp_path, name)) for name in ("run", "run", "whole"))
+    chaos.run(first, 5, seed=3)
+    found = chaos.run(second, 12, seed=3)
+    chaos.run(whole, 12, seed=3)
+    assert (first.resumed[0], second.resumed[0]) == (False, True)
+    assert [*first.killed, *second.killed] == whole.killed
+    assert found["kills"] == dict.fromkeys(
+        ["all at once", "controller", "evaluator", "student", "teacher", "trainer rank"], 2
+    )
+
+
+def _folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir(exist_ok=True)
+    return parent / name
+
+
+def test_lines_are_given_out_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = Tail(path)
+    assert tail.new() == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a":')
+    assert tail.new() == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n')
+    assert tail.new() == [{"a": 3}]
+    assert tail.new() == []
 
 
 async def test_processes_are_found_by_their_role(tmp_path: Path) -> None:

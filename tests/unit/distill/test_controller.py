@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+from distill.control.audit import check
+from distill.control.authors import seed_of
 from distill.control.controller import Controller
+from distill.control.journal import Location
 from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.control.parts import Hooks
-from sync.wire import Stop, Version
+from distill.control.records import Rollout, Trace
+from distill.control.segments import read_all
+from sync.wire import Stop, Version, WritePrompt, Written, unpack
 
 
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
@@ -193,3 +199,106 @@ async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> No
     summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.005))
     assert summary["steps"] < 1000
     assert "no better reverse_kl" in summary["stop_reason"]
+
+
+async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounted_for(
+    controller, config, tmp_path: Path
+) -> None:
+    replica, teacher = MemoryReplica(), MemoryTeacher()
+    run = controller(
+        config(objective={"type": "sft", "on_policy": 0.5}, buffer={"max_staleness": 0}),
+        replicas={"r0": replica},
+        teachers={"t": teacher},
+    )
+    trainer = MemoryTrainer(run.desk, ranks=2)
+    summary = await complete(run, trainer)
+
+    assert replica.generated == len(teacher.wrote) == 24
+    written = set(teacher.wrote)
+    for (version, _), ids in zip(trainer.batches, trainer.ledger[0].values(), strict=True):
+        assert version == 0
+        assert len(written.intersection(ids)) == 4, "without drops every synchronous batch has its share"
+    rows = [rows for shares in trainer.batches.values() for share in shares for rows in share.micro_batches]
+    flags = [(one.ids, unpack(one.by_teacher)) for one in rows if one.by_teacher is not None]
+    assert {i for ids, flag in flags for i, by in zip(ids, flag, strict=True) if by} == written
+    assert summary["staleness"]["max"] == 0
+
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    report = check(records, trainer.ledger)
+    assert report.ok, report
+    assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
+    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"] == report.tokens
+    rollouts = [record for _, record in records if isinstance(record, Rollout | Trace)]
+    assert {one.id for one in rollouts if one.by_teacher} == written
+    assert all(bool(one.spans) != one.by_teacher for one in rollouts)
+
+
+async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller) -> None:
+    teacher = MemoryTeacher()
+    run = controller(teachers={"t": teacher})
+    trainer = MemoryTrainer(run.desk)
+    summary = await complete(run, trainer)
+    assert teacher.wrote == []
+    assert summary["tokens"]["generated_by_teacher"] == 0
+    shares = [share for batch in trainer.batches.values() for share in batch]
+    assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)
+
+
+async def test_a_teacher_that_writes_everything_needs_the_replicas_only_for_their_versions(
+    controller, config
+) -> None:
+    replica, teacher = MemoryReplica(), MemoryTeacher()
+    run = controller(config(objective={"type": "sft"}), replicas={"r0": replica}, teachers={"t": teacher})
+    summary = await complete(run, MemoryTrainer(run.desk))
+    assert summary["steps"] == 6
+    assert replica.generated == 0
+    assert summary["tokens"]["trained_by_teacher"] == summary["tokens"]["trained"] > 0
+
+
+async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_its_place(
+    controller, config
+) -> None:
+    teacher = MemoryTeacher(refuses=lambda name: name.startswith("0:1"))
+    run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
+    summary = await complete(run, MemoryTrainer(run.desk))
+    assert summary["completed"]
+    assert summary["rollouts"]["dropped"]["teacher_refused"] > 0
+
+
+async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_again_alike(
+    controller, config, tmp_path: Path
+) -> None:
+    settings = config(objective={"type": "sft", "on_policy": 0.5}, run={"steps": 20})
+
+    async def start(until: int | None, checkpoint: Version | None) -> MemoryTrainer:
+        run = controller(settings)
+        trainer = MemoryTrainer(run.desk, checkpoint_every=3, checkpoint=checkpoint)
+        if until is None:
+            await complete(run, trainer)
+            return trainer
+        tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+        while len(trainer.batches) < until:
+            await trainer.stepped.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return trainer
+
+    first = await start(5, None)
+    second = await start(None, first.checkpoint)
+    again = {v.step: shares for v, shares in second.batches.items()}
+    common = [v for v in first.batches if v.step in again]
+    assert common
+    for version in common:
+        for one, other in zip(first.batches[version], again[version.step], strict=True):
+            assert one.micro_batches == other.micro_batches
+
+    texts = 0
+    for _, _, record in read_all(tmp_path / "journal"):
+        if isinstance(record, Rollout) and record.by_teacher:
+            prompt = WritePrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
+            (written,) = await MemoryTeacher().write([prompt], 8, [])
+            assert isinstance(written, Written)
+            assert written.token_ids == record.tokens
+            texts += 1
+    assert texts > 0

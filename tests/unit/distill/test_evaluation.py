@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluate.evaluation import LanguageModel, Limits, compare, completions, evaluate, sample
+from distill.evaluate.evaluation import LanguageModel, Limits, compare, evaluate, sample
 from distill.prompts.stream import Prompt
 from sync.wire import Version
 from teacher_service.engines.head import find_head
+from teacher_service.engines.sampling import completions
 
 torch.set_num_threads(1)
 

@@ -81,6 +81,25 @@ async def test_versions_are_evaluated_every_so_many_steps(
     assert [version.step for version in evaluator.seen] == seen
 
 
+async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
+    class Slow(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            await asyncio.sleep(0.01)
+            return await super().evaluate(version)
+
+    evaluator = Slow()
+    evaluations, books = bench(tmp_path, evaluator, every=4)
+    task = asyncio.create_task(evaluations.run())
+    evaluations.due(Version(0, 4))
+    await asyncio.sleep(0)
+    last = await evaluations.now(Version(0, 4))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    books.journal.close()
+    assert evaluator.seen == [Version(0, 4)]
+    assert books.state.evaluations == [last]
+
+
 @pytest.mark.parametrize(("error", "times"), [(Unreachable("gone"), 2), (RemoteError("no such version"), 1)])
 async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     tmp_path: Path, error: Exception, times: int

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from distill.control.controller import Controller
 from distill.control.gateway import answered, exposition, listen
+from student_trainer.controller import HttpController
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (
@@ -188,3 +189,14 @@ async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
     await asyncio.sleep(0)
     poll.cancel()
     assert (await poll).status_code == 503
+
+
+async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:
+    lost = await asyncio.to_thread(HttpController(remote.peer).lost, "0-7")
+    assert "broadcast 0-7 is over, the newest is None" in (lost or "")
+
+
+def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
+    peer = BlockingPeer("http://127.0.0.1:1", TOKEN)
+    assert HttpController(peer).lost("0-1") is None
+    peer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,10 +14,11 @@ from starlette.routing import Route
 
 from distill.control.gateway import listen, serving
 from distill.control.memory import MemoryReplica, weights_of
-from distill.control.replicas import HttpReplica
+from distill.control.replica_engine import HttpReplica
 from sync.errors import RemoteError, Unreachable
 from sync.transport import read_message, refuse, reply
 from sync.wire import (
+    BroadcastTicket,
     Generated,
     GenerateFailed,
     GeneratePrompt,
@@ -114,3 +116,14 @@ async def test_nobody_there_is_not_alive() -> None:
     with pytest.raises(Unreachable):
         await asyncio.wait_for(collect(client, []), 5)
     await client.aclose()
+
+
+async def test_a_seat_in_a_broadcast_is_not_asked_for_twice() -> None:
+    """A snapshot may be asked for until its time is over; here that would be an hour."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        client = HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        ticket = BroadcastTicket("127.0.0.1:1", "group", 1, 2)
+        with pytest.raises(Unreachable, match="ConnectError"):
+            await client.update(UpdateRequest(version=Version(0, 1), broadcast=ticket), 3600.0)
+        await client.aclose()

@@ -12,7 +12,7 @@ import pytest
 from distill.config import RunConfig
 from distill.control.memory import MemoryReplica
 from distill.evaluate import service
-from distill.launch import live, preflight
+from distill.launch import alone, live, preflight
 from distill.launch.probes import Finding
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
@@ -161,6 +161,15 @@ async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Pa
     assert 'objective "full" needs hidden' in said[-2].line
 
 
+async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
+    config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
+    assert failed(said) == ["teacher t: marks"]
+    assert 'objective "topk" needs write' in said[-2].line
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "write"])}, None))
+    assert failed(said) == []  # entropy is missing, and is only measured
+
+
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
     config = configure(
         models, student={"path": str(models / "student"), "engine_args": {"max_model_len": 20}}
@@ -238,6 +247,10 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
         preflight.check(configure(models, **sections))
     sections["objective"] = {"type": "topk"}
     assert preflight.check(configure(models, **sections)).held_out
+    adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
+    for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):
+        with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
+            check(configure(models, **adapters))
     off = {"evaluation": False, "weights": {"road": "broadcast"}}
     with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
         preflight.check(configure(models, **sections, **off))

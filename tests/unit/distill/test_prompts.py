@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 
-from distill.config import JsonlPrompts
-from distill.prompts.sources import TableSource, TaskSource, read_jsonl, text_encoder
+from distill.config import DatasetPrompts, JsonlPrompts
+from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from sync.errors import DataError
 
@@ -124,6 +125,25 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
         read_jsonl(config, letters, max_prompt=5)
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"content": "a"}], r"p\.jsonl:1: every chat message needs a role"),
+        (["a"], r"p\.jsonl:1: every chat message needs a role"),
+        ([{"role": "system", "content": "a"}], r"p\.jsonl:1: .* refuses the messages \(no system role\)"),
+    ],
+)
+def test_messages_that_no_template_takes_are_named_by_file_and_line(
+    tmp_path: Path, messages: object, message: str
+) -> None:
+    def refuse(_: object) -> list[int]:
+        raise TemplateError("no system role")
+
+    write(tmp_path / "p.jsonl", {"prompt": messages})
+    with pytest.raises(DataError, match=message):
+        read_jsonl(JsonlPrompts(type="jsonl", path=tmp_path / "p.jsonl"), refuse, 5)
+
+
 def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
@@ -135,6 +155,20 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
     config = JsonlPrompts(type="jsonl", path=tmp_path / "no.jsonl", template="plain")
     with pytest.raises(DataError, match=r"no\.jsonl cannot be read"):
         read_jsonl(config, letters, 5)
+
+
+def test_a_dataset_that_cannot_be_loaded_says_what_to_correct(tmp_path: Path) -> None:
+    config = DatasetPrompts(type="dataset", path=str(tmp_path), split="test", template="plain")
+    wanted = f"dataset '{tmp_path}' .* split 'test'.* cannot be loaded .*correct prompts.path, name, split"
+    with pytest.raises(DataError, match=wanted):  # no files
+        read_dataset(config, letters, 5)
+    (tmp_path / "rows.json").write_text('{"prompt": ')
+    with pytest.raises(DataError, match=wanted):  # a broken file
+        read_dataset(config, letters, 5)
+    (tmp_path / "rows.json").write_text('{"prompt": "ab"}')
+    with pytest.raises(DataError, match=wanted):  # no such split
+        read_dataset(config, letters, 5)
+    assert read_dataset(config.model_copy(update={"split": "train"}), letters, 5)[0].token_ids == [97, 98]
 
 
 class Tokenizer:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from distill.control.memory import MemoryReplica, weights_of
 from distill.control.records import VersionApplied
 from distill.control.replicas import Fleet, Phase
 from distill.control.signals import Signal
+from distill.control.summary import identity
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
@@ -253,6 +255,38 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         assert world.fleet.broadcast(broadcast(3)).world_size == 3
 
 
+async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
+    class Hanging(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await self._breathe(60.0)
+            return await super().update(request, timeout)
+
+    class Refusing(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            raise RemoteError("the sender gave up")
+
+    class Ahead(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            reply = await super().update(request, timeout)
+            return msgspec.structs.replace(reply, bytes_read=0)
+
+    hanging = Hanging()
+    world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 4)
+        group = world.fleet.broadcast(broadcast(1)).group
+        lost = lambda: world.fleet.lost_seats(group)  # noqa: E731
+        await world.until(lambda: len(lost()) == 2)
+        assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
+        hanging.up = False  # nothing breaks its connection: it only does not answer any more
+        await world.until(lambda: "hanging" in lost())
+        assert world.serving() == ["refusing", "ahead", "well"]
+        hanging.revive()
+        await world.until(world.fleet.wants_broadcast)
+        with pytest.raises(RemoteError, match=r"broadcast nowhere is over, the newest is 0-1"):
+            world.fleet.lost_seats("nowhere")
+
+
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
     back = MemoryReplica()
     world = World(a=MemoryReplica(), back=back)
@@ -284,3 +318,36 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
         final = Version(0, 9)
         proof = await world.fleet.hold_exactly(final, weights_of(final))
     assert proof == {"a": not planted, "b": True}
+
+
+async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
+    class Dying(MemoryReplica):
+        async def state(self, digests: bool = False) -> ReplicaState:
+            if digests:
+                raise Unreachable("it died when it was asked")
+            return await super().state()
+
+    world = World(here=MemoryReplica(), dying=Dying(), gone=MemoryReplica(up=False))
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        final = Version(0, 9)
+        found = await world.fleet.hold_exactly(final, weights_of(final))
+    assert found == {"here": True, "dying": None, "gone": None}
+    figures = identity(found)
+    assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ({"a": True, "b": True}, True),
+        ({"a": True, "b": False}, False),
+        ({"a": False, "b": None}, False),
+        ({"a": True, "b": None}, None),
+        ({}, None),
+    ],
+)
+def test_weights_are_identical_only_when_all_were_compared(
+    found: dict[str, bool | None], verdict: bool | None
+) -> None:
+    assert identity(found)["weights_identical"] is verdict

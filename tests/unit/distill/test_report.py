@@ -94,7 +94,7 @@ def test_the_table_shows_what_is_known() -> None:
 def test_lines_for_people_hold_the_figures() -> None:
     figures = {"reverse_kl": 0.1234, "staleness/mean": 2.5, "seconds/wait": 0.25}
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
-    assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60: reverse KL 0.500 nats a token"
+    assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats a token"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
 
 

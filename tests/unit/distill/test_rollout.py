@@ -16,7 +16,8 @@ from distill.config import RolloutConfig
 from distill.control.books import Books
 from distill.control.journal import Journal
 from distill.control.memory import MemoryReplica
-from distill.control.replicas import Answer, Fleet
+from distill.control.replica_engine import Answer
+from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, fault
 from distill.control.scoring import Finished
 from distill.control.signals import Signal

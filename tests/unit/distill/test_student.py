@@ -66,6 +66,7 @@ def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
     line, environment = built()
     assert ("--distributed-executor-backend=uni" in line) == cpu
     assert ("--gpu-memory-utilization=0.2" in line) == cpu
+    assert ("--enforce-eager" in line) == cpu, "compiling takes minutes and gains nothing there"
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == cpu
     assert "--gpu-memory-utilization=0.5" in built(engine_args={"gpu-memory-utilization": 0.5})[0]
 
@@ -147,3 +148,13 @@ def test_a_rank_beyond_the_engines_is_refused_and_the_flags_are_not_the_users(cp
     narrow = REPLICA.model_copy(update={"lora_rank": 8})
     with pytest.raises(ConfigError, match="must stay 8"):
         command(StudentConfig(path="m", engine_args={"max-lora-rank": 64}), narrow, 0, "127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("key", ["enable-return-routed-experts", "enable_return_routed_experts"])
+def test_routes_of_experts_are_refused_where_no_model_runner_returns_them(cpu, key):
+    if cpu:
+        with pytest.raises(ConfigError, match=r"routed-experts'.* runs on GPUs: leave it out"):
+            built(engine_args={key: True})
+    else:
+        assert "--enable-return-routed-experts" in built(engine_args={key: True})[0]
+    assert "--no-enable-return-routed-experts" in built(engine_args={key: False})[0]

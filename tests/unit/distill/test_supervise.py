@@ -85,6 +85,23 @@ async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(tmp_path:
     await supervisor.stop(1)
 
 
+async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_path: Path):
+    (tmp_path / "engine.log").write_text("OldError: of an earlier start\n")
+    said = [
+        "(Core) ERROR 11-20 [core.py:1] Traceback",
+        "(Core) ERROR 11-20 [core.py:1] RuntimeError: head_dim=16",
+    ]
+    said += [f"    {i} vllm.EngineDeadError: see above" for i in range(30)]
+    dying = [sys.executable, "-c", f"print({chr(10).join(said)!r}, flush=True); raise SystemExit(1)"]
+    supervisor = Supervisor([ChildSpec("engine", dying, url="http://127.0.0.1:9")], tmp_path, 5)
+    await supervisor.start()
+    with pytest.raises(
+        ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
+    ):
+        await supervisor.ready(60)
+    await supervisor.stop(1)
+
+
 async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from student_trainer import launch
 from student_trainer.__main__ import read_config
@@ -28,7 +27,6 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.objectives.needs import needs, student_topk
 from student_trainer.objectives.registry import build, discount
-from student_trainer.weights import check_names
 from sync.errors import ConfigError
 from sync.wire import Want
 
@@ -95,8 +93,6 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
-    hosts, _ = launch.command(config(JSONS[0], hostfile="hosts"), Path("t.json"))
-    assert hosts[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
     assert argv[argv.index("--num_accelerators") + 1] == "3"
     assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
@@ -106,6 +102,20 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
         "PASSIVE",
         "b",
     )
+
+
+def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTILL_TOKEN", raising=False)
+    (tmp_path / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
+    far = config(JSONS[0], hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
+    far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
+    argv, env = launch.command(far, tmp_path / "trainer.json")
+    assert argv[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
+    told = (tmp_path / "trainer.env").read_text().splitlines()
+    assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
 
 
 def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +161,3 @@ def test_head_shapes_of_model_families() -> None:
     assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
     assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
-
-
-def test_models_that_rename_their_tensors_when_saved_are_refused() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    size: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        plain, fused = LlamaForCausalLM(LlamaConfig(**size)), MixtralForCausalLM(MixtralConfig(**size))
-    check_names(plain, {name: tuple(p.shape) for name, p in plain.named_parameters()})
-    with pytest.raises(ConfigError, match="fused experts"):
-        check_names(fused, {name: tuple(p.shape) for name, p in fused.named_parameters()})

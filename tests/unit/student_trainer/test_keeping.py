@@ -104,6 +104,24 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
     assert checkpoint.find(tmp_path, str(Version(0, 2))) == tmp_path / str(Version(0, 2))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}", b"7"],
+)
+def test_an_index_of_other_bytes_is_refused_whatever_they_are(tmp_path: Path, index: bytes) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
+    with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
+        checkpoint.find(tmp_path, None)
+
+
+def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    with pytest.raises(OSError, match="not empty"):
+        saved(tmp_path, 2)
+    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 2))
+
+
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
     (tmp_path / ".partial-L000-v00000004").mkdir()
     with pytest.raises(DataError, match=r"has no checkpoint\.json.*no other one is whole"):

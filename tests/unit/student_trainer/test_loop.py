@@ -119,6 +119,12 @@ def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     assert story.told() == ["StepReport 1", "CheckpointSaved 1"]
 
 
+def test_a_checkpoint_that_was_just_written_is_not_written_over_at_the_end(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0), batch(1)], checkpoint=True, checkpoint_every=2)
+    assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
+    assert [line for line in story.lines if line.startswith("save")] == ["save 2"]
+
+
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)])
     original = story.trainer.step

@@ -14,7 +14,7 @@ from student_trainer.engine import with_adapters
 from student_trainer.head import HeadShape
 from student_trainer.model import Student, check_head
 from student_trainer.ranks import Ranks
-from student_trainer.weights import Weights
+from student_trainer.weights import Weights, copy_of
 from sync.stores.memory import MemoryStore
 from sync.weights.checkpoint import bits, fingerprint, tensors
 from sync.weights.publish import Publisher
@@ -47,6 +47,8 @@ def model(dtype: torch.dtype, tied: bool) -> Any:
 def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     weights = Weights(Student(model(dtype, tied), HeadShape(11), 8), ALONE)
     weights.save_folder(tmp_path / "out", NoTokenizer())
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
     assert fingerprint(tmp_path / "out") == weights.fingerprint
     saved, shards = bits(tensors(tmp_path / "out")), weights.snapshot()
     assert saved.keys() == shards.keys() == weights.digests().keys()
@@ -78,6 +80,13 @@ def test_a_snapshot_does_not_follow_the_weights() -> None:
     assert all(np.array_equal(before[name], shards[name]) for name in shards)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)])
+def test_a_snapshot_of_a_device_shard_stays_on_the_device(dtype: torch.dtype, bits: torch.dtype) -> None:
+    copied = copy_of(torch.empty(5, dtype=dtype, device="meta"))
+    assert isinstance(copied, torch.Tensor)
+    assert (copied.device.type, copied.dtype, tuple(copied.shape)) == ("meta", bits, (5,))
+
+
 def test_ranks_share_a_tensor_without_gaps() -> None:
     """Slices as ZeRO-3 cuts them: shards of one length, padded at the end."""
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
@@ -96,7 +105,7 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     student = Student(wrapped, HeadShape(11), 8)
     assert check_head(student, student, torch.device("cpu")) < 0.1
     weights = Weights(student, ALONE)
-    assert all("lora_" in name for name in weights.shapes)
+    assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     assert (tmp_path / "out/adapter_config.json").is_file()
     publisher = Publisher(MemoryStore(), "run", weights.fingerprint, weights.slices)

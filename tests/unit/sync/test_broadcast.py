@@ -1,7 +1,9 @@
 """Weights over gloo between threads and processes; every group is new, and nothing ever hangs."""
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -89,30 +91,60 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     sender.close()
 
 
-DYING = """
-import os, sys
-from sync.weights import broadcast
+def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sender_with_patience):
+    """Rank 2 never comes: without word of that, every wait here would take an hour."""
+    sender = sender_with_patience
+    reception = receive(sender, "lost", 1, 3, timeout=3600.0)
+    news = iter([None, None, "student-1: it was killed"])
+    with pytest.raises(Unreachable, match=r"broadcast lost to 2 replicas .*student-1: it was killed"):
+        sender.send(Audience(group="lost", world_size=3), METAS, WEIGHTS.items(), lambda: next(news))
+    with pytest.raises(SnapshotError, match="student-1: it was killed"):
+        reception.result()
+    late = receive(sender, "lost", 2, 3, timeout=3600.0)
+    with pytest.raises(SnapshotError, match="student-1: it was killed"):
+        late.result()
+
+    again = receive(sender, "again", 1, 2)
+    sender.send(Audience(group="again", world_size=2), METAS, WEIGHTS.items())
+    assert set(again.result().tensors) == set(WEIGHTS)
+
+
+@pytest.fixture
+def sender_with_patience():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=3600.0)
+    yield sender
+    sender.close()
+
+
+VICTIM = """
+import sys, time
+from sync.weights.broadcast import Reception
 from sync.wire import BroadcastTicket
-whole = broadcast._Group.broadcast
-def once(group, flat):
-    whole(group, flat)
-    os._exit(3)
-broadcast._Group.broadcast = once
-broadcast.Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 20.0).result()
+reception = Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 60.0)
+while not reception.bytes_received:
+    time.sleep(0.001)
+print("receiving", flush=True)
+time.sleep(60)
 """
 
 
-def test_a_replica_that_dies_on_the_way_fails_the_broadcast_and_the_next_one_works():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
-    weights = {f"w{i}": torch.full((20 << 20,), i, dtype=torch.float32) for i in range(3)}
+def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_one_works():
+    sender = BroadcastSender("127.0.0.1", 0, timeout=60.0)
+    large = torch.ones(16 << 20, dtype=torch.float32)
+    weights = {f"w{i}": large for i in range(10)}
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-    dying = subprocess.Popen([sys.executable, "-c", DYING, sender.address])
-    survivor = receive(sender, "dying", 2, 3, timeout=20.0)
+    victim = subprocess.Popen([sys.executable, "-c", VICTIM, sender.address], stdout=subprocess.PIPE)
+    killer = threading.Thread(target=lambda: victim.stdout.readline() and victim.kill())
+    killer.start()
+    survivor = receive(sender, "dying", 2, 3, timeout=60.0)
     with pytest.raises(Unreachable, match="dying"):
         sender.send(Audience(group="dying", world_size=3), metas, weights.items())
-    assert dying.wait(10) == 3
+    killer.join()
+    assert victim.wait(10) == -signal.SIGKILL
+    victim.stdout.close()
     with pytest.raises(SnapshotError):
         survivor.result()
+    assert 0 < survivor.bytes_received < 10 * large.nbytes
 
     reception = receive(sender, "after", 1, 2)
     sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())

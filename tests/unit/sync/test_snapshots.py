@@ -18,6 +18,7 @@ from sync.stores.base import Store
 from sync.stores.bucket import BucketStore
 from sync.stores.memory import MemoryStore
 from sync.weights import checkpoint
+from sync.weights.held import Held
 from sync.weights.manifest import read_latest, read_manifest, versions
 from sync.weights.mirror import Mirror, digests, read_chain
 from sync.weights.publish import Publisher, PublishReport, Slice
@@ -355,7 +356,7 @@ def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_p
     with pytest.raises(AlreadyPublished):
         rival.anchor(v(0))
     rival.publishers[0]._base = v(0)
-    rival.publishers[0]._shards = rival.shards(0)
+    rival.publishers[0]._held = Held(rival.publishers[0]._slices, rival.shards(0))
     with pytest.raises(AlreadyPublished):
         rival.delta(v(1))
     assert rival.publishers[0].anchor_due

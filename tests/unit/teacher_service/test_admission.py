@@ -79,7 +79,6 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
         (ScoreRequest(sequences=[GOOD], deadline=math.nan), FACTS, "deadline is nan"),
         (ScoreRequest(sequences=[GOOD], deadline=math.inf), FACTS, "deadline is inf"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=1)), SAMPLED_ONLY, "cannot give 'topk'"),
-        (ScoreRequest(sequences=[GOOD], want=Want(entropy=True)), SAMPLED_ONLY, "cannot give 'entropy'"),
         (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
         (ScoreRequest(sequences=[GOOD], want=Want(prompt=True)), SAMPLED_ONLY, "cannot give 'prompt'"),
         (ScoreRequest(sequences=[changed(gather_ids=ids(1))]), SAMPLED_ONLY, "cannot give 'gather'"),

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,11 +25,16 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
+    WritePrompt,
+    WriteReply,
+    WriteRequest,
+    Written,
     decode,
     encode,
     pack,
     unpack,
 )
+from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Asked, Item, Marks
 from teacher_service.engines.table import TableEngine, random_table
 
@@ -209,3 +216,73 @@ def test_replies_keep_half_precision_only_for_lists() -> None:
     assert (half.logprob.dtype, half.topk_logprob.dtype) == ("f4", "f2")
     body = encode(ScoreReply(teacher="t", results=[half]))
     assert decode(body, ScoreReply).results == [half]
+
+
+def writing(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> WriteRequest:
+    asked = [WritePrompt(str(i), pack(np.array(ids, np.int32)), seed + i) for i, ids in enumerate(prompts)]
+    return WriteRequest(prompts=asked, max_tokens=max_tokens, **more)
+
+
+async def test_what_is_written_has_the_tables_log_probabilities_and_depends_on_its_seed_alone(
+    serve: Serve,
+) -> None:
+    async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
+        asked = writing([1, 2], [4], stop_token_ids=[5])
+        both = (await peer.call("/v1/write", asked, WriteReply)).results
+        (alone,) = (
+            await peer.call("/v1/write", writing([4], seed=4, stop_token_ids=[5]), WriteReply)
+        ).results
+        (other,) = (await peer.call("/v1/write", writing([4], seed=9), WriteReply)).results
+    for prompt, text in zip(([1, 2], [4]), both, strict=True):
+        assert isinstance(text, Written)
+        ids = [prompt[-1], *unpack(text.token_ids).tolist()]
+        np.testing.assert_allclose(unpack(text.logprob), TABLE[ids[:-1], ids[1:]], atol=1e-6)
+        assert (text.finish_reason == "stop") == (ids[-1] == 5)
+        assert len(ids) == 7 or ids[-1] == 5
+    assert isinstance(both[1], Written)
+    assert isinstance(alone, Written)
+    assert isinstance(other, Written)
+    assert alone.token_ids == both[1].token_ids != other.token_ids
+
+
+async def test_a_prompt_that_cannot_be_completed_is_refused_alone_and_a_bad_request_as_a_whole(
+    serve: Serve,
+) -> None:
+    async with serve(TableEngine(TABLE, max_length=16)) as url, Peer(url) as peer:
+        results = (await peer.call("/v1/write", writing([1], [99], [1] * 11), WriteReply)).results
+        for request, says in (
+            (writing([1], max_tokens=16), "max_tokens is 16, this teacher writes 1 to 15"),
+            (writing([1], temperature=0.0), "temperature is 0.0"),
+            (writing([1], stop_token_ids=[11]), "stop id 11 is outside the vocabulary 0 … 10"),
+            (writing(), "no prompts"),
+            (writing([1], deadline=-1.0), "deadline is -1.0"),
+            (writing(*[[1] * 8] * 80), "pass queue_tokens = 1000"),
+        ):
+            with pytest.raises(RemoteError, match=says):
+                await peer.call("/v1/write", request, WriteReply)
+    assert isinstance(results[0], Written)
+    assert isinstance(results[1], ScoreRefused)
+    assert "token id 99" in results[1].error
+    assert isinstance(results[2], ScoreRefused)
+    assert "11 prompt tokens and max_tokens = 6 pass this teacher's 16" in results[2].error
+
+
+async def test_an_engine_that_cannot_write_says_so(serve: Serve) -> None:
+    class Dumb(TableEngine):
+        def __init__(self) -> None:
+            super().__init__(TABLE)
+            self.facts = replace(self.facts, can=("topk",))
+
+    async with serve(Dumb()) as url, Peer(url) as peer:
+        with pytest.raises(RemoteError, match="cannot give 'write'"):
+            await peer.call("/v1/write", writing([1]), WriteReply)
+
+
+async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> None:
+    engine = TableEngine(TABLE)
+    prompts = writing(*[[1, 2]] * 10).prompts
+    async with serve(engine) as url, TeacherClient("t", [url], request_tokens=20) as client:
+        texts = await client.write(prompts, 6, [5])
+        assert client.counters.requests == 5
+    assert [text.id for text in texts] == [prompt.id for prompt in prompts]
+    assert all(isinstance(text, Written) for text in texts)

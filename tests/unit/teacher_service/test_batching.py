@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
-from teacher_service.batching import Batcher, Ticket, split
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.batching import Batcher, split
+from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.table import TableEngine, random_table
 from teacher_service.metrics import Metrics
+from teacher_service.tickets import Ticket
 
 POISON = 7
 
@@ -142,7 +144,7 @@ async def test_what_leavers_queued_is_forgotten_at_once() -> None:
         live = submit(batcher, [item(6)])
         for _ in range(100):
             batcher.release(submit(batcher, [item(5)] * 10))
-            assert sum(map(len, batcher._waiting.values())) < 30
+            assert len(batcher._items) < 30
         engine.gate.set()
         await live.done.wait()
     assert [lengths for _, lengths in engine.batches] == [[2], [6]]
@@ -190,3 +192,77 @@ def test_marks_that_are_not_finite_are_refused_alone() -> None:
     assert "not finite" in second
     assert isinstance(third, Marks)
     assert third.logprob_C.tolist() == [-3.0]
+
+
+class Scribbler(RecordingEngine):
+    """Writes for as long as `pen` is up, a step at a time; fails on prompts of POISON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pen, self.stepped, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        try:
+            if any(draft.token_ids_P[0] == POISON for draft in drafts):
+                raise self.error
+            while not self.pen.is_set():
+                self.stepped.set()
+                time.sleep(0.002)
+                yield None
+            yield [
+                Text(draft.token_ids_P, np.zeros(len(draft.token_ids_P), np.float32), True)
+                for draft in drafts
+            ]
+        finally:
+            self.closed.set()
+
+
+def drafts(*fills: int) -> list[tuple[int, Draft]]:
+    return [(i, Draft(np.full(2, fill, np.int32), 0)) for i, fill in enumerate(fills)]
+
+
+MANNER = Manner(4, 1.0, ())
+
+
+async def test_scores_are_given_while_a_text_is_being_written() -> None:
+    engine = Scribbler()
+    async with running(engine) as batcher:
+        written = batcher.submit_drafts(drafts(1, 2), MANNER, 2, None)
+        for _ in range(3):
+            await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 10)
+        assert engine.stepped.is_set()
+        assert not written.done.is_set()
+        engine.pen.set()
+        await asyncio.wait_for(written.done.wait(), 10)
+        assert all(isinstance(outcome, Text) for outcome in written.outcomes)
+
+
+async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_written() -> None:
+    engine = Scribbler()
+    engine.pen.set()
+    async with running(engine) as batcher:
+        ticket = batcher.submit_drafts(drafts(1, POISON, 2), MANNER, 3, None)
+        await asyncio.wait_for(ticket.done.wait(), 10)
+    first, second, third = ticket.outcomes
+    assert isinstance(first, Text)
+    assert second == "the engine failed on this prompt: DataError: poisoned"
+    assert isinstance(third, Text)
+
+
+async def test_a_text_that_nobody_waits_for_any_more_is_given_up() -> None:
+    engine = Scribbler()
+    async with running(engine) as batcher:
+        ticket = batcher.submit_drafts(drafts(1), MANNER, 1, None)
+        await asyncio.to_thread(engine.stepped.wait, 10)
+        batcher.release(ticket)
+        await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 10)
+        assert await asyncio.to_thread(engine.closed.wait, 10)
+
+
+async def test_texts_count_against_the_queue_with_all_they_may_become() -> None:
+    engine = Scribbler()
+    async with running(engine, queue_tokens=13) as batcher:
+        batcher.submit_drafts(drafts(1, 2), MANNER, 2, None)
+        with pytest.raises(Overloaded, match="12 tokens wait and 6 more would pass queue_tokens = 13"):
+            batcher.submit_drafts(drafts(3), MANNER, 1, None)
+        engine.pen.set()

@@ -83,7 +83,7 @@ def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
         assert loads.folders == [None, "2", "4"]
         assert loads.closed == 2
         assert engine.head() is None
-        assert engine.facts.can == ("topk", "gather", "entropy", "prompt")
+        assert engine.facts.can == ("topk", "gather", "entropy", "prompt", "write")
     finally:
         engine.close()
     assert loads.closed == 3
@@ -111,6 +111,25 @@ def test_a_version_that_cannot_be_had_leaves_the_old_one_serving(caplog: pytest.
         assert "still serving the configured folder: the store is gone" in caplog.text
         store.broken = False
         until(lambda: engine.version == Version(0, 1))
+    finally:
+        engine.close()
+
+
+def test_a_version_that_cannot_be_loaded_is_said_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Also when it is no error of ours: a full disk, a device without room for two models."""
+    store, loads, problems = Store(), Loads(), [OSError("disk full"), RuntimeError("out of memory")]
+
+    def load(folder: Path | None) -> TableEngine:
+        if folder is not None and problems:
+            raise problems.pop(0)
+        return loads(folder)
+
+    engine = FollowingEngine(load, store, 1, poll_seconds=0.005)
+    try:
+        store.version = Version(0, 1)
+        until(lambda: engine.version == Version(0, 1))
+        assert "still serving the configured folder: disk full" in caplog.text
+        assert "out of memory" in caplog.text
     finally:
         engine.close()
 

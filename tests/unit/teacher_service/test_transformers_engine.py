@@ -23,7 +23,7 @@ from transformers import (
 
 from sync.errors import ConfigError
 from sync.wire import unpack
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.transformers import TransformersEngine
 
@@ -256,3 +256,45 @@ def widen(bits: np.ndarray) -> np.ndarray:
 def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
     with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
         TransformersEngine(qwen, VOCAB, max_length=65)
+
+
+def texts_of(engine: TransformersEngine, drafts: list[Draft], manner: Manner) -> list[Text]:
+    *steps, texts = engine.write(drafts, manner)
+    assert steps.count(None) == len(steps) <= manner.max_tokens
+    assert texts is not None
+    return texts
+
+
+def test_what_it_writes_has_the_marks_it_gives_and_does_not_depend_on_its_company(
+    qwen: Qwen3ForCausalLM,
+) -> None:
+    engine = TransformersEngine(qwen, VOCAB)
+    rng = np.random.default_rng(1)
+    drafts = [Draft(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))]
+    manner = Manner(12, 1.0, (4, 5))
+    together = texts_of(engine, drafts, manner)
+    for draft, text in zip(drafts, together, strict=True):
+        (alone,) = texts_of(engine, [draft], manner)
+        np.testing.assert_array_equal(alone.token_ids_T, text.token_ids_T)
+        whole = np.concatenate([draft.token_ids_P, text.token_ids_T])
+        marks = engine.score([Item(whole, len(draft.token_ids_P))], Asked())
+        close(text.logprob_T, marks.logprob_C)
+        assert text.token_ids_T.max() < VOCAB
+        assert text.ended == (text.token_ids_T[-1] in (4, 5))
+        assert not np.isin(text.token_ids_T[:-1], (4, 5)).any()
+        assert text.ended or len(text.token_ids_T) == 12
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> None:
+    """Also at another temperature; 5 standard errors."""
+    engine = TransformersEngine(qwen, VOCAB)
+    prompt, count = np.array([3, 1, 4], np.int32), 4000
+    for temperature in (1.0, 2.0):
+        manner = Manner(1, temperature, ())
+        texts = texts_of(engine, [Draft(prompt, seed) for seed in range(count)], manner)
+        counts = np.bincount([text.token_ids_T[0] for text in texts], minlength=VOCAB)
+        with torch.inference_mode():
+            logits = qwen(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1, :VOCAB]
+        p_V = (logits.double() / temperature).softmax(-1).numpy()
+        assert (np.abs(counts / count - p_V) < 5 * np.sqrt(p_V / count) + 1e-3).all()
+        close(texts[0].logprob_T, np.log(p_V[texts[0].token_ids_T]).astype(np.float32))

@@ -17,6 +17,8 @@ from sync.errors import ConfigError, DataError, Unreachable
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Item, Marks
 from teacher_service.engines.openai import CompletionsServer, connect
+from teacher_service.engines.sglang import SGLangServer
+from teacher_service.engines.sglang import connect as connect_sglang
 from teacher_service.engines.table import TableEngine, random_table
 from teacher_service.engines.upstream import Upstream
 from teacher_service.engines.vllm import ByUrl
@@ -125,6 +127,15 @@ def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
     assert (old.facts.can, old.facts.max_topk) == (("prompt",), 0)
 
 
+def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
+    engine = ByUrl(upstream(Server()), CONFIG, V - 1)
+    item = Item(np.array([1, 2, 3], np.int32), 1)
+    assert (np.argsort(-TABLE[[1, 2]])[:, :8] == V - 1).any()
+    with pytest.raises(DataError, match="holds id 10, a row of the model that the tokenizer with its 10 ids"):
+        engine.score([item], Asked(topk=8))
+    assert engine.score([item], Asked()).topk_ids_CK is None
+
+
 def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     server = Server()
     ByUrl(upstream(server), CONFIG, V).score(ITEMS, Asked())
@@ -175,3 +186,80 @@ def test_answers_for_other_tokens_are_not_taken_for_marks() -> None:
 
     with pytest.raises(DataError, match="re-tokenises"):
         ByUrl(upstream(retokenised), CONFIG, V)._completions(ITEMS[:1], 0)
+
+
+class SGLang:
+    """An SGLang server: lists of [log-probability, id, text], the first entry of each null."""
+
+    def __init__(self, cut: int = 0, shift: int = 0) -> None:
+        self.cut, self.shift = cut, shift
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served", "max_model_len": 33}]})
+        if request.url.path != "/generate":
+            return httpx.Response(404, text="not found")
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        return httpx.Response(200, json=[self._answer(body, i) for i in range(len(body["input_ids"]))])
+
+    def _answer(self, body: dict[str, Any], i: int) -> dict[str, Any]:
+        ids, start = body["input_ids"][i], body["logprob_start_len"][i]
+        pairs = list(itertools.pairwise(ids[start:]))[: len(ids) - self.cut]
+        told = [(b + self.shift) % V for _, b in pairs]
+        told = [b if b < V - 1 else 0 for b in told]  # as SGLang does to keep image tokens out
+        info: dict[str, Any] = {
+            "input_token_logprobs": [
+                [None, ids[start], None],
+                *([float(TABLE[a, b]), t, None] for (a, b), t in zip(pairs, told, strict=True)),
+            ]
+        }
+        if k := body.get("top_logprobs_num", 0):
+            best = [_entries(a, np.argsort(-TABLE[a])[:k]) for a, _ in pairs]
+            info["input_top_logprobs"] = [None, *best]
+        if "token_ids_logprob" in body:
+            wanted = body["token_ids_logprob"][i]
+            info["input_token_ids_logprobs"] = [None, *(_entries(a, wanted) for a, _ in pairs)]
+        return {"text": "", "meta_info": info}
+
+
+def _entries(previous: int, ids: Any) -> list[list[Any]]:
+    return [[float(TABLE[previous, v]), int(v), None] for v in ids]
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(topk=3), Asked(topk=8, gather=2), Asked(gather=2)])
+def test_an_sglang_server_gives_the_tables_marks(asked: Asked) -> None:
+    server = SGLang()
+    engine = SGLangServer(upstream(server), CONFIG, V)
+    same(engine.score(ITEMS, asked), TRUTH.score(ITEMS, asked))
+    assert (engine.facts.can, engine.facts.max_length) == (("topk", "gather", "prompt"), 32)
+    assert server.bodies[-1]["input_ids"] == [[1, 2, 3, 4], [10, 0]]
+    assert server.bodies[-1]["logprob_start_len"] == [1, 0]
+    assert server.bodies[-1]["sampling_params"] == {"max_new_tokens": 1, "temperature": 1.0}
+    assert engine.head() is None
+    engine.close()
+
+
+def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_marked_all_the_same() -> None:
+    engine = SGLangServer(upstream(SGLang()), CONFIG, V)
+    last = [Item(np.array([3, V - 1, 2], np.int32), 1)]
+    same(engine.score(last, Asked()), TRUTH.score(last, Asked()))
+
+
+def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believed() -> None:
+    server = SGLang()
+    engine = SGLangServer(upstream(server), CONFIG, V)
+    server.shift = 1
+    with pytest.raises(DataError, match="re-tokenises"):
+        engine.score(ITEMS, Asked())
+    server.shift, server.cut = 0, 3
+    with pytest.raises(DataError, match="has 1 entries for 2 positions"):
+        engine.score(ITEMS, Asked())
+
+
+def test_a_server_that_is_no_sglang_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="does not answer /generate like SGLang"):
+        SGLangServer(upstream(Server(gather=False)), CONFIG, V)
+    with pytest.raises(ConfigError, match='engine = "sglang" needs engine_url'):
+        connect_sglang(TeacherConfig(path="m", engine="sglang"), V)

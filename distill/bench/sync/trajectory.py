@@ -31,7 +31,7 @@ class Size:
 
 
 SMALL = Size(hidden=256, layers=3, vocabulary=2048, tokens=512, warm_up=60, settle=4)
-FULL = Size(hidden=768, layers=12, vocabulary=16384, tokens=1024, warm_up=60, settle=4)
+FULL = Size(hidden=768, layers=12, vocabulary=20480, tokens=256, warm_up=40, settle=2)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""Work for teachers: one lane each, requests of bounded size, asked again until they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from distill.control.signals import Signal
+from distill.control.timeline import Timeline
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError
+
+logger = logging.getLogger(__name__)
+W = TypeVar("W")
+A = TypeVar("A")
+
+
+@dataclass
+class _Lane(Generic[W]):
+    """What waits for one teacher."""
+
+    name: str
+    queue: deque[W] = field(default_factory=deque)
+    changed: Signal = field(default_factory=Signal)
+    busy: int = 0
+    """Requests under way."""
+
+
+class Lanes(Generic[W, A]):
+    """Runs for the length of the run; `put` at any time.
+
+    A request carries up to `batch` pieces of work. While one is under way a further one is sent only when it
+    is full, at most `parallel` at once; an idle teacher is asked after `linger` seconds with what there is. A
+    teacher that is gone is asked again until it is back. Nothing is bounded here: the capacity rule bounds
+    what can wait.
+
+    `ask` gives one answer per piece of work and may raise what a `Teacher` raises; a request that is refused
+    as a whole is halved to find the culprit, which `settle` gets with the refusal's text for its answer.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        teachers: Iterable[str],
+        batch: int,
+        *,
+        ask: Callable[[str, list[W]], Awaitable[list[A]]],
+        settle: Callable[[str, list[tuple[W, A | str]]], Awaitable[None]],
+        timeline: Timeline,
+        parallel: int = 2,
+        linger: float = 0.005,
+    ) -> None:
+        """`what`: the work's name in the timeline."""
+        self._what, self._batch = what, batch
+        self._lanes: dict[str, _Lane[W]] = {name: _Lane(name) for name in teachers}
+        self._ask_teacher, self._settle = ask, settle
+        self._timeline = timeline
+        self._parallel, self._linger = parallel, linger
+
+    def put(self, teacher: str, work: W) -> None:
+        """Queue work for a teacher."""
+        lane = self._lanes[teacher]
+        lane.queue.append(work)
+        lane.changed.wake()
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for lane in self._lanes.values():
+                for _ in range(self._parallel):
+                    group.create_task(self._serve(lane))
+
+    async def _serve(self, lane: _Lane[W]) -> None:
+        while True:
+            work = await self._collect(lane)
+            if not work:
+                continue
+            self._busy(lane, 1)
+            try:
+                answers = await self._ask(lane, work)
+                await self._settle(lane.name, list(zip(work, answers, strict=True)))
+            finally:
+                self._busy(lane, -1)
+
+    def _busy(self, lane: _Lane[W], change: int) -> None:
+        lane.busy += change
+        self._timeline.level(f"teacher {lane.name}", self._what, lane.busy)
+        lane.changed.wake()
+
+    async def _collect(self, lane: _Lane[W]) -> list[W]:
+        while not lane.queue or (lane.busy and len(lane.queue) < self._batch):
+            await lane.changed.wait()
+        if len(lane.queue) < self._batch:
+            await asyncio.sleep(self._linger)
+        return [lane.queue.popleft() for _ in range(min(self._batch, len(lane.queue)))]
+
+    async def _ask(self, lane: _Lane[W], work: list[W]) -> list[A | str]:
+        pause = 0.5
+        while True:
+            try:
+                return [*await self._ask_teacher(lane.name, work)]
+            except Overloaded as error:
+                await asyncio.sleep(error.retry_after)
+            except Unreachable as error:
+                logger.warning("teacher %s is asked again in %.1f s: %s", lane.name, pause, error)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 5.0)
+            except (RemoteError, WireError) as error:
+                if len(work) == 1:
+                    return [str(error)]
+                half = len(work) // 2
+                return await self._ask(lane, work[:half]) + await self._ask(lane, work[half:])

@@ -1,0 +1,61 @@
+"""What one student replica can do, and how it is asked over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol, cast
+
+from sync.transport import Peer
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GenerateRequest,
+    ReplicaState,
+    UpdateReply,
+    UpdateRequest,
+    decode,
+    encode,
+)
+
+Answer = Generated | GenerateFailed
+
+
+class ReplicaEngine(Protocol):
+    """What the controller needs of a student replica. All may raise Unreachable and RemoteError."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
+        ...
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply: ...
+    async def state(self, digests: bool = False) -> ReplicaState: ...
+    async def alive(self) -> bool: ...
+    async def aclose(self) -> None: ...
+
+
+class HttpReplica:
+    """A replica behind a URL."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self._peer = Peer(url, token)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        kind = cast(type[Generated], Answer)
+        answers = self._peer.stream("/distill/v1/generate", request, kind)
+        return cast(AsyncGenerator[Answer, None], answers)
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        if request.broadcast is not None:  # a seat cannot be taken twice: a lost connection is a lost seat
+            body = await self._peer.once("/distill/v1/update", encode(request), timeout)
+            return decode(body, UpdateReply)
+        return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        path = "/distill/v1/state" + ("?digests=1" if digests else "")
+        return await self._peer.call(path, None, ReplicaState, 120.0 if digests else 10.0)
+
+    async def alive(self) -> bool:
+        return await self._peer.alive()
+
+    async def aclose(self) -> None:
+        await self._peer.aclose()

@@ -1,0 +1,146 @@
+"""What the bench asks of a replica: load that never ends, every version once, and vLLM's own reload."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from distill.bench.sync import models, replica
+from distill.control.gateway import listen, serving
+from sync.errors import ConfigError, DistillError
+from sync.transport import read_message, reply
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GenerateRequest,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+    VersionSpan,
+    frame,
+    pack,
+)
+
+
+class Events:
+    """What a replica was asked, in order; its pauses grow by a millisecond from version to version."""
+
+    def __init__(self, fails: bool = False, reload_status: int = 200) -> None:
+        self.fails, self.reload_status = fails, reload_status
+        self.swapped: list[int] = []
+        self.reloads: list[Any] = []
+        self.lengths: set[int] = set()
+
+    def application(self) -> Starlette:
+        async def generate(request: Request) -> Response:
+            asked = await read_message(request, GenerateRequest)
+            self.lengths.add(asked.sampling.max_tokens)
+
+            async def frames() -> AsyncIterator[bytes]:
+                await asyncio.sleep(0.001)
+                for prompt in asked.prompts:
+                    if self.fails:
+                        yield frame(GenerateFailed(prompt.id, "out of memory"))
+                    tokens = np.zeros(asked.sampling.max_tokens, np.int32)
+                    span = VersionSpan(Version(0, 0), 0, len(tokens))
+                    logprob = pack(np.zeros(len(tokens), np.float32))
+                    yield frame(Generated(prompt.id, pack(tokens), logprob, [span], "length"))
+
+            return StreamingResponse(frames())
+
+        async def update(request: Request) -> Response:
+            step = (await read_message(request, UpdateRequest)).version.step
+            self.swapped.append(step)
+            return reply(UpdateReply(Version(0, step), 10, 0.5, step / 1000, step / 2000))
+
+        async def reload(request: Request) -> Response:
+            self.reloads.append(await request.json())
+            return JSONResponse({"results": [None]}, self.reload_status)
+
+        routes = {"/distill/v1/generate": generate, "/distill/v1/update": update, "/collective_rpc": reload}
+        return Starlette(routes=[Route(path, route, methods=["POST"]) for path, route in routes.items()])
+
+
+@pytest.fixture
+def shape(monkeypatch: pytest.MonkeyPatch) -> models.Shape:
+    """The toy in short windows: two full versions, then two turns of three deltas."""
+    monkeypatch.setattr(replica, "TURNS", 2)
+    monkeypatch.setattr(replica, "ALONE", {"toy": 2})
+    return replace(models.TOY, window_seconds=0.05, swaps=3, in_flight=16)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
+    """Serve `events` where a vLLM would be."""
+
+    @contextlib.asynccontextmanager
+    async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[str]:
+        sock = listen("127.0.0.1", 0, None)
+        async with serving(events.application(), sock):
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    monkeypatch.setattr(replica, "_replica", started)
+
+
+async def test_a_replica_takes_every_version_once_under_load_and_then_reloads(
+    shape: models.Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    stand_in(monkeypatch, events)
+    model = models.make(shape, tmp_path / "model")
+    found = await replica._whole(shape, model, tmp_path / "work")
+    assert events.swapped == list(range(8))
+    assert events.reloads == [{"method": "reload_weights"}] * 2
+    assert events.lengths == {replica.TOKENS}
+    assert found["swaps"]["full"]["pause_seconds"] == pytest.approx(0.0005)
+    assert found["swaps"]["delta"]["pause_seconds"] == pytest.approx(0.0045)
+    assert (found["swaps"]["delta"]["count"], found["swaps"]["delta"]["stage_seconds"]) == (6, 0.5)
+    assert len(found["engine_seconds_by_turn"]) == 2
+    assert found["decode_step_seconds"] * found["tokens_per_second"] == pytest.approx(16)
+
+
+async def test_a_replica_that_cannot_generate_ends_the_bench(
+    shape: models.Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, Events(fails=True))
+    model = models.make(shape, tmp_path / "model")
+    with pytest.raises(DistillError, match="out of memory"):
+        await replica._whole(shape, model, tmp_path / "work")
+
+
+async def test_adapters_are_whole_versions_and_a_failed_reload_is_no_figure(
+    shape: models.Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events(reload_status=500)
+    stand_in(monkeypatch, events)
+    model = models.make(shape, tmp_path / "model")
+    whole = await replica._whole(shape, model, tmp_path / "whole")
+    assert whole["vllm_reload_seconds"] is None, "a reload that failed has no figure"
+    events.swapped.clear()
+    adapter = models.make_adapter(shape, model, tmp_path / "adapter")
+    found = await replica._adapters(shape, model, adapter, tmp_path / "work")
+    assert (found["count"], events.swapped) == (4, [0, 1, 2, 3])
+
+
+def test_without_vllm_there_is_an_error_and_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    def missing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(replica.student.metadata, "distribution", missing)
+    monkeypatch.setattr(replica, "ALONE", {"toy": 1})
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        replica.run(False, tmp_path)

@@ -1,0 +1,106 @@
+"""`distill sync …` on runs whose store cannot be used, and the proof's questions to servers that are none."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from distill.cli.main import main
+from distill.control.gateway import listen, serving
+from distill.loading import load
+from distill.proof import prompt_scores
+from sync.errors import RemoteError, Unreachable
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
+COMMANDS = ["ls", "verify", "gc", "export"]
+
+
+def run_folder(folder: Path, store: str) -> Path:
+    """A run's folder with the configuration alone."""
+    config = load(QUICKSTART, [f"weights.store={store}", f"run.folder={folder}", "run.name=run"])
+    (folder / "run").mkdir()
+    (folder / "run/config.json").write_text(config.model_dump_json())
+    return folder / "run"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ('{type="object", url="no url at all"}', "store url 'no url at all' cannot be used"),
+        ('{type="object", url="other://place"}', 'Unable to recognise URL "other://place"'),
+        ('{type="object", url="s3://b", options={colour="red"}}', "'colour' is not valid for store 'S3'"),
+        ('{type="bucket", bucket="me/none", create=false}', "check HF_ENDPOINT, HF_TOKEN, the bucket's name"),
+        ('{type="directory", path="/dev/null/store"}', "cannot open /dev/null/store: Not a directory"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_one_message(
+    command: str,
+    store: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    said = refused(tmp_path, ["sync", command, str(run_folder(tmp_path, store))], capsys)
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def refused(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command leaves with; it fails without a traceback."""
+    with pytest.raises(SystemExit) as leaving:
+        main([*words, str(tmp_path / "out")] if "export" in words else words)
+    said = capsys.readouterr().err
+    assert leaving.value.code in (1, 2), said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_an_empty_store_is_no_success(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sync", command, str(run_folder(tmp_path, '{type="directory"}'))]
+    assert "wait for the first one" in refused(tmp_path, words, capsys)
+
+
+def test_the_proof_needs_a_student_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path, '{type="directory"}')
+    config = load(QUICKSTART, ["student.path=nobody/nowhere"])
+    (folder / "config.json").write_text(config.model_dump_json())
+    said = refused(tmp_path, ["sync", "verify", str(folder), "--engines"], capsys)
+    assert "student.path nobody/nowhere is no folder on this machine" in said
+
+
+async def test_a_server_that_is_no_replica_is_named() -> None:
+    async def answer(request: Request) -> Response:
+        return JSONResponse({"error": "go away"}, 403) if "shut" in request.url.path else JSONResponse({})
+
+    app = Starlette(routes=[Route("/{rest:path}", answer, methods=["GET", "POST"])])
+    bound = listen("127.0.0.1", 0, None)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    async with serving(app, bound):
+        with pytest.raises(RemoteError, match=r"/shut/v1/models answered 403: .*go away"):
+            await prompt_scores(f"{url}/shut", None, [[1]])
+        with pytest.raises(RemoteError, match=r"otherwise than vLLM's server does \(KeyError: 'data'\)"):
+            await prompt_scores(url, None, [[1]])
+
+
+async def test_a_wrong_address_is_named() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(Unreachable, match=rf"{url}: ConnectError: .*is a replica running there"):
+            await prompt_scores(url, None, [[1]])
+    with pytest.raises(Unreachable, match="no address at all: UnsupportedProtocol"):
+        await prompt_scores("no address at all", None, [[1]])

@@ -1,0 +1,87 @@
+"""The road of broadcasts: whoever is lost is left out, and the rest get the very version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from student_trainer.controller import SilentController
+from student_trainer.roads import BroadcastRoad
+from student_trainer.weights import Weights
+from sync.errors import SnapshotError, Unreachable
+from sync.weights.broadcast import BroadcastSender, Reception
+from sync.wire import Audience, BroadcastTicket, Published, TrainerWelcome, Version
+
+WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[])
+VERSION = Version(0, 3)
+
+
+class Two(Weights):
+    """Two tensors and no model."""
+
+    def __init__(self) -> None:
+        """Nothing to look at."""
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.arange(5.0)
+        yield "b", torch.ones(2, 2, dtype=torch.bfloat16)
+
+
+class Seating(SilentController):
+    """One replica that listens, and `dead` broadcasts with a second one that died before it came."""
+
+    def __init__(self, dead: int) -> None:
+        super().__init__(WELCOME)
+        self.receptions: list[Reception] = []
+        self._dead = dead
+
+    def audience(self, published: Published) -> Audience:
+        assert published.rendezvous is not None
+        self.told.append(published)
+        group, size = f"0-{len(self.told)}", 3 if len(self.told) <= self._dead else 2
+        self.receptions.append(Reception(BroadcastTicket(published.rendezvous, group, 1, size), 3600.0))
+        return Audience(group=group, world_size=size)
+
+    def lost(self, group: str) -> str | None:
+        return "student-1: killed" if group in [f"0-{i}" for i in range(1, self._dead + 1)] else None
+
+
+@pytest.fixture
+def sender() -> BroadcastSender:
+    return BroadcastSender("127.0.0.1", 0, timeout=3600.0)
+
+
+def test_a_version_goes_to_those_that_are_left(
+    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("student_trainer.roads._PAUSE_SECONDS", 0.0)
+    controller = Seating(dead=2)
+    road = BroadcastRoad(sender, Two(), controller)
+    road.publish(VERSION, anchor=False)
+    road.settle()
+    assert [event.version for event in controller.told if isinstance(event, Published)] == [VERSION] * 3
+    for left in controller.receptions[:2]:
+        with pytest.raises(SnapshotError, match="student-1: killed"):
+            left.result()
+    received = controller.receptions[-1].result().tensors
+    assert all(torch.equal(received[name], tensor) for name, tensor in Two().gathered())
+    assert caplog.text.count("student-1: killed") == 2
+    road.close()
+
+
+def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
+    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("student_trainer.roads._PAUSE_SECONDS", 0.0)
+    controller = Seating(dead=12)
+    road = BroadcastRoad(sender, Two(), controller)
+    for _ in range(2):
+        road.publish(VERSION, anchor=False)
+        road.settle()
+    assert "was not published (2 of 3)" in caplog.text
+    road.publish(VERSION, anchor=False)
+    with pytest.raises(Unreachable, match="student-1: killed"):
+        road.settle()
+    assert len(controller.told) == 12
