@@ -17,7 +17,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from student_trainer.config import TrainerConfig
-from student_trainer.launch import heed_signals
+from student_trainer.launch import LAUNCHER, heed_signals
+from student_trainer.signals import die_with
 from sync.errors import ConfigError, DistillError
 
 log = logging.getLogger("student_trainer")
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         format=f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s",
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every batch and event
+    if launcher := os.environ.get(LAUNCHER):
+        die_with(int(launcher))
     os._exit(_guarded(arguments.config))
 
 

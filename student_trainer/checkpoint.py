@@ -4,24 +4,32 @@
                               /checkpoint.json    version, ranks, model, size and BLAKE3 of every file
     checkpoints/latest                            name of the newest one
 
-A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves.
+A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves. While
+the disk is full all ranks wait, `latest` names the one before, and what was half-written is removed.
 DeepSpeed reads its files with torch.load; their digests are checked first.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial as bind
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from blake3 import blake3
 
+from student_trainer import repartition
 from student_trainer.ranks import Ranks
+from student_trainer.room import all_done
 from sync.errors import DataError
+from sync.room import is_full
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -29,30 +37,111 @@ _TAG: Final = "deepspeed"
 _INDEX: Final = "checkpoint.json"
 
 
-def save(engine: Any, folder: Path, version: Version, fingerprint: str, ranks: Ranks, keep: int) -> Path:
+def save(
+    engine: Any,
+    folder: Path,
+    version: Version,
+    fingerprint: str,
+    ranks: Ranks,
+    keep: int,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
     A version is saved once: what is whole already is never removed to make room for the same again.
+    None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
     """
     partial, final = folder / f".partial-{version}", folder / str(version)
-    if ranks.rank == 0:
+    index = {"version": str(version), "world_size": ranks.world_size, "fingerprint": fingerprint}
+    write = bind(_write_all, engine, partial, ranks)
+    finish = bind(_finish, partial, final, index, keep) if ranks.rank == 0 else _nothing
+    what = f"checkpoint {version}"
+    done = all_done(ranks, what, write, give_up) and all_done(ranks, what, finish, give_up)
+    if not done and ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    ranks.barrier()
-    engine.save_checkpoint(str(partial), tag=_TAG, client_state={"rng": _rng(ranks)}, save_latest=False)
-    ranks.barrier()
-    if ranks.rank == 0:
-        index = {
-            "version": str(version),
-            "world_size": ranks.world_size,
-            "fingerprint": fingerprint,
-            "files": _digests(partial),
-        }
-        _write(partial / _INDEX, json.dumps(index, indent=1))
+    return final if done else None
+
+
+def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
+    """DeepSpeed's files of all ranks. Raises OSError behind the last collective when the disk is full."""
+    try:
+        with _full_disk_later(engine) as noted:
+            if ranks.rank == 0:
+                with noted():
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+            ranks.barrier()
+            state = {"rng": _rng(ranks)}
+            engine.save_checkpoint(str(partial), tag=_TAG, client_state=state, save_latest=False)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # others may need the room meanwhile
+        raise
+
+
+def _nothing() -> None:
+    """What is left to other ranks where rank 0 alone writes."""
+
+
+def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
+    """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
+    if partial.exists():
+        _write(partial / _INDEX, json.dumps({**index, "files": _digests(partial)}, indent=1))
         partial.rename(final)
-        _write(folder / "latest", str(version))
-        _retain(folder, keep)
-    ranks.barrier()
-    return final
+    _write(final.parent / "latest", final.name)
+    _retain(final.parent, keep)
+
+
+Noted = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _full_disk_later(engine: Any) -> Iterator[Noted]:
+    """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
+
+    Inside what it yields, a full disk is noted and nothing raised.
+    """
+    met: list[BaseException] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            # on a full disk a folder may be missing that could not be made
+            if not is_full(error) and not isinstance(error, FileNotFoundError):
+                raise
+            met.append(error)
+
+    def save(state_dict: Any, path: str) -> None:
+        with noted(), open(path, "wb") as file:  # given a path, torch does not tell a full disk
+            torch.save(state_dict, file)
+
+    writer = engine.checkpoint_engine
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(writer, "save", save))
+        for owner, name in ((writer, "makedirs"), (engine, "_copy_recovery_script")):
+            stack.enter_context(_replaced(owner, name, _guarded(getattr(owner, name), noted)))
+        yield noted
+    if met:
+        raise OSError(errno.ENOSPC, str(met[0])) from met[0]
+
+
+def _guarded(call: Callable[..., Any], noted: Noted) -> Callable[..., None]:
+    def guarded(*arguments: Any, **named: Any) -> None:
+        with noted():
+            call(*arguments, **named)
+
+    return guarded
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for a while, hiding the method of its class."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def find(folder: Path, wanted: str | None) -> Path | None:
@@ -80,16 +169,26 @@ def find(folder: Path, wanted: str | None) -> Path | None:
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
     """Bring a fresh engine to a checkpoint that `find` accepted; its version. Collective."""
     index = json.loads((path / _INDEX).read_text())
-    if index["world_size"] != ranks.world_size or index["fingerprint"] != fingerprint:
+    if index["fingerprint"] != fingerprint:
         raise DataError(
-            f"checkpoint {path} is of {index['world_size']} ranks and model {index['fingerprint'][:12]}, "
-            f"this run has {ranks.world_size} ranks and model {fingerprint[:12]}: "
-            "start it with the same ranks and student"
+            f"checkpoint {path} is of model {index['fingerprint'][:12]}, this run has {fingerprint[:12]}: "
+            "start it with the same student"
         )
-    _, state = engine.load_checkpoint(str(path), tag=_TAG)
-    torch.set_rng_state(state["rng"]["cpu"])
-    if ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    saved = index["world_size"]
+    if saved == ranks.world_size:
+        _, state = engine.load_checkpoint(str(path), tag=_TAG)
+    else:
+        log.info(
+            "%s is of %d ranks, this run has %d: every rank cuts its own shards",
+            path,
+            saved,
+            ranks.world_size,
+        )
+        state = repartition.restore(engine, path / _TAG, saved, ranks)
+    if "rng" in state:
+        torch.set_rng_state(state["rng"]["cpu"])
+        if ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
     return Version.parse(index["version"])
 
 

@@ -20,6 +20,10 @@ _AUDIENCE_SECONDS: Final = 3600.0
 """A broadcast waits so long for replicas that are still starting."""
 
 
+_EVENT_SECONDS: Final = 3600.0
+"""An event waits so long while the controller's disk is full; one that is gone is noticed by the batches."""
+
+
 class Controller(Protocol):
     """What a trainer tells and asks; `HttpController` in a run, `SilentController` in memory."""
 
@@ -61,7 +65,10 @@ class HttpController:
                 if future.done():
                     future.result()
             pending = [future for future in self._sent if not future.done()]
-            self._sent = [*pending, self._thread.submit(self._peer.call, "/v1/event", event, Ok)]
+            self._sent = [
+                *pending,
+                self._thread.submit(self._peer.call, "/v1/event", event, Ok, _EVENT_SECONDS),
+            ]
 
     def audience(self, published: Published) -> Audience:
         return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)

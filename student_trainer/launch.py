@@ -6,6 +6,7 @@ runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for
 Left alone, the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
 exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
+They leave when the launcher is killed (`LAUNCHER` tells them who it is): its child, their parent, stays.
 With a hostfile the launcher runs plain: ranks stop when the controller says so.
 """
 
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +29,10 @@ from sync.errors import ConfigError
 from sync.transport import TOKEN_FILE_VARIABLE
 
 _MODULE = "student_trainer"
+_LOOK_SECONDS = 0.2
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
+LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
+"""Environment variable with the launcher's process id; not set with a hostfile."""
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 TITLE = "distill trainer"
@@ -121,15 +126,17 @@ def heed_signals() -> None:
 
 
 def _forward() -> None:
-    """Hand every stop signal of this process on to the ranks."""
+    """Hand every stop signal of this process on to the ranks, as soon as there are any."""
     while True:
         signal.sigwait(_STOPPING)
-        ask_to_stop(os.getpid())
+        while ask_to_stop(os.getpid()) == 0:
+            time.sleep(_LOOK_SECONDS)
 
 
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    os.environ[LAUNCHER] = str(os.getpid())
     threading.Thread(target=_forward, name="signals", daemon=True).start()
     from deepspeed.launcher import runner
 

@@ -1,21 +1,25 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
     ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}    first line
-                                 {"step": 1, "ids": ["…", …]}                 one line per step, step after it
+                                 {"step": 1, "ids": ["…", …], "weights": "…"} one line per step, step after it
 
-A line is flushed before its step is reported, so the files prove that nothing was trained on twice: a rollout
-may appear in two lineages only when the step that trained on it was left behind by the branch.
+A line is written before its step is reported, so the files prove that nothing was trained on twice: a rollout
+may appear in two lineages only when the step that trained on it was left behind by the branch. "weights" is
+the digest of the rank's shards after the step: trained again after a resume, the step must show it again.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sync.errors import DataError
+from sync.room import append, until_room
 from sync.wire import Version
 
 
@@ -32,15 +36,19 @@ class Ledger:
                 "and every start of the trainer needs a new one"
             )
         origin = None if parent is None else list(parent)
-        self._write({"lineage": start.lineage, "parent": origin, "step": start.step})
+        first = {"lineage": start.lineage, "parent": origin, "step": start.step}
+        until_room(lambda: self._write(first), str(self._path))
 
-    def record(self, step: int, ids: list[str]) -> None:
-        """The step that made `step` trained on `ids` on this rank; in the file when this returns."""
-        self._write({"step": step, "ids": ids})
+    def record(self, step: int, ids: list[str], weights: str) -> None:
+        """The step that made `step` trained on `ids` on this rank; in the file when this returns.
+
+        Raises OSError when the disk is full: nothing was written.
+        """
+        self._write({"step": step, "ids": ids, "weights": weights})
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if not append(self._path, json.dumps(line, separators=(",", ":")).encode() + b"\n"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,15 @@ class Lineage:
     parent: Version | None
     steps: dict[int, list[str]]
     """Step after it → ids it trained on."""
+    shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
+    """Step after it → rank → its ids in order, and the digest of its weights."""
 
 
 def read(folder: Path) -> dict[int, Lineage]:
     """Every lineage in a run's ledger. A last line that a crash cut off was never reported: it is skipped."""
     lineages: dict[int, Lineage] = {}
     for path in sorted(folder.glob("L*-rank*.jsonl")):
+        rank = int(path.stem.partition("-rank")[2])
         complete = path.read_text().split("\n")[:-1]
         lines = [json.loads(line) for line in complete]
         if not lines:
@@ -64,6 +75,7 @@ def read(folder: Path) -> dict[int, Lineage]:
         lineage = lineages.setdefault(lines[0]["lineage"], Lineage(parent, {}))
         for line in lines[1:]:
             lineage.steps.setdefault(line["step"], []).extend(line["ids"])
+            lineage.shown.setdefault(line["step"], {})[rank] = (tuple(line["ids"]), line["weights"])
     return lineages
 
 
@@ -78,3 +90,24 @@ def trained_twice(lineages: dict[int, Lineage], last: Version) -> list[str]:
                 seen.update(ids)
         current = lineage.parent
     return sorted(name for name, count in seen.items() if count > 1)
+
+
+def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:
+    """Versions whose step an earlier lineage trained on the same rows of the same ranks: (same, other) bits.
+
+    A lineage is compared with the one whose checkpoint it began from.
+    """
+    same: list[Version] = []
+    other: list[Version] = []
+    for number, lineage in sorted(lineages.items()):
+        before = None if lineage.parent is None else lineages.get(lineage.parent.lineage)
+        for step, now in sorted(lineage.shown.items()):
+            then = {} if before is None else before.shown.get(step, {})
+            if rows_of(now) == rows_of(then):
+                (same if now == then else other).append(Version(number, step))
+    return same, other
+
+
+def rows_of(shown: dict[int, tuple[tuple[str, ...], str]]) -> dict[int, tuple[str, ...]]:
+    """Rank → its ids."""
+    return {rank: ids for rank, (ids, _) in shown.items()}

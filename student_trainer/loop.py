@@ -21,11 +21,15 @@ from student_trainer.controller import Controller
 from student_trainer.ledger import Ledger
 from student_trainer.ranks import Ranks
 from student_trainer.roads import Road
+from student_trainer.room import all_done
 from student_trainer.source import BatchSource
 from sync.errors import DataError
 from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
 
 log = logging.getLogger(__name__)
+SETTLE_SECONDS = 20.0
+"""Between two times that the ranks tell each other that a version is still on its way."""
+_UNSETTLED = 2.0
 
 
 class Outcome(IntEnum):
@@ -46,8 +50,10 @@ class Trainer:
     version: Version
     step: Callable[[TrainBatch], dict[str, float]]
     """Train on a batch; metrics. Collective."""
-    save: Callable[[Version], Path]
-    """Write a checkpoint; its folder. Collective."""
+    save: Callable[[Version], Path | None]
+    """Write a checkpoint; its folder. None: the disk is full, and the run was asked to stop. Collective."""
+    shown: Callable[[], str]
+    """Digest of this rank's shards as they are now."""
     source: BatchSource
     controller: Controller
     road: Road
@@ -72,9 +78,7 @@ def train(trainer: Trainer) -> Outcome:
             trainer.source.expect(after(trainer.version))
             metrics = trainer.step(batch)
             trainer.version = after(trainer.version)
-            trainer.ledger.record(
-                trainer.version.step, [id for rows in batch.micro_batches for id in rows.ids]
-            )
+            record(trainer, [id for rows in batch.micro_batches for id in rows.ids])
             clock.lap("train")
             if trainer.version.step % trainer.publish_every == 0:
                 publish(trainer)
@@ -132,11 +136,25 @@ def check_version(batch: TrainBatch, version: Version) -> None:
         )
 
 
+def record(trainer: Trainer, ids: list[str]) -> None:
+    """Put the step into the ledger on every rank, before anybody hears of it. Collective."""
+    step, weights = trainer.version.step, trainer.shown()
+    all_done(trainer.ranks, "the ledger", lambda: trainer.ledger.record(step, ids, weights))
+
+
 def publish(trainer: Trainer) -> None:
-    """Send the weights on their way once the version before has arrived or failed. Collective."""
-    trainer.road.settle()
-    anchor = trainer.ranks.highest(trainer.road.anchor_due)
-    trainer.road.publish(trainer.version, bool(anchor))
+    """Send the weights on their way once the version before has arrived or failed. Collective.
+
+    Ranks that wait for one whose disk is full stay in touch: no collective runs into its time-out.
+    """
+    while (vote := trainer.ranks.highest(_settled(trainer.road))) == _UNSETTLED:
+        log.info("the version before %s is still on its way", trainer.version)
+    trainer.road.publish(trainer.version, bool(vote))
+
+
+def _settled(road: Road) -> float:
+    """Whether an anchor is due, or that the version before is still on its way."""
+    return float(road.anchor_due) if road.settle(SETTLE_SECONDS) else _UNSETTLED
 
 
 def checkpoint(trainer: Trainer) -> None:
@@ -144,6 +162,8 @@ def checkpoint(trainer: Trainer) -> None:
     if trainer.saved == trainer.version:
         return
     path = trainer.save(trainer.version)
+    if path is None:
+        return
     trainer.saved = trainer.version
     if trainer.ranks.rank == 0:
         trainer.controller.tell(CheckpointSaved(version=trainer.version, path=str(path)))

@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -48,8 +48,11 @@ class Road(Protocol):
     def start(self, version: Version, parent: Version | None) -> None:
         """Publish what training starts from, and wait until it can be read. Collective."""
 
-    def settle(self) -> None:
-        """Wait until the version before can be read, or has failed. Raises what may not go on."""
+    def settle(self, seconds: float | None = None) -> bool:
+        """Wait until the version before can be read, or has failed; False: neither after `seconds`.
+
+        Raises what may not go on.
+        """
 
     def publish(self, version: Version, anchor: bool) -> None:
         """Send this version on its way; call `settle` first. Collective."""
@@ -67,11 +70,15 @@ class Background:
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
 
-    def wait(self) -> None:
-        """Return when nothing runs. Raises what went wrong; of failures, the last of `_PATIENCE`."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether nothing runs, after `seconds` at most. Raises what went wrong; of failures, the last of
+        `_PATIENCE`."""
+        if self._running is not None and wait([self._running], seconds).not_done:
+            return False
         running, self._running = self._running, None
         if running is not None:
             running.result()
+        return True
 
     def submit(self, version: Version, work: Callable[[], None]) -> None:
         """Start `work`, which publishes `version`; nothing else may be running."""
@@ -122,8 +129,8 @@ class SnapshotRoad:
         self.publish(version, anchor=True)
         self.settle()
 
-    def settle(self) -> None:
-        self._background.wait()
+    def settle(self, seconds: float | None = None) -> bool:
+        return self._background.wait(seconds)
 
     def publish(self, version: Version, anchor: bool) -> None:
         self.newest, shards = version, self._weights.snapshot()
@@ -180,8 +187,8 @@ class BroadcastRoad:
         self.publish(version, anchor=True)
         self.settle()
 
-    def settle(self) -> None:
-        self._background.wait()
+    def settle(self, seconds: float | None = None) -> bool:
+        return self._background.wait(seconds)
 
     def publish(self, version: Version, anchor: bool) -> None:
         self.newest, tensors = version, dict(self._weights.gathered())
@@ -237,8 +244,8 @@ class NoRoad:
     def publish(self, version: Version, anchor: bool) -> None:
         self.newest = version
 
-    def settle(self) -> None:
-        """Nothing."""
+    def settle(self, seconds: float | None = None) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing."""

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
 from sync.errors import DataError
 from sync.stores import open_store
+from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
@@ -75,7 +77,8 @@ def run(config: TrainerConfig) -> None:
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),
-        save=partial(save, config, loaded.engine, fingerprint, ranks),
+        save=partial(save, config, loaded.engine, fingerprint, ranks, signals.asked.is_set),
+        shown=weights.shown,
         source=source,
         controller=controller,
         road=road,
@@ -199,7 +202,7 @@ def open_road(
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
         return BroadcastRoad(sender, weights, controller)
     publisher = Publisher(
-        open_store(settings.store, config.run_dir / "store"),
+        PatientStore(open_store(settings.store, config.run_dir / "store")),
         config.run,
         fingerprint,
         weights.slices,
@@ -212,10 +215,17 @@ def open_road(
     return SnapshotRoad(publisher, weights, export, config.run_dir / "anchors", controller, ranks.rank)
 
 
-def save(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks, version: Version) -> Any:
-    """Write a checkpoint of `version`. Collective."""
-    keep = config.trainer.keep_checkpoints
-    return checkpoint.save(engine, config.run_dir / "checkpoints", version, fingerprint, ranks, keep)
+def save(
+    config: TrainerConfig,
+    engine: Any,
+    fingerprint: str,
+    ranks: Ranks,
+    stopping: Callable[[], bool],
+    version: Version,
+) -> Path | None:
+    """Write a checkpoint of `version`; None: the disk is full and the run is `stopping`. Collective."""
+    keep, folder = config.trainer.keep_checkpoints, config.run_dir / "checkpoints"
+    return checkpoint.save(engine, folder, version, fingerprint, ranks, keep, stopping)
 
 
 def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: Any, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
 import psutil
@@ -66,6 +67,18 @@ class StopSignals:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its launcher is killed (Linux; elsewhere nothing happens)."""
+    """Have the kernel end this process when its parent is killed (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with(ancestor: int) -> None:
+    """End this process soon after a process further up has ended, which may be now already."""
+
+    def watch() -> None:
+        while any(parent.pid == ancestor for parent in psutil.Process().parents()):
+            time.sleep(_LOOK_SECONDS)
+        log.error("the launcher is gone, this rank leaves")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
+from student_trainer.room import all_done
 from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
 from sync.weights.codec import Bits
@@ -102,9 +104,21 @@ class Weights:
         named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
         return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
+    def shown(self) -> str:
+        """BLAKE3 of this rank's shards, all tensors in order. No collective."""
+        hasher = blake3(max_threads=blake3.AUTO)
+        for name, parameter in self.parameters.items():
+            for part, at in self._slices(name):
+                hasher.update(bits(_local(parameter)[at : at + part.count]).view(np.uint8).data)
+        return hasher.hexdigest(16)
+
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self._whole_parameters())
+        all_done(self._ranks, str(folder), lambda: self._write(folder, tokenizer, state))
+
+    def _write(self, folder: Path, tokenizer: Any, state: dict[str, Tensor]) -> None:
+        """Rank 0's part of `save_folder`; the others have none."""
         model: Any = self._student.model
         if self._ranks.rank == 0 and self.adapters:
             model.save_pretrained(folder, state_dict={in_memory(name): state[name] for name in state})
@@ -115,7 +129,6 @@ class Weights:
             tokenizer.save_pretrained(folder)
         if self._ranks.rank == 0:
             let_others_read(folder)
-        self._ranks.barrier()
 
 
 _ADAPTER = ".default."

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from distill.launch.processes import descendants, lives, players
+from distill.launch.processes import descendants, guarded_role, lives, players
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
 from sync.errors import DistillError
@@ -74,6 +74,20 @@ class Patient:
         process = rng.choice(self._players()[role])
         self._dead |= set(self._players()[role])
         process.kill()
+
+    def kill_guardian(self, role: str) -> int:
+        """Kill −9 what guards a role; how many of the processes below it outlive it."""
+        assert self._launcher is not None, "started before"
+        guardian = next(
+            one for one in psutil.Process(self._launcher.pid).children() if guarded_role(one) == role
+        )
+        below = descendants(guardian.pid)
+        self._dead |= below
+        guardian.kill()
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while any(map(lives, below)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return sum(map(lives, below))
 
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to every process of a role."""

@@ -10,6 +10,9 @@ fresh      no rollout was older than the bound when it was trained (the hard lim
 weighed    every rollout of a batch has the weight on record that its age and the bound give it
 recorded   every trained rollout is in the journal with the versions of its tokens
 authors    every rollout was written by whom its prompt was issued to, teacher or student
+
+Beside the guarantees it says how many steps were trained again, after a resume on as many ranks, and which of
+them gave other bits than the first time: none on CPUs; on GPUs it takes deterministic kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from distill.control.records import (
 )
 from distill.control.segments import read_all
 from distill.control.state import Rules, RunState
-from student_trainer.ledger import read
+from student_trainer.ledger import read, repeated
 from sync.errors import DataError
 from sync.wire import Version
 
@@ -69,6 +72,10 @@ class AuditReport:
     late: int = 0
     """Rollouts of batches at a weight below 1, by their freshness. No violation."""
     unrecorded: list[str] = field(default_factory=list)
+    again: int = 0
+    """Steps that were trained again on the same rows of the same ranks."""
+    differing: list[str] = field(default_factory=list)
+    """Those that gave other weights than the first time. No violation."""
     other_author: list[str] = field(default_factory=list)
     oldest: int = 0
     """Greatest age of a trained rollout, in versions."""
@@ -105,7 +112,10 @@ def audit(run_dir: Path) -> AuditReport:
         raise DataError(f"{run_dir} holds no journal: name the folder of a run")
     records = ((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
     lineages = read(run_dir / "ledger")
-    return check(records, {number: lineage.steps for number, lineage in lineages.items()})
+    report = check(records, {number: lineage.steps for number, lineage in lineages.items()})
+    same, other = repeated(lineages)
+    report.again, report.differing = len(same) + len(other), [str(version) for version in other]
+    return report
 
 
 def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) -> AuditReport:

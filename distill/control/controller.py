@@ -85,8 +85,9 @@ class Controller:
             write=self.writing.put,
         )
         self._hold = Hold(seconds_of_waiting(config))
-        self._guard, self._rollbacks_left = Guard(config.guard), config.guard.max_rollbacks
+        self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
+        self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(
@@ -253,17 +254,23 @@ class Controller:
 
     def _distrust(self, problem: str) -> None:
         """Too many bad steps: go back to a checkpoint before them, or hold."""
-        set_back, back = self._hooks.set_back, None
-        if self.config.guard.action == "rollback" and self._rollbacks_left:
-            back = retreat(self.books.state, self._guard.since, self.config.trainer.keep_checkpoints)
-        if set_back is None or back is None:
+        state, guard, back = self.books.state, self.config.guard, None
+        if guard.action == "rollback" and state.rollbacks < guard.max_rollbacks and self._hooks.set_back:
+            back = retreat(state, self._guard.since, self.config.trainer.keep_checkpoints, problem)
+        if back is None:
             self.withhold()
             self.hold(f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
-        self._rollbacks_left -= 1
-        set_back(back.to)
-        self.desk.roll_back(back)
+        self.books.write(back)
+        self._set_back()
+
+    def _set_back(self) -> None:
+        """Have the next trainer begin where the guard said last, unless one has; after a restart too."""
+        if (back := self.books.state.rolled_back) is not None:
+            self.desk.roll_back(back)
+            if self._hooks.set_back is not None:
+                self._hooks.set_back(back.to)
 
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from distill.control.batches import Marks, compose, group_means
 from distill.control.books import Books
-from distill.control.guard import Retreat
-from distill.control.records import Checkpointed, Stepped, VersionPublished
+from distill.control.records import Checkpointed, RolledBack, Stepped, VersionPublished
 from distill.control.signals import Signal
 from distill.prompts.stream import group_of
 from sync.errors import RemoteError
@@ -98,7 +97,7 @@ class Desk:
         """No batch is handed out while set."""
         self.final: FinalDigests | None = None
         """The trainer's last word."""
-        self._retreat: Retreat | None = None
+        self._retreat: RolledBack | None = None
         """What the next trainer must begin with."""
 
     def stop(self, reason: str, checkpoint: bool = True) -> None:
@@ -107,7 +106,7 @@ class Desk:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
             self._changed.wake()
 
-    def roll_back(self, retreat: Retreat) -> None:
+    def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin as `retreat` says."""
         self.live, self._retreat = False, retreat
         self._changed.wake()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from distill.config import GuardConfig
-from distill.control.records import DropReason
+from distill.control.records import DropReason, RolledBack
 from distill.control.state import RunState
-from sync.wire import Generated, Version, unpack
+from sync.wire import Generated, unpack
 
 LONGEST_PATTERN = 8
 """Tokens of a pattern whose repetition is looked for."""
@@ -48,17 +47,7 @@ class Guard:
         self._bad = []
 
 
-@dataclass(frozen=True)
-class Retreat:
-    """Where training begins again, and without what."""
-
-    to: Version | None
-    """A checkpoint; None: the model folder."""
-    without: frozenset[str]
-    """Rollouts that are not trained on again."""
-
-
-def retreat(state: RunState, since: int, kept: int) -> Retreat | None:
+def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack | None:
     """Back to before the weights that step `since` found bad; without the batches from that step on.
 
     `kept`: newest checkpoints that are still there. None: all of them may be bad.
@@ -67,8 +56,8 @@ def retreat(state: RunState, since: int, kept: int) -> Retreat | None:
     if state.checkpoints and not good:
         return None
     batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
-    bad = frozenset(entry.id for batch in batches if batch is not None for entry in batch.entries)
-    return Retreat(max(good, default=None, key=lambda version: version.step), bad)
+    bad = {entry.id for batch in batches if batch is not None for entry in batch.entries}
+    return RolledBack(max(good, default=None, key=lambda version: version.step), sorted(bad), problem)
 
 
 def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:

@@ -8,7 +8,6 @@ needs the record to be safe; the file always ends behind a whole record.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 from collections import deque
@@ -27,9 +26,9 @@ from distill.control.segments import (
     segment_numbers,
     segment_path,
 )
+from sync.room import FULL
 
 Fsync = Literal["always", "batch", "never"]
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 logger = logging.getLogger(__name__)
 
 
@@ -125,7 +124,7 @@ class Journal:
                 self._write_all(pending)
                 break
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
                 if not waiting:
                     logger.error("disk full: the journal in %s waits for room, the run pauses", self.folder)
@@ -169,13 +168,21 @@ class Journal:
     async def compact(self, needed: set[int], done: set[int]) -> set[int]:
         """Shrink finished segments that are not `needed` and not yet `done`; returns the ones shrunk now.
 
-        Locations in them are void afterwards.
+        Locations in them are void afterwards. A full disk leaves the rest for another time.
         """
         chosen = {n for n in range(self._file_segment) if n not in needed and n not in done}
+        shrunk: set[int] = set()
         for number in sorted(chosen):
-            gained = await asyncio.to_thread(compact, segment_path(self.folder, number))
+            try:
+                gained = await asyncio.to_thread(compact, segment_path(self.folder, number))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                logger.error("disk full: journal segment %d cannot be shrunk now", number)
+                break
+            shrunk.add(number)
             logger.info("journal segment %d is covered by a checkpoint: %d bytes freed", number, gained)
-        return chosen
+        return shrunk
 
     def close(self) -> None:
         """Force to the disk what was written and close; nothing pending is written."""

@@ -174,6 +174,15 @@ class Checkpointed(Record, frozen=True):
     path: str
 
 
+class RolledBack(Record, frozen=True):
+    """The guard sent the trainer away: the next lineage begins at `to`, and never sees these rollouts."""
+
+    to: Version | None
+    """A checkpoint; None: the model folder."""
+    without: list[str]
+    problem: str
+
+
 class Evaluated(Record, frozen=True):
     """A version was evaluated."""
 
@@ -193,6 +202,7 @@ AnyRecord = (
     | VersionPublished
     | VersionApplied
     | Checkpointed
+    | RolledBack
     | Evaluated
 )
 

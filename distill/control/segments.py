@@ -147,12 +147,15 @@ def compact(path: Path) -> int:
     """Rewrite a finished segment without arrays and prompts; returns the bytes gained. Atomic."""
     before = path.stat().st_size
     draft = path.with_suffix(".tmp")
-    with draft.open("wb") as file:
-        file.write(SEGMENT_MAGIC)
-        for _, record in scan(path, last=False):
-            file.write(encode_entry(compacted(record)))
-        file.flush()
-        os.fsync(file.fileno())
-    after = draft.stat().st_size
-    os.replace(draft, path)
+    try:
+        with draft.open("wb") as file:
+            file.write(SEGMENT_MAGIC)
+            for _, record in scan(path, last=False):
+                file.write(encode_entry(compacted(record)))
+            file.flush()
+            os.fsync(file.fileno())
+        after = draft.stat().st_size
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
     return before - after

@@ -25,6 +25,7 @@ from distill.control.records import (
     LineageOpened,
     Opened,
     Record,
+    RolledBack,
     Rollout,
     Stepped,
     Trace,
@@ -134,6 +135,10 @@ class RunState:
         self.applied: list[VersionApplied] = []
         self.checkpoints: list[Version] = []
         self.evaluations: list[EvalReport] = []
+        self.rollbacks = 0
+        """Of the guard, over the whole run."""
+        self.rolled_back: RolledBack | None = None
+        """The one that no trainer has followed yet."""
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
@@ -152,6 +157,7 @@ class RunState:
             VersionPublished: self._version_published,
             VersionApplied: self._version_applied,
             Checkpointed: self._checkpointed,
+            RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
         }
 
@@ -292,7 +298,7 @@ class RunState:
 
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
-        self.lineage = record.lineage
+        self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
         self.reached = Version(record.lineage, record.start)
         self.next_step = record.branch
@@ -332,6 +338,10 @@ class RunState:
 
     def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
         self.checkpoints.append(record.version)
+
+    def _rolled_back(self, record: RolledBack, _: Location | None) -> None:
+        self.rollbacks += 1
+        self.rolled_back = record
 
     def _evaluated(self, record: Evaluated, _: Location | None) -> None:
         self.evaluations.append(record.report)

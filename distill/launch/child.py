@@ -8,13 +8,17 @@ lists processes. PIPE is a descriptor whose other end only the launcher holds.
     command ends          → kill what it left behind, exit with its status
     PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
     a byte in PIPE        → kill everything at once
-    the guardian is killed → the kernel kills the command (the launcher kills the rest of the session)
+    the guardian is killed → the kernel kills the command; the rest falls to the launcher, which adopts it
+
+The launcher is a subreaper too (`adopt_orphans`): what a killed guardian leaves, in whatever session, becomes
+its child, and `kill_adopted` finds it there.
 
 Signals to end are for the command, which gets them as a member of the group; the guardian waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -23,6 +27,7 @@ import signal
 import sys
 import termios
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -46,19 +51,22 @@ def main() -> int:
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     for number in ended:
         signal.signal(number, signal.SIG_IGN)
+    own = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(command, ended)
+        _become(command, ended, own)
     status = _watch(child, pipe)
     kill_descendants()
     return status
 
 
-def _become(command: list[str], ended: set[signal.Signals]) -> None:
+def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> None:
     """In the fork: turn into the command; dies with the guardian."""
     for number in ended:
         signal.signal(number, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:  # it was killed before the kernel was told
+        os._exit(128 + signal.SIGKILL)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -113,6 +121,48 @@ def kill_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Whether descendants whose parents die become children of this process (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def kill_adopted(own: Collection[int], guardian: str) -> int:
+    """Kill and collect the children of this process that it adopted, and theirs; how many there were.
+
+    `own`: children that it started itself; so are those with `guardian` among their words, and those of its
+    session: a guardian begins one of its own, and nothing below it can come back to this one.
+    """
+    killed: set[int] = set()
+    while adopted := [
+        pid
+        for pid in children_of(os.getpid())
+        if pid not in own and _elsewhere(pid) and guardian.encode() not in _words(pid)
+    ]:
+        for pid in adopted:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        killed.update(adopted)
+    return len(killed)
+
+
+def _words(pid: int) -> list[bytes]:
+    """Command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _elsewhere(pid: int) -> bool:
+    """Whether a process is of another session than this one."""
+    try:
+        return os.getsid(pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def children_of(parent: int) -> list[int]:

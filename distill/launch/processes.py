@@ -13,7 +13,7 @@ def players(launcher: int) -> dict[str, list[psutil.Process]]:
     """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
     found = {}
     for guardian in _children(launcher):
-        name = _guarded_role(guardian)
+        name = guarded_role(guardian)
         if name is not None:
             working = ranks_of(guardian.pid) if name == TRAINER else _children(guardian.pid)
             found[name] = [process for process in working if lives(process)]
@@ -43,7 +43,8 @@ def _children(parent: int) -> list[psutil.Process]:
         return []
 
 
-def _guarded_role(process: psutil.Process) -> str | None:
+def guarded_role(process: psutil.Process) -> str | None:
+    """Role whose guardian a process is; None: it is none."""
     try:
         line = process.cmdline()
     except psutil.Error:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,7 @@ from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
 from distill.prompts.stream import PromptStream
-from distill.report.metrics import JsonLines, Sink, Spans, Wandb, log_all
+from distill.report.metrics import JsonLines, Lines, Sink, Spans, Wandb, log_all
 from distill.report.picture import draw
 from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
@@ -105,7 +104,10 @@ class _Launcher:
         """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
-        self._spans = Spans(folder.path / "timeline.jsonl")
+        self._spans, self._quarantine = (
+            Spans(folder.path / "timeline.jsonl"),
+            Lines(folder.path / "quarantine.jsonl"),
+        )
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
         self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         self._parts = self._make_parts(plan, split)
@@ -129,6 +131,7 @@ class _Launcher:
             for sink in self._sinks:
                 sink.close()
             self._spans.close()
+            self._quarantine.close()
             await self._close_peers()
 
     async def _supervised(self) -> dict[str, Any]:
@@ -196,13 +199,14 @@ class _Launcher:
         )
 
     async def _watch_disk(self) -> None:
-        """Start no rollouts while the disk is nearly full."""
+        """Start no rollouts while a disk of the run is nearly full."""
         held, least = False, self._config.run.min_free_disk_gib
         while True:
             await asyncio.sleep(DISK_SECONDS)
-            full = shutil.disk_usage(self._folder.path).free / GIB < least
+            where, free = self._folder.fullest()
+            full = free / GIB < least
             if full and not held:
-                self._controller.hold(f"less than run.min_free_disk_gib = {least:g} GiB are free")
+                self._controller.hold(f"{where} has less than run.min_free_disk_gib = {least:g} GiB free")
             elif held and not full:
                 self._controller.release()
             held = full
@@ -261,8 +265,7 @@ class _Launcher:
             self._back_to.clear()
 
         def quarantined(one: Quarantined) -> None:
-            with (self._folder.path / "quarantine.jsonl").open("a") as file:
-                file.write(msgspec.json.encode(one).decode() + "\n")
+            self._quarantine.write(msgspec.json.encode(one).decode())
 
         def step(version: Version, figures: dict[str, float]) -> None:
             log_all(self._sinks, version.step, figures)

@@ -65,6 +65,14 @@ class RunFolder:
         write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)), mode=0o600)
         return path
 
+    def fullest(self) -> tuple[Path, int]:
+        """The part of the folder whose disk has the fewest free bytes, and how many."""
+        parts = [self.path, *(self.path / name for name in ("journal", "checkpoints", "store"))]
+        return min(
+            ((part, shutil.disk_usage(part).free) for part in parts if part.is_dir()),
+            key=lambda found: found[1],
+        )
+
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that a trainer resumes there. None must run."""
         folder = self.path / "checkpoints"

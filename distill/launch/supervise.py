@@ -4,7 +4,8 @@
                     │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
                     └──┘ killed: restarted within the budget
 
-Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop.
+Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop. Meanwhile
+this process adopts what a killed guardian leaves behind, and kills it before the role is started again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from distill.launch.child import adopt_orphans, children_of, kill_adopted
 from sync.errors import DistillError
 from sync.transport import Peer
 
@@ -145,10 +147,14 @@ class Supervisor:
         self.children = {spec.name: Child(spec, logs / f"{spec.name}.log") for spec in specs}
         self._restarts_left, self._first_pause = restarts, first_pause
         self._read_end, self._write_end = os.pipe()
+        self._own: set[int] | None = None
+        """Children of this process that were there before; None: nothing was started."""
         logs.mkdir(parents=True, exist_ok=True)
 
     async def start(self) -> None:
         """Start every child at the same time."""
+        self._own = set(children_of(os.getpid()))
+        adopt_orphans()
         await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
 
     async def ready(self, seconds: float) -> None:
@@ -207,6 +213,9 @@ class Supervisor:
         for child in alive:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*waits)
+        self._kill_orphans()
+        if self._own is not None:
+            adopt_orphans(False)
         self._close()
 
     def kill(self) -> None:
@@ -215,6 +224,14 @@ class Supervisor:
             child.phase = Phase.ENDED
         if self._write_end >= 0:
             os.write(self._write_end, b"k")
+
+    def _kill_orphans(self) -> None:
+        """Kill what killed guardians left, whatever its session; nothing when none was killed."""
+        if self._own is None or all(c.status != -signal.SIGKILL for c in self.children.values()):
+            return
+        guardians = {c.process.pid for c in self.children.values() if c.process is not None}
+        if count := kill_adopted(self._own | guardians, GUARDIAN):
+            log.warning("killed %d processes that a killed guardian left behind", count)
 
     def _close(self) -> None:
         for end in (self._read_end, self._write_end):
@@ -280,7 +297,8 @@ class Supervisor:
 
     def _spend(self, child: Child) -> float:
         """Take one death from the budget; seconds to wait before the restart."""
-        child.signal(signal.SIGKILL)  # what a killed guardian may have left
+        child.signal(signal.SIGKILL)
+        self._kill_orphans()
         if self._restarts_left == 0:
             raise ChildFailed(f"{child.describe_end()}\nrun.restarts is used up: see above what ended it")
         self._restarts_left -= 1

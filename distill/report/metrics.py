@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.control.timeline import Span
 from distill.report.redact import without_secrets
+from sync.room import append
 
 log = logging.getLogger(__name__)
 
@@ -29,39 +30,60 @@ class Sink(Protocol):
         ...
 
 
-def open_lines(path: Path) -> IO[str]:
-    """Open for appending whole lines; a last one that a crash cut off is removed."""
-    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-    return path.open("a", buffering=1)
+class Lines:
+    """A file that grows by whole lines; a last one that a crash cut off is removed.
+
+    What a full disk refuses is kept and written with the next line; what it still refuses at the end is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting = path, b""
+        if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+    def write(self, line: str) -> None:
+        """Append one line, given without its end."""
+        self._waiting += line.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, if there is room."""
+        if self._waiting and append(self._path, self._waiting):
+            self._waiting = b""
+
+    def close(self) -> None:
+        """Try for the last time."""
+        self.flush()
+        if self._waiting:
+            log.error("disk full: %d bytes of %s are lost", len(self._waiting), self._path)
 
 
 class JsonLines:
     """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_lines(path)
+        self._lines = Lines(path)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
+        self._lines.write(json.dumps({"step": step, "time": time.time(), **figures}))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class Spans:
     """timeline.jsonl: one JSON object a line with role, what, start, end (seconds since the epoch)."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_lines(path)
+        self._lines = Lines(path)
 
     def write(self, span: Span) -> None:
         """Append one stretch of work or waiting."""
-        self._file.write(json.dumps(span._asdict()) + "\n")
+        self._lines.write(json.dumps(span._asdict()))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is left."""
+        self._lines.close()
 
 
 class Memory:

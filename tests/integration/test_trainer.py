@@ -308,6 +308,41 @@ def folder_digests(folder: Path) -> dict[str, str]:
     return {name: digest(t.flatten().view(wide[t.dtype]).numpy()) for name, t in tensors.items()}
 
 
+def shards(checkpoint: Path) -> dict[str, Any]:
+    """What every rank saved, by file and name; what DeepSpeed notes about itself is left out."""
+    found: dict[str, Any] = {}
+    for path in (checkpoint / "deepspeed").glob("*zero_pp_rank_*.pt"):
+        content = torch.load(path, weights_only=False)
+        zero = content.get("optimizer_state_dict", {})
+        wanted = ("fp32_flat_groups", "optimizer_state_dict")
+        found |= {f"{path.name} {name}": zero[name] for name in wanted if name in zero}
+        wanted = ("rng", "lr_scheduler", "global_steps", "skipped_steps", "param_shapes")
+        found |= {f"{path.name} {name}": content[name] for name in wanted if name in content}
+    return found
+
+
+def widest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any element."""
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal structures with equal tensors, bit for bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
 # --- tests --------------------------------------------------------------------------------------------------
 
 
@@ -369,8 +404,62 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     assert [saved.version for saved in resumed.told(CheckpointSaved)] == [Version(1, 4)]
     assert (tmp_path / "checkpoints/latest").read_text().strip() == str(Version(1, 4))
     lineages = ledger.read(tmp_path / "ledger")
+    assert ledger.repeated(lineages) == ([Version(1, 3), Version(1, 4)], []), "bit for bit, step for step"
     assert ledger.trained_twice(lineages, Version(1, 4)) == []
     assert ledger.trained_twice(lineages, Version(0, 4)) == []
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.02}}
+    more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "overrides": {"scheduler": schedule}}
+
+    def trained(ranks: int, lineage: int, steps: int, parent: Version | None) -> tuple[StubController, str]:
+        start = Version(lineage, parent.step if parent else 0)
+        stub = controller(until(steps, Stop(reason="enough", checkpoint=True)), start, parent)
+        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
+        settled = {**more, "overrides": dict(more["overrides"])}
+        checkpoint = None if parent is None else str(parent)
+        config = settings(
+            models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=checkpoint, **settled
+        )
+        with Running(config) as running:
+            assert running.end() == 0, running.log
+            return stub, running.log
+
+    whole, _ = trained(2, 0, 4, None)
+    _, said = trained(1, 1, 2, Version(0, 2))
+    assert "is of 2 ranks, this run has 1" in said
+    _, said = trained(2, 2, 2, Version(1, 2))
+    assert "is of 1 ranks, this run has 2" in said
+    alone, _ = trained(1, 3, 4, Version(0, 2))
+
+    saved = tmp_path / "checkpoints"
+    one, two = (saved / str(Version(lineage, 2)) for lineage in (1, 0))
+    masters = [get_fp32_state_dict_from_zero_checkpoint(str(path), "deepspeed") for path in (one, two)]
+    assert masters[0].keys() == masters[1].keys()
+    assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+    there, between, back = (shards(path) for path in (two, one, saved / str(Version(2, 2))))
+    assert len(there) == 2 * 7
+    assert len(between) == 7
+    for name in there:
+        if name != "zero_pp_rank_1_mp_rank_00_model_states.pt rng":
+            assert_same(there[name], back[name])
+    for name in ("rng", "lr_scheduler", "global_steps", "skipped_steps", "param_shapes"):
+        file = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        assert_same(between[f"{file} {name}"], there[f"{file} {name}"])
+
+    reports = [[r.metrics for r in stub.told(StepReport)][-2:] for stub in (whole, alone)]
+    for ours, theirs in zip(*reports, strict=True):
+        assert ours["lr"] == theirs["lr"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    ends = [
+        get_fp32_state_dict_from_zero_checkpoint(str(saved / str(Version(n, 4))), "deepspeed") for n in (0, 3)
+    ]
+    assert widest(ends[0], ends[1]) < widest(ends[0], masters[0]) / 20
 
 
 def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
@@ -434,6 +523,36 @@ def test_an_error_in_one_rank_ends_all_with_one_message(
         assert running.log.count("a step needs at least one supervised token") == 1
         assert "Traceback" not in running.log
     assert stub.told(StepReport) == []
+
+
+def test_a_signal_that_comes_before_the_ranks_ends_them_before_they_train(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
+    stub = controller(until(9, Wait()))
+    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    with Running(config) as running:
+        wait_for(lambda: psutil.Process(running.process.pid).num_threads() > 1, running)
+        assert launch.ranks_of(running.process.pid) == []
+        running.process.terminate()
+        running.end(90.0)
+    assert stub.events == []
+
+
+@pytest.mark.parametrize("of", ["launcher", "its child"])
+def test_ranks_leave_when_the_launcher_is_killed(
+    models: Path, tmp_path: Path, controller: Any, of: str
+) -> None:
+    stub = controller(until(1, Wait()))
+    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    with Running(config) as running:
+        wait_for(lambda: stub.told(StepReport), running)
+        launcher = psutil.Process(running.process.pid)
+        (launcher if of == "launcher" else launcher.children()[0]).kill()
+        running.process.wait(20.0)
+        deadline = time.monotonic() + 20.0
+        while members(running.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(running.process.pid) == []
 
 
 def test_a_signal_to_the_session_saves_a_checkpoint(models: Path, tmp_path: Path, controller: Any) -> None:

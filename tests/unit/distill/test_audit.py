@@ -153,9 +153,10 @@ async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
         start, parent = (Version(0, 0), None) if lineage == 0 else (Version(1, 1), Version(0, 1))
         lines = Ledger(tmp_path / "ledger", start, parent, rank=0)
         for step, ids in steps.items():
-            lines.record(step, ids)
+            lines.record(step, sorted(ids), f"bits {lineage if step == 3 else step}")
     report = audit(tmp_path)
     assert report.ok
+    assert (report.again, report.differing) == (1, [])
     assert report.trained == 6
 
 

@@ -144,6 +144,34 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     resumed.close()
 
 
+async def test_a_rollback_outlives_the_controller_that_decided_it(controller: Any, config: Any) -> None:
+    guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback", "max_rollbacks": 1}
+    made, trainer = built(controller, config, guard, Hooks(set_back=lambda _: None))
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(20):
+        with pytest.raises(RemoteError, match="this one must leave"):
+            await trainer.run()
+        bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+        back: list[Version | None] = []
+        settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
+        second = controller(settings, Hooks(set_back=back.append))
+        assert back == [Version(0, 4)], "the trainer that comes next must still begin there"
+        trainer.desk, trainer.bad = second.desk, {5, 6}
+        running = asyncio.create_task(second.run())
+        with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
+            await trainer.run()
+        trainer.checkpoint = back[0]
+        training = asyncio.create_task(trainer.run())
+        await until(lambda: second.feeder.held)
+        assert back == [Version(0, 4)], "the one rollback of this run was used up before the restart"
+        second.request_stop("enough")
+        await asyncio.gather(training, running)
+    assert not {i for ids in trainer.ledger[1].values() for i in ids} & bad
+
+
 async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: Any, config: Any) -> None:
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
     made, trainer = built(controller, config, guard, Hooks(set_back=lambda to: pytest.fail("no rollback")))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_disk import fill, free, mounted
 
 from distill.control.journal import Journal, Location
 from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
@@ -182,6 +183,29 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
     assert replayed(tmp_path) == [*records(3), Composed(Version(0, 0), ["p0"])]
     assert caplog.text.count("disk full") == 1
     assert "has room again" in caplog.text
+
+
+async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", 128) as disk:
+        first = [*records(40), rollout("p0", 2000)]
+        await written(disk, *first, segment_bytes=8000)
+        journal = Journal(disk, "batch", 8000, retry_seconds=0.005)
+        list(journal.replay())
+        journal.append(Composed(Version(0, 0), ["p0"]))
+        await journal.commit(durable=True)
+        fill(disk)
+        journal.append(rollout("p1", 2000))
+        commit = asyncio.create_task(journal.commit(durable=True))
+        await asyncio.sleep(0.05)
+        assert not commit.done()
+        assert [record for _, _, record in read_all(disk)] == [*first, Composed(Version(0, 0), ["p0"])]
+        assert await journal.compact(needed=set(), done=set()) == set(), "there is no room for a shorter copy"
+        assert not list(disk.glob("*.tmp"))
+        free(disk)
+        await commit
+        assert await journal.compact(needed=set(), done=set())
+        journal.close()
+        assert len(replayed(disk)) == len(first) + 2
 
 
 async def test_a_commit_cancelled_on_a_full_disk_is_made_up_for(tmp_path: Path) -> None:

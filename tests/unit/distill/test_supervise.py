@@ -200,13 +200,21 @@ def test_a_launcher_killed_without_warning_leaves_nobody(tmp_path: Path):
     until(lambda: not alive(processes))
 
 
-async def test_a_guardian_killed_without_warning_takes_its_group_with_it(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("stubborn", STUBBORN)], tmp_path, 0)
+async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(tmp_path: Path):
+    bystander = await asyncio.create_subprocess_exec(*SLEEPER, start_new_session=True)
+    supervisor = Supervisor([ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)], tmp_path, 1, 0.01)
     await supervisor.start()
-    await spoke(supervisor, "stubborn")
-    processes = below(supervisor.children["stubborn"].process.pid)
-    supervisor.children["stubborn"].process.kill()
-    with pytest.raises(ChildFailed):
-        await supervisor.watch(1)
+    await spoke(supervisor, "parent", "other")
+    guardian, other = (supervisor.children[name].process for name in ("parent", "other"))
+    processes, others = below(guardian.pid), below(other.pid)
+    assert len(processes) == 3
+    guardian.kill()
+    watching = asyncio.create_task(supervisor.watch(10))
+    await asyncio.to_thread(until, lambda: not alive(processes))
+    await asyncio.to_thread(until, lambda: supervisor.children["parent"].process is not guardian)
+    assert alive(others) == others, "nobody else is touched"
+    assert bystander.returncode is None
+    watching.cancel()
     await supervisor.stop(1)
-    assert await asyncio.to_thread(until, lambda: not alive(processes)) is None
+    bystander.kill()
+    await bystander.wait()

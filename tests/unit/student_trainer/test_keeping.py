@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_disk import fill, free, mounted
 
-from student_trainer import checkpoint
-from student_trainer.ledger import Ledger, read, trained_twice
+from student_trainer import checkpoint, room
+from student_trainer.ledger import Ledger, read, repeated, trained_twice
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
 from sync.wire import Version
@@ -18,16 +22,35 @@ from sync.wire import Version
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+class FileWriter:
+    """What DeepSpeed writes with."""
+
+    def makedirs(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path)
+
+
 class FileEngine:
     """Keeps its state in one file, as DeepSpeed does in several."""
 
     def __init__(self, state: str = "") -> None:
         self.state = state
+        self.checkpoint_engine = FileWriter()
+
+    checkpoint_engine: Any
 
     def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
         assert not save_latest
-        (Path(folder) / tag).mkdir(parents=True)
-        torch.save({"state": self.state, **client_state}, Path(folder) / tag / "rank0.pt")
+        self.checkpoint_engine.makedirs(str(Path(folder) / tag))
+        self.checkpoint_engine.save(
+            {"state": self.state, **client_state}, str(Path(folder) / tag / "rank0.pt")
+        )
+        self._copy_recovery_script(folder)
+
+    def _copy_recovery_script(self, folder: str) -> None:
+        (Path(folder) / "script.py").write_text("pass")
 
     def load_checkpoint(self, folder: str, tag: str) -> tuple[str, dict[str, Any]]:
         loaded = torch.load(Path(folder) / tag / "rank0.pt")
@@ -106,31 +129,143 @@ def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> No
     assert checkpoint.find(tmp_path, None) is None
 
 
-def test_a_checkpoint_of_other_ranks_or_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     path = tmp_path / str(Version(0, 2))
-    with pytest.raises(DataError, match="same ranks and student"):
+    with pytest.raises(DataError, match="with the same student"):
         checkpoint.load(FileEngine(), path, "other", ALONE)
-    index = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps(index | {"world_size": 4}))
-    with pytest.raises(DataError, match="is of 4 ranks"):
-        checkpoint.load(FileEngine(), path, "print", ALONE)
+
+
+def full_once(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, harm: Callable[..., None]) -> None:
+    """`where.name` meets a full disk the first time, after `harm`."""
+    real, left = getattr(where, name), [1]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if left and left.pop():
+            harm(*arguments)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(where, name, failing)
+
+
+def half(state: Any, file: Any) -> None:
+    file.write(b"half")
+
+
+def nothing(*_: Any) -> None:
+    """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "harm"),
+    [
+        (torch, "save", half),
+        (Path, "mkdir", nothing),
+        (FileEngine, "_copy_recovery_script", nothing),
+        (checkpoint, "_digests", nothing),
+        (checkpoint, "_write", nothing),
+    ],
+)
+def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: Any,
+    name: str,
+    harm: Callable[..., None],
+) -> None:
+    saved(tmp_path, 2)
+    seen: list[Path | None] = []
+    monkeypatch.setattr(room.time, "sleep", lambda _: seen.append(checkpoint.find(tmp_path, None)))
+    full_once(monkeypatch, where, name, harm)
+    saved(tmp_path, 4)
+    assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
+    assert "disk full: checkpoint L000-v00000004 waits for room" in caplog.text
+    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
+
+
+def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "disk", 512) as disk:
+        saved(disk, 2)
+        fill(disk)
+        seen: list[Path | None] = []
+
+        def wait(_: float) -> None:
+            seen.append(checkpoint.find(disk, None))
+            if len(seen) == 2:
+                free(disk)
+
+        monkeypatch.setattr(room.time, "sleep", wait)
+        saved(disk, 4)
+        assert seen == [disk / str(Version(0, 2))] * 2
+        engine, path = FileEngine(), checkpoint.find(disk, None)
+        assert path is not None
+        assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+        assert engine.state == "at 4"
+        assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
+
+
+def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 2)
+    full_once(monkeypatch, torch, "save", half)
+    stopping = partial(checkpoint.save, FileEngine("at 4"), tmp_path, Version(0, 4), "print", ALONE, 2)
+    assert stopping(lambda: True) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
+    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 2))
 
 
 def test_the_ledger_joins_ranks_and_forgets_what_a_branch_left_behind(tmp_path: Path) -> None:
     first = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for rank, part in enumerate(first):
-            part.record(step, [f"{step}{rank}"])
+            part.record(step, [f"{step}{rank}"], f"bits {step}")
     second = Ledger(tmp_path, Version(1, 2), Version(0, 2), 0)
-    second.record(3, ["30", "31"])
+    second.record(3, ["30", "31"], "bits 3")
     lineages = read(tmp_path)
     assert lineages[0].steps == {1: ["10", "11"], 2: ["20", "21"], 3: ["30", "31"]}
     assert lineages[1].parent == Version(0, 2)
     assert trained_twice(lineages, Version(1, 3)) == []
-    second.record(4, ["21"])
+    second.record(4, ["21"], "bits 4")
     assert trained_twice(read(tmp_path), Version(1, 4)) == ["21"]
     assert trained_twice(read(tmp_path), Version(1, 3)) == []
+
+
+def test_a_step_that_was_trained_again_must_show_the_same_bits(tmp_path: Path) -> None:
+    first = Ledger(tmp_path, Version(0, 0), None, 0)
+    for step in (1, 2, 3, 4):
+        first.record(step, [f"r{step}"], f"bits {step}")
+    second = Ledger(tmp_path, Version(1, 1), Version(0, 1), 0)
+    second.record(2, ["r2"], "bits 2")
+    second.record(3, ["r3"], "other bits")
+    second.record(4, ["new"], "bits of another batch")
+    assert repeated(read(tmp_path)) == ([Version(1, 2)], [Version(1, 3)])
+
+
+def test_a_line_that_finds_no_room_is_not_there_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Ledger(tmp_path, Version(0, 0), None, 0)
+    before = (tmp_path / "L000-rank0.jsonl").read_bytes()
+    real, left = os.write, [3]
+
+    def filling(handle: int, data: Any) -> int:
+        if left:
+            return real(handle, data[: left.pop()])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", filling)
+        with pytest.raises(OSError, match="No space left"):
+            part.record(1, ["a"], "bits")
+    assert (tmp_path / "L000-rank0.jsonl").read_bytes() == before
+    part.record(1, ["a"], "bits")
+    assert read(tmp_path)[0].steps == {1: ["a"]}
 
 
 def test_a_lineage_is_never_written_twice(tmp_path: Path) -> None:
@@ -141,7 +276,7 @@ def test_a_lineage_is_never_written_twice(tmp_path: Path) -> None:
 
 def test_a_line_that_a_crash_cut_off_does_not_count(tmp_path: Path) -> None:
     part = Ledger(tmp_path, Version(0, 0), None, 0)
-    part.record(1, ["a"])
+    part.record(1, ["a"], "bits")
     with (tmp_path / "L000-rank0.jsonl").open("a") as file:
         file.write('{"step": 2, "ids": ["b"')
     assert read(tmp_path)[0].steps == {1: ["a"]}

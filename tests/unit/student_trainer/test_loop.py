@@ -58,6 +58,7 @@ class Story:
             version=Version(0, 0),
             step=self._step,
             save=self._save,
+            shown=lambda: "weights",
             source=MemorySource(batches, checkpoint),
             controller=self.controller,
             road=_Road(self.lines),

@@ -56,6 +56,20 @@ def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, 
     assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
 
 
+def test_the_digest_of_the_shards_tells_a_single_bit() -> None:
+    student = Student(model(torch.bfloat16, tied=True), HeadShape(11), 8)
+    weights = Weights(student, ALONE)
+    before = weights.shown()
+    assert weights.shown() == before
+    one = next(iter(student.parameters()))
+    with torch.no_grad():
+        one.view(torch.int16)[0, 0] ^= 1
+    assert weights.shown() != before
+    with torch.no_grad():
+        one.view(torch.int16)[0, 0] ^= 1
+    assert weights.shown() == before
+
+
 def test_a_snapshot_does_not_follow_the_weights() -> None:
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
     shards = Weights(student, ALONE).snapshot()

@@ -1,0 +1,158 @@
+"""A checkpoint of another number of ranks: every rank cuts its shards out of the files of the old ones.
+
+    rank q of n holds of a parameter its flat elements [q·k, (q+1)·k), k = ⌈elements / n⌉, padded with zeros
+
+The old files are mapped, not read whole, and decoded without running any code of theirs; nothing is written.
+What comes out is the state that a rank of the new number would have saved; DeepSpeed restores it as such.
+
+DeepSpeed's universal checkpoint is not used: of an optimizer it keeps `exp_avg` and `exp_avg_sq` alone,
+it gives every parameter group the settings of the first and every rank the client state of the first, writes
+a second checkpoint to disk, and loads it with `weights_only=False`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from student_trainer.ranks import Ranks
+from sync.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where the old ranks hold a parameter: in which flat group, and from which element on."""
+
+    group: int
+    offset: int
+    numel: int
+
+
+def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> dict[str, Any]:
+    """Bring a fresh engine to the checkpoint of `saved` ranks in `folder`; what that rank saved beside it.
+
+    The client state is empty for a rank that the checkpoint does not know. Collective. Raises DataError for
+    an optimizer state that is not one value for each element.
+    """
+    shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
+    common = _read(folder, min(ranks.rank, saved - 1), "model_states")
+    places = layout(common["param_shapes"], saved)
+    zero = engine.optimizer
+    zero.checkpoint_event_prologue()
+    groups = [[places[zero.param_names[parameter]] for parameter in group] for group in zero.fp16_groups]
+    state = rebuild(shards, groups, list(zero.sub_group_to_group_id.values()), ranks)
+    zero.load_state_dict({ranks.rank: state})
+    zero.checkpoint_event_epilogue()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, common[name])
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    return {"rng": common["rng"]} if ranks.rank < saved else {}
+
+
+def layout(shapes: Sequence[dict[str, Any]], saved: int) -> dict[str, Place]:
+    """Place of every parameter, from the names and shapes of each flat group in order."""
+    places = {}
+    for group, names in enumerate(shapes):
+        offset = 0
+        for name, shape in names.items():
+            numel = torch.Size(shape).numel()
+            places[name] = Place(group, offset, numel)
+            offset += -(-numel // saved)
+    return places
+
+
+def rebuild(
+    shards: Sequence[dict[str, Any]], groups: Sequence[Sequence[Place]], owners: Sequence[int], ranks: Ranks
+) -> dict[str, Any]:
+    """The ZeRO state of this rank from those of the old ranks.
+
+    `groups`: parameters of each flat group as this rank has them; `owners`: its optimizer group.
+    """
+    optimizers = [shard["optimizer_state_dict"] for shard in shards]
+    masters = [shard["fp32_flat_groups"] for shard in shards]
+    states = [optimizer["state"] for optimizer in optimizers]
+    settings = [dict(group) for group in optimizers[0]["param_groups"]]
+    for number, group in enumerate(settings):
+        group["params"] = [index for index, owner in enumerate(owners) if owner == number]
+    state = {
+        index: {
+            name: _state(
+                [[s[place][name] for s in states] for place in _groups(group)], group, masters, ranks
+            )
+            for name in states[0][group[0].group]
+        }
+        for index, group in enumerate(groups)
+    }
+    flat = [joined([[m[p] for m in masters] for p in _groups(group)], group, ranks) for group in groups]
+    optimizer = {"state": state, "param_groups": settings}
+    return {**shards[0], "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
+
+
+def _groups(places: Sequence[Place]) -> Iterator[int]:
+    """Old flat group of each parameter."""
+    return (place.group for place in places)
+
+
+def _state(
+    values: list[list[Any]], places: Sequence[Place], masters: Sequence[Sequence[Tensor]], ranks: Ranks
+) -> Any:
+    """One state of a flat group: cut like the weights, or a number that all old ranks share."""
+    first, master = values[0][0], masters[0][places[0].group]
+    if isinstance(first, Tensor) and first.shape == master.shape and first.dim() == 1:
+        return joined(values, places, ranks)
+    if not all(_equal(value, first) for of_rank in values for value in of_rank):
+        raise DataError(
+            "the optimizer keeps a state that is neither one value a weight nor the same on all ranks: "
+            "resume on as many ranks as wrote the checkpoint"
+        )
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
+    """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
+    parts = [cut(p, place, ranks.rank, ranks.world_size) for p, place in zip(pieces, places, strict=True)]
+    return torch.cat(parts)
+
+
+def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:
+    """Shard `rank` of `world_size` of a parameter, padded; `pieces`: its flat group on the old ranks."""
+    old, new = -(-place.numel // len(pieces)), -(-place.numel // world_size)
+    first = min(rank * new, place.numel)
+    last, at = min(first + new, place.numel), first
+    shard = torch.zeros(new, dtype=pieces[0].dtype)
+    while at < last:
+        owner, inside = divmod(at, old)
+        count = min(old - inside, last - at)
+        start = place.offset + inside
+        shard[at - first : at - first + count] = pieces[owner][start : start + count]
+        at += count
+    return shard
+
+
+def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
+    """A file of one old rank. Raises DataError when there is not exactly one, or it holds more than data."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    found = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
+    if len(found) != 1:
+        raise DataError(
+            f"{folder} has {len(found)} files with the {kind} of rank {rank}, there must be one: "
+            "resume on as many ranks as wrote it"
+        )
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+        content: dict[str, Any] = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+    return content

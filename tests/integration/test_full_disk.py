@@ -1,0 +1,91 @@
+"""One real run whose disks fill up one after the other: small file systems in memory, if they may be mounted.
+
+The journal's, the checkpoints', the store's, and the run folder's own: each is filled while the run goes on,
+looked at, and freed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from small_disk import fill, free, mounted
+from tiny_run import BATCH, NAME, command
+
+from distill.bench.patient import Patient
+from distill.control.audit import AuditReport, audit
+from student_trainer import checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+STEPS = 40
+SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
+"""MiB of each file system."""
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """No byte more fits into `folder` for a while."""
+    fill(folder)
+    try:
+        yield
+    finally:
+        free(folder)
+
+
+def says(patient: Patient, log: str, words: str) -> None:
+    path = patient.run_dir / "logs" / log
+    patient.wait(lambda: words in path.read_text(), f"{words!r} in {log}")
+
+
+def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(mounted(tmp_path / "disk", SIZES[""] << 10))
+        run_dir = tmp_path / "disk" / NAME
+        disks = {name: run_dir / name for name in SIZES}
+        for name in ("journal", "checkpoints", "store"):
+            stack.enter_context(mounted(disks[name], SIZES[name] << 10))
+        words = command(tmp_path / "disk", STEPS, "run.min_free_disk_gib=0")
+        patient = stack.enter_context(Patient(words, run_dir))
+        report = filled(patient, disks)
+        assert report.ok, report
+        assert report.trained == STEPS * BATCH
+        assert report.open_prompts == []
+        summary = patient.summary()
+        assert summary["completed"]
+        assert summary["weights_identical"]
+        assert summary["lineages"] == 1, "nothing died of it"
+
+
+def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
+    """Start the run, fill each disk once, and audit what came of it."""
+    patient.start()
+    patient.wait(lambda: patient.step() >= 2, "step 2")
+    with full(disks["journal"]):
+        says(patient, "launcher.log", "disk full: the journal in")
+        step = patient.step()
+        time.sleep(3.0)
+        assert patient.step() <= step + 1, "without a journal nothing goes on"
+    says(patient, "launcher.log", "has room again, the run goes on")
+
+    with full(disks["checkpoints"]):
+        says(patient, "trainer.log", "disk full: checkpoint")
+        found = checkpoint.find(disks["checkpoints"], None)
+        assert found is None or found.is_dir(), "what `latest` names is whole"
+    says(patient, "trainer.log", "there is room again for checkpoint")
+
+    with full(disks["store"]):
+        says(patient, "trainer.log", "waits for room, the run pauses")
+    says(patient, "trainer.log", "the run goes on")
+
+    step = patient.step()
+    with full(disks[""]):
+        time.sleep(8.0)
+        assert patient.step() <= step + 1
+    patient.end()
+    newest = checkpoint.find(disks["checkpoints"], None)
+    assert newest is not None
+    assert newest.name.endswith(f"{STEPS:08d}")
+    return audit(patient.run_dir)

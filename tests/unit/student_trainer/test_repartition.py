@@ -1,0 +1,94 @@
+"""Shards of another number of ranks, against arrays that are simply cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from student_trainer.ranks import Ranks
+from student_trainer.repartition import Place, cut, layout, rebuild
+from sync.errors import DataError
+
+SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,)}]
+
+
+def split(whole: Tensor, ranks: int) -> list[Tensor]:
+    """What ZeRO-3 gives to each rank; the padding is not zero, for nobody may look at it."""
+    length = -(-whole.numel() // ranks)
+    padded = torch.cat([whole.flatten(), torch.full((length * ranks - whole.numel(),), -1.0)])
+    return list(padded.split(length))
+
+
+def wholes(seed: float) -> list[dict[str, Tensor]]:
+    return [
+        {name: seed + torch.arange(torch.Size(shape).numel()) for name, shape in group.items()}
+        for group in SHAPES
+    ]
+
+
+def flat(ranks: int, rank: int, seed: float) -> list[Tensor]:
+    return [torch.cat([split(t, ranks)[rank] for t in group.values()]) for group in wholes(seed)]
+
+
+def saved(ranks: int, **more: Any) -> list[dict[str, Any]]:
+    """What so many ranks saved of two parameter groups."""
+    shards = []
+    for rank in range(ranks):
+        moments = flat(ranks, rank, 100.0)
+        state = {
+            i: {"step": torch.tensor(4.0), "exp_avg": moment, **more} for i, moment in enumerate(moments)
+        }
+        groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+        optimizer = {"state": state, "param_groups": groups}
+        shards.append(
+            {"fp32_flat_groups": flat(ranks, rank, 0.0), "optimizer_state_dict": optimizer, "overflow": False}
+        )
+    return shards
+
+
+@pytest.mark.parametrize("old", [1, 2, 3, 8])
+@pytest.mark.parametrize("new", [1, 2, 3, 8, 17])
+def test_every_element_comes_to_the_rank_that_holds_it_now(old: int, new: int) -> None:
+    whole = torch.arange(1.0, 16.0)
+    before = [torch.cat([torch.zeros(2), piece]) for piece in split(whole, old)]
+    after = [cut(before, Place(0, 2, 15), rank, new) for rank in range(new)]
+    length = -(-15 // new)
+    assert {shard.numel() for shard in after} == {length}
+    joined = torch.cat(after)
+    assert torch.equal(joined[:15], whole)
+    assert not joined[15:].any()
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2), (3, 2)])
+def test_masters_moments_and_settings_are_those_that_were_saved(old: int, new: int) -> None:
+    places = layout(SHAPES, old)
+    groups = [[places["a"], places["b"]], [places["c"]]]
+    for rank in range(new):
+        state = rebuild(saved(old), groups, [0, 1], Ranks(rank, new, torch.device("cpu")))
+        assert state["overflow"] is False
+        optimizer = state["optimizer_state_dict"]
+        assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+        for index, (master, moment) in enumerate(
+            zip(flat(new, rank, 0.0), flat(new, rank, 100.0), strict=True)
+        ):
+            assert torch.equal(state["fp32_flat_groups"][index], master.clamp(min=0))
+            assert torch.equal(optimizer["state"][index]["exp_avg"], moment.clamp(min=0))
+            assert optimizer["state"][index]["step"] == 4.0
+
+
+def test_flat_groups_may_be_other_ones_than_before() -> None:
+    places = layout(SHAPES, 2)
+    state = rebuild(saved(2), [[places[name]] for name in "abc"], [0, 0, 1], Ranks(0, 1, torch.device("cpu")))
+    assert [group["params"] for group in state["optimizer_state_dict"]["param_groups"]] == [[0, 1], [2]]
+    assert torch.equal(state["fp32_flat_groups"][2], torch.arange(7.0))
+
+
+def test_a_state_that_cannot_be_cut_is_refused() -> None:
+    shards = saved(2, row=torch.zeros(3))
+    shards[1]["optimizer_state_dict"]["state"][0]["row"] = torch.ones(3)
+    places = layout(SHAPES, 2)
+    with pytest.raises(DataError, match="resume on as many ranks"):
+        rebuild(shards, [[places["a"]]], [0], Ranks(0, 1, torch.device("cpu")))
