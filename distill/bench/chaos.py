@@ -29,7 +29,7 @@ from distill import quickstart
 from distill.bench.patient import CONTROLLER, Patient, kind_of
 from distill.control.audit import AuditReport, audit
 from distill.loading import load
-from distill.report.metrics import open_lines
+from distill.report.metrics import Lines
 from distill.report.picture import read_lines
 
 ALL = "all at once"
@@ -88,8 +88,9 @@ def run(
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    with open_lines(path) as file:
-        file.write(json.dumps(line) + "\n")
+    lines = Lines(path)
+    lines.write(json.dumps(line))
+    lines.close()
 
 
 def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int) -> Patient:

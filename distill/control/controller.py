@@ -19,11 +19,12 @@ from typing import Any
 from distill.config import RunConfig
 from distill.control.authors import authors
 from distill.control.books import Books
+from distill.control.composer import Composer
 from distill.control.desk import Desk
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
-from distill.control.lateness import LATE_POLL_SECONDS, Hold, rules, seconds_of_waiting
+from distill.control.lateness import Hold, rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
@@ -32,7 +33,7 @@ from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, gauges, identity, summarise
-from distill.control.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.control.timeline import Timeline
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
@@ -84,9 +85,9 @@ class Controller:
             put_aside=self._put_aside,
             write=self.writing.put,
         )
-        self._hold = Hold(seconds_of_waiting(config))
         self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
+        self._composer = self._make_composer()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
@@ -161,7 +162,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self._compose(), self._keep_tidy()]
+        return [*parts, self._composer.run(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -177,38 +178,6 @@ class Controller:
         """Until the trainer said its last word, or has left without one."""
         while self.desk.final is None and not self._left:
             await self._changed.wait()
-
-    async def _compose(self) -> None:
-        """Compose the batch that is asked for as soon as there are rollouts for it."""
-        state = self.books.state
-        while True:
-            while self.desk.live and state.next_step <= self.desk.asked and self._can_compose():
-                if left := self._hold.left(state.next_step, state.expiring()):
-                    self._note_waiting()
-                    await self._changed.wait(min(left, LATE_POLL_SECONDS))
-                    continue
-                batch = await self.books.compose()
-                self.fleet.wake.wake()
-                if batch is None:
-                    break
-                self.desk.prepare(batch.version.step)
-            self._note_waiting()
-            await self._changed.wait()
-
-    def _note_waiting(self) -> None:
-        """For whom the trainer waits, if it does."""
-        state, desk = self.books.state, self.desk
-        waits = desk.live and desk.ready < desk.asked < self.config.run.steps
-        written = len(state.buffer) + self.scoring.open >= state.rules.batch
-        whom = LATE if self._hold.holding else TEACHERS if written else REPLICAS
-        self.timeline.waits(TRAINER, whom if waits else None)
-
-    def _can_compose(self) -> bool:
-        """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
-        state = self.books.state
-        return state.next_step < self.config.run.steps and (
-            len(state.buffer) >= state.rules.batch or (len(state.buffer) > 0 and not state.asked)
-        )
 
     async def _keep_tidy(self) -> None:
         while True:
@@ -235,7 +204,7 @@ class Controller:
 
     def _finished(self, finished: Finished) -> None:
         self.scoring.put(finished)
-        self._note_waiting()
+        self._composer.note_waiting()
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
@@ -390,6 +359,18 @@ class Controller:
             group_baseline=self.books.state.rules.group > 1,
             wants_broadcast=self.fleet.wants_broadcast,
             lost_seats=self.fleet.lost_seats,
+        )
+
+    def _make_composer(self) -> Composer:
+        return Composer(
+            self.books,
+            self.desk,
+            Hold(seconds_of_waiting(self.config)),
+            self.config.run.steps,
+            changed=self._changed,
+            composed=self.fleet.wake,
+            in_scoring=lambda: self.scoring.open,
+            timeline=self.timeline,
         )
 
     def _make_evaluations(self, parts: Parts) -> Evaluations | None:
