@@ -31,6 +31,11 @@ class Composer:
         self._changed, self._composed = changed, composed
         self._in_scoring, self._timeline = in_scoring, timeline
 
+    @property
+    def holding(self) -> bool:
+        """Whether the next batch is held for late rollouts."""
+        return self._hold.holding
+
     async def run(self) -> None:
         """Until it is cancelled."""
         state, desk = self._books.state, self._desk
@@ -53,7 +58,7 @@ class Composer:
         state, desk = self._books.state, self._desk
         waits = desk.live and desk.ready < desk.asked < self._steps
         written = len(state.buffer) + self._in_scoring() >= state.rules.batch
-        whom = LATE if self._hold.holding else TEACHERS if written else REPLICAS
+        whom = LATE if self.holding else TEACHERS if written else REPLICAS
         self._timeline.waits(TRAINER, whom if waits else None)
 
     def _possible(self) -> bool:

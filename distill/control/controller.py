@@ -87,7 +87,7 @@ class Controller:
         )
         self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
-        self._composer = self._make_composer()
+        self.composer = self._make_composer()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
@@ -162,7 +162,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self._composer.run(), self._keep_tidy()]
+        return [*parts, self.composer.run(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -204,7 +204,7 @@ class Controller:
 
     def _finished(self, finished: Finished) -> None:
         self.scoring.put(finished)
-        self._composer.note_waiting()
+        self.composer.note_waiting()
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
