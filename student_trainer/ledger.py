@@ -95,8 +95,8 @@ def trained_twice(lineages: dict[int, Lineage], last: Version) -> list[str]:
 def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:
     """Versions whose step an earlier lineage trained on the same rows of the same ranks: (same, other) bits.
 
-    A lineage is compared with the one whose checkpoint it began from, or, when it began from the model folder,
-    with the newest earlier one that did so too; up to the first step that had other rows.
+    A lineage is compared with the one whose checkpoint it began from, or, when it began from the model
+    folder, with the newest earlier one that did so too; up to the first step that had other rows.
     """
     same: list[Version] = []
     other: list[Version] = []
