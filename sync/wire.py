@@ -575,7 +575,7 @@ class EvalReport(Message, frozen=True):
     reverse_kl: float
     """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS."""
     pass_rate: float | None
-    """Share of completions the task accepts; None: the task cannot tell."""
+    """Share of completions that the judge accepts; None: nobody judges."""
     completions: int
     tokens: int
     truncated: float

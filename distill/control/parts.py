@@ -10,8 +10,9 @@ from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
 from distill.control.records import DropReason
 from distill.control.replica_engine import ReplicaEngine
-from distill.control.scoring import Judge, Teacher, Transform
+from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
+from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
 from sync.wire import CheckpointSaved, EvalReport, Published, TrainerWelcome, Version, Want
 
@@ -71,5 +72,6 @@ class Parts:
     """What it needs from the replicas: ids per position."""
     evaluator: Evaluator | None = None
     judge: Judge | None = None
+    """Gives every rollout its reward; None: they have none."""
     transforms: dict[str, Transform] | None = None
     """Per teacher: what it sees instead of the prompt."""

@@ -182,7 +182,12 @@ def _check_reward(config: RunConfig, split: PromptSplit) -> None:
     if config.objective.task is not None and split.judge is None:
         raise ConfigError(
             f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
-            "take prompts of a task that judges completions, or leave objective.task out"
+            "set prompts.judge, take prompts of a task, or leave objective.task out"
+        )
+    if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
+        raise ConfigError(
+            f'evaluation.metric is "pass_rate" and nobody judges prompts of type "{config.prompts.type}": '
+            'set prompts.judge, or evaluation.metric = "reverse_kl"'
         )
 
 
