@@ -465,7 +465,7 @@ class Rows(msgspec.Struct, frozen=True):
     teacher_entropy: Array | None = None
     """f4 [C]"""
     reward: Array | None = None
-    """f4 [R]: the task's reward, None when the task has none"""
+    """f4 [R]: the task's reward; None: these rows have none"""
     truncated: Array | None = None
     """u1 [R]: 1 where the completion ended at the token or time limit"""
     weight: Array | None = None
