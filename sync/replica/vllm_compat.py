@@ -4,13 +4,15 @@ In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
 columns of FlatLogprobs.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
-copy that `ParallelLMHead` keeps on the CPU, and `model.lora_manager` with `LoRAModel` and `PEFTHelper`.
+copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
+`model.compute_logits`, which both model runners call outside of captured graphs.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -33,12 +35,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sync.replica.completions import TIMED_OUT, Completion, Limits
+from sync.replica.padding import never_sample_from
+from sync.tokenizers import vocab_size
 from sync.weights.tensors import NamedTensors
 from sync.wire import Sampling
 
+logger = logging.getLogger(__name__)
 RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
 """What `complete` raises for one prompt that the engine will not answer."""
 EngineDead = EngineDeadError
@@ -184,6 +190,18 @@ async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
 
 
 # --- worker -----------------------------------------------------------------------------------------------
+
+
+def leave_out_padding(model: Any, config: VllmConfig) -> None:
+    """Never sample an id that the tokenizer does not have. Nothing changes where the model has no such row.
+
+    vLLM's other way to logits, batch-sharded sampling, refuses the max-logprobs of -1 that we start with.
+    """
+    rows = config.model_config.get_vocab_size()
+    known = vocab_size(cached_tokenizer_from_config(config.model_config))
+    if known < rows:
+        logger.info("ids %d to %d have no token: they are never sampled", known, rows - 1)
+        never_sample_from(model, known)
 
 
 def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
