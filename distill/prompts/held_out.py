@@ -16,6 +16,10 @@ from sync.errors import ConfigError, DataError
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
+NOTHING_HELD_OUT = (
+    "no prompt can be held out for evaluation (at most a tenth of the rows is): give 10 rows or more, or set "
+    "evaluation = false"
+)
 SAMPLE = 256
 """Prompts of each side of the split that are looked at where not all can be."""
 

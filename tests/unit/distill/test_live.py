@@ -262,7 +262,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
     with pytest.raises(ConfigError, match='objective "full" keeps its head'):
         preflight.check(configure(models, **sections))
-    sections["objective"] = {"type": "topk"}
+    sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).held_out
     adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
     for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):
