@@ -216,6 +216,8 @@ class ReplicaState(Message, frozen=True):
     """Completions in flight."""
     digests: dict[str, str] | None = None
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
+    tokens: int | None = None
+    """Tokens generated since the engine started, unfinished completions included; None: nobody counts."""
 
 
 # --- controller ↔ teacher ---------------------------------------------------------------------------------

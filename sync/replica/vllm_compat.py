@@ -1,8 +1,8 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
-sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
-columns of FlatLogprobs.
+sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
+of FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
 copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
 `model.compute_logits`, which both model runners call outside of captured graphs.
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+from prometheus_client import REGISTRY
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
@@ -52,6 +53,7 @@ ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
 adapter is in place before the first completion names it, and nothing evicts it."""
 _DEATH_WATCH_SECONDS: Final = 0.2
+_TOKENS_WRITTEN: Final = "vllm:generation_tokens_total"
 T = TypeVar("T")
 
 
@@ -83,6 +85,13 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
         flat_logprobs=True,
         skip_clone=True,
     )
+
+
+def tokens_written() -> int | None:
+    """Tokens that the engine has generated, counted at every step; None where its statistics are off."""
+    counted = REGISTRY.restricted_registry([_TOKENS_WRITTEN]).collect()
+    found = [one.value for metric in counted for one in metric.samples if one.name == _TOKENS_WRITTEN]
+    return int(sum(found)) if found else None
 
 
 async def complete(
