@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,8 @@ from rich.table import Table
 from distill.cli import bench as cli_bench
 from distill.cli import replicas as cli_replicas
 from distill.cli.bench import JsonFile
-from sync.errors import ConfigError, DataError, DistillError, Interrupted
+from distill.cli.guarded import guarded
+from sync.errors import DistillError
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -43,30 +44,10 @@ Overrides = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
 
-EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `distill`; leaves with an exit status."""
     sys.exit(guarded(lambda: app(arguments)))
-
-
-def guarded(command: Callable[[], Any]) -> int:
-    """Exit status of `command`; the one place where errors meant for people become text."""
-    console = Console(stderr=True)
-    try:
-        command()
-    except DistillError as error:
-        console.print(f"distill: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        if isinstance(error, Interrupted):
-            return EXIT_STOPPED
-        return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        console.print("distill: stopped", style="red")
-        return EXIT_STOPPED
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
-    return 0
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:

@@ -326,6 +326,8 @@ class Controller:
             update_seconds=self.config.weights.timeout_seconds,
             stranded=self._changed.wake,
             start_seconds=self.config.run.start_seconds,
+            silent_seconds=self.config.rollout.silent_seconds,
+            stuck=self._hooks.stuck,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
