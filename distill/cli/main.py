@@ -109,17 +109,22 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
-    from distill.report.results import before_and_after, use_of_tokens
+    from distill.report.results import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
         table.add_row(*row)
     if table.rows:
         console.print(table)
-    console.print(f"tokens  {use_of_tokens(summary)}", soft_wrap=True, highlight=False)
-    console.print(f"model   {summary['model']}", soft_wrap=True, highlight=False)
-    console.print(f"picture {config.run_dir / 'report.png'}", soft_wrap=True, highlight=False)
-    console.print(f"figures {config.run_dir / 'summary.json'}", soft_wrap=True, highlight=False)
+    lines = {
+        "tokens": use_of_tokens(summary),
+        "waited": longest_waits(summary),
+        "model": summary["model"],
+        "picture": config.run_dir / "report.png",
+        "figures": config.run_dir / "summary.json",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:<7} {line}", soft_wrap=True, highlight=False)
 
 
 # --- single roles -----------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def draw(run_dir: Path) -> Path:
     figure.suptitle(
         _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
     )
-    if "waited_seconds" in summary:
+    if "tokens" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
     path = run_dir / "report.png"
     figure.savefig(path)
@@ -157,7 +157,7 @@ def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
 
 
 def draw_lanes(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
-    """One lane per role over a window in the middle of the run, with the whole run's waiting beside it."""
+    """One lane per role over a window in the middle of the run; beside it, its share of work in all of it."""
     work = [span for span in spans if span["what"] in WORK_COLORS]
     if not work:
         axes.set_axis_off()
@@ -182,9 +182,7 @@ def _lane_label(role: str, summary: Mapping[str, Any]) -> str:
     busy = summary.get("busy_seconds", {}).get(role)
     if idle is None or busy is None:
         return role
-    whom = summary.get("waited_seconds", {}).get(role, {})
-    for_whom = f" ({', '.join(f'{s:.0f} s for {name}' for name, s in whom.items())})" if whom else ""
-    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}, waited {idle:.0f} s{for_whom}"
+    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}"
 
 
 def _legend_of_work(axes: Axes, used: set[str]) -> None:

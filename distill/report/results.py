@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from distill.config import RunConfig
+from distill.control.timeline import TRAINER
 from distill.report.progress import dropped_words
 
 PACKAGES = (
@@ -104,9 +105,18 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def use_of_tokens(summary: Mapping[str, Any]) -> str:
-    """What became of what the student wrote, and who waited longest for whom; one line."""
-    tokens, dropped = summary["tokens"], summary["rollouts"]["dropped"]
-    waits = [(s, who, whom) for who, rest in summary["waited_seconds"].items() for whom, s in rest.items()]
-    longest = [f"{who} waited {s:.0f} s for {whom}" for s, who, whom in sorted(waits, reverse=True)[:3]]
+    """What became of what the student wrote; one line."""
+    tokens, dropped = summary["tokens"], dropped_words(summary["rollouts"]["dropped"])
     share = f"{tokens['trained_share']:.1%} of {tokens['generated']:,} generated tokens were trained on"
-    return "; ".join(part for part in [share, dropped_words(dropped), ", ".join(longest)] if part)
+    return f"{share}; {dropped}" if dropped else share
+
+
+_NAMES = {TRAINER: "the trainer's next batch"}
+"""It is asked for while the one before is trained on, so that it may wait without the trainer."""
+
+
+def longest_waits(summary: Mapping[str, Any]) -> str:
+    """Who waited longest for whom, at most three; one line."""
+    waits = [(s, who, whom) for who, rest in summary["waited_seconds"].items() for whom, s in rest.items()]
+    longest = sorted(waits, reverse=True)[:3]
+    return ", ".join(f"{_NAMES.get(who, who)} {seconds:.0f} s for {whom}" for seconds, who, whom in longest)

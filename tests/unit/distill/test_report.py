@@ -11,7 +11,7 @@ from distill.control.timeline import Span
 from distill.report.metrics import JsonLines, Memory, Spans, log_all
 from distill.report.picture import _lane_label, draw, middle_window, read_lines
 from distill.report.progress import evaluation_line, step_line
-from distill.report.results import before_and_after, use_of_tokens
+from distill.report.results import before_and_after, longest_waits, use_of_tokens
 from sync.errors import DataError
 
 
@@ -109,17 +109,16 @@ SUMMARY = {
 }
 
 
-def test_what_became_of_the_tokens_and_who_waited_for_whom_is_one_line(tmp_path: Path) -> None:
-    assert use_of_tokens(SUMMARY) == (
-        "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old; "
-        "trainer waited 7 s for replicas, student-0 waited 3 s for trainer, trainer waited 1 s for teachers"
+def test_what_became_of_the_tokens_and_who_waited_for_whom_are_one_line_each(tmp_path: Path) -> None:
+    assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
+    assert longest_waits(SUMMARY) == (
+        "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
+        "the trainer's next batch 1 s for teachers"
     )
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
     assert draw(tmp_path / "run").is_file()
-    assert _lane_label("trainer", SUMMARY) == (
-        "trainer\nbusy 10%, waited 9 s (7 s for replicas, 1 s for teachers)"
-    )
+    assert _lane_label("trainer", SUMMARY) == "trainer\nbusy 10%"
 
 
 def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:
