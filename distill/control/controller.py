@@ -18,13 +18,14 @@ from typing import Any
 
 from distill.config import RunConfig
 from distill.control.authors import authors
+from distill.control.batches import Shape
 from distill.control.books import Books
-from distill.control.composer import Composer
-from distill.control.desk import Desk
+from distill.control.composer import Composer, Hold
+from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
-from distill.control.lateness import Hold, rules, seconds_of_waiting
+from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
@@ -87,7 +88,7 @@ class Controller:
         )
         self._guard = Guard(config.guard)
         self.desk = self._make_desk(parts)
-        self._composer = self._make_composer()
+        self.composer = self._make_composer()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
@@ -162,7 +163,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self._composer.run(), self._keep_tidy()]
+        return [*parts, self.composer.run(), self._keep_tidy()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -204,7 +205,7 @@ class Controller:
 
     def _finished(self, finished: Finished) -> None:
         self.scoring.put(finished)
-        self._composer.note_waiting()
+        self.composer.note_waiting()
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         await self.books.admit(rollouts)
@@ -345,20 +346,24 @@ class Controller:
         )
 
     def _make_desk(self, parts: Parts) -> Desk:
+        config = self.config
         return Desk(
             self.books,
-            steps=self.config.run.steps,
-            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
-            teachers=list(parts.teachers),
+            Shape(
+                config.trainer.micro_batch_tokens,
+                list(parts.teachers),
+                config.objective.max_supervised_tokens,
+            ),
+            Listener(
+                opened=self._opened,
+                reported=self._reported,
+                published=self._published,
+                saved=self._saved,
+                wants_broadcast=self.fleet.wants_broadcast,
+                lost_seats=self.fleet.lost_seats,
+            ),
+            steps=config.run.steps,
             changed=self._changed,
-            reported=self._reported,
-            published=self._published,
-            saved=self._saved,
-            opened=self._opened,
-            supervised=self.config.objective.max_supervised_tokens,
-            group_baseline=self.books.state.rules.group > 1,
-            wants_broadcast=self.fleet.wants_broadcast,
-            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_composer(self) -> Composer:

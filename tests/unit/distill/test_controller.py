@@ -286,7 +286,7 @@ async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_b
     controller, config
 ) -> None:
     held = {"type": "wait", "seconds": 15}
-    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run._hold.holding)
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.composer.holding)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
     assert summary["rollouts"]["dropped"] == {}
