@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 _SEATS_SECONDS: Final = 1.0
 _AUDIENCE_SECONDS: Final = 3600.0
 """A broadcast waits so long for replicas that are still starting."""
-
-
 _EVENT_SECONDS: Final = 3600.0
 """An event waits so long while the controller's disk is full; one that is gone is noticed by the batches."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
@@ -100,8 +100,11 @@ class MemoryReplica:
         rng = np.random.default_rng([self.seed, self.generated])
         count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
         limit = request.sampling.max_seconds
-        in_time = count if limit is None else min(count, int(limit / max(self.token_seconds, 1e-9)))
-        timed_out, count = in_time < count, in_time
+        reason: Literal["stop", "length", "time"] = (
+            "stop" if count < request.sampling.max_tokens else "length"
+        )
+        if limit is not None and (in_time := int(limit / max(self.token_seconds, 1e-9))) < count:
+            count, reason = in_time, "time"
         before, half = self.version, count // 2
         await self._breathe(self.token_seconds * count)
         spans = [
@@ -115,9 +118,7 @@ class MemoryReplica:
             token_ids=pack(rng.integers(0, 50, count).astype("i4")),
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
-            finish_reason="time"
-            if timed_out
-            else ("stop" if count < request.sampling.max_tokens else "length"),
+            finish_reason=reason,
             topk_ids=pack(rng.integers(0, 50, (count, topk)).astype("i4")) if topk else None,
         )
 

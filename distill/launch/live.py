@@ -18,7 +18,7 @@ import numpy as np
 
 from distill.config import RunConfig
 from distill.control.replica_engine import ReplicaEngine
-from distill.control.scoring import Transform
+from distill.control.scoring import Transform, score_sequence
 from distill.launch import probes
 from distill.launch.preflight import context_length, lacking_marks, shares_template
 from distill.launch.probes import Finding
@@ -27,7 +27,6 @@ from distill.prompts.stream import Prompt
 from sync import tokenizers
 from sync.errors import ConfigError
 from sync.wire import (
-    Array,
     Generated,
     GeneratePrompt,
     GenerateRequest,
@@ -39,7 +38,6 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
-    pack,
     unpack,
 )
 from teacher_service.describe import load_tokenizer
@@ -204,7 +202,10 @@ class _Checks:
 
     async def _plain(self, evaluator: Prober, rollouts: list[Generated]) -> None:
         prompts = sample_prompts(self.split)
-        written = [_sequence(answer, prompts[int(answer.id.rpartition("/")[2])]) for answer in rollouts]
+        written = [
+            score_sequence(prompts[int(answer.id.rpartition("/")[2])].token_ids, answer)
+            for answer in rollouts
+        ]
         request = ProbeRequest(student=written, teachers=self.asked)
         reply = await evaluator.probe(request, self.config.run.start_seconds)
         for name, found in reply.teachers.items():
@@ -255,10 +256,3 @@ def _sampling(config: RunConfig) -> Sampling:
         top_p=rollout.top_p,
         stop_token_ids=rollout.stop_token_ids,
     )
-
-
-def _sequence(answer: Generated, prompt: Prompt) -> ScoreSequence:
-    """A completion after its prompt, to be scored."""
-    head = pack(np.asarray(prompt.token_ids, np.int32))
-    start, count = head.shape[0], answer.token_ids.shape[0]
-    return ScoreSequence(answer.id, Array("i4", (start + count,), head.data + answer.token_ids.data), start)
