@@ -22,6 +22,7 @@ from distill.control.scoring import Transform, score_sequence
 from distill.launch import probes
 from distill.launch.preflight import context_length, lacking_marks, shares_template
 from distill.launch.probes import Finding
+from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
 from sync import tokenizers
@@ -243,7 +244,7 @@ def student_limit(config: RunConfig) -> int:
     asked = [
         int(value)
         for key, value in config.student.engine_args.items()
-        if key.removeprefix("--").replace("_", "-") == "max-model-len"
+        if flag_name(key) == "max-model-len"
     ]
     return min([context_length(config.student), *asked])
 
