@@ -1,7 +1,7 @@
-"""Replica, teacher and trainer in memory: the same protocols without engines, for tests and rehearsals.
+"""Prompts, replica, teacher and trainer in memory: the same protocols without engines.
 
-They obey the contracts of the real ones (frames as each completion ends, versions per token, idempotent
-batches), make their numbers from seeds, and can be told to fail.
+For tests and rehearsals. They obey the contracts of the real ones (frames as each completion ends, versions
+per token, idempotent batches), make their numbers from seeds, and can be told to fail.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from distill.control.desk import Desk
 from distill.control.replica_engine import Answer
 from distill.control.signals import Signal
+from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
@@ -49,6 +50,13 @@ from sync.wire import (
     decode,
     pack,
 )
+
+
+class MemoryPrompts:
+    """Endless prompts without a tokenizer: row i is [i mod 50, 1, 2]."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index % 50, 1, 2])
 
 
 def weights_of(version: Version | None) -> dict[str, str]:

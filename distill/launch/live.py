@@ -242,9 +242,7 @@ def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]
 def student_limit(config: RunConfig) -> int:
     """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
     asked = [
-        int(value)
-        for key, value in config.student.engine_args.items()
-        if flag_name(key) == "max-model-len"
+        int(value) for key, value in config.student.engine_args.items() if flag_name(key) == "max-model-len"
     ]
     return min([context_length(config.student), *asked])
 
