@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
 .PHONY: quickstart test coverage setup lint types lock clean
 
@@ -10,7 +11,7 @@ quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what
 	$(BIN)/distill quickstart
 
 test: $(STAMP) lint types  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered
@@ -31,11 +32,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-lock:  ## resolve requirements/cpu.lock anew
+lock:  ## resolve requirements/cpu.lock and gpu.lock anew
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
-		--no-annotate --no-header $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) \
-		--output-file requirements/cpu.lock
+	$(COMPILE) requirements/cpu.in --override requirements/overrides.txt --output-file requirements/cpu.lock \
+		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+	$(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 --output-file requirements/gpu.lock
 
 clean:
 	rm -rf $(VENV) .cache runs

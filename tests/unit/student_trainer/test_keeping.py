@@ -244,7 +244,16 @@ def test_a_step_that_was_trained_again_must_show_the_same_bits(tmp_path: Path) -
     second.record(2, ["r2"], "bits 2")
     second.record(3, ["r3"], "other bits")
     second.record(4, ["new"], "bits of another batch")
+    second.record(5, ["r5"], "bits after another batch")
+    first.record(5, ["r5"], "bits 5")
     assert repeated(read(tmp_path)) == ([Version(1, 2)], [Version(1, 3)])
+
+
+def test_a_start_from_the_model_folder_repeats_the_newest_earlier_one(tmp_path: Path) -> None:
+    for lineage, bits in enumerate(("bits", "bits", "other bits")):
+        ledger = Ledger(tmp_path, Version(lineage, 0), None, 0)
+        ledger.record(1, ["r1"], bits)
+    assert repeated(read(tmp_path)) == ([Version(1, 1)], [Version(2, 1)])
 
 
 def test_a_line_that_finds_no_room_is_not_there_at_all(

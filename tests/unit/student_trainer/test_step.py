@@ -335,8 +335,11 @@ def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
     rows = msgspec.structs.replace(marked_rows(student(1), [0, 1, 2], step=4))
     written = msgspec.structs.replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
     mixed, metrics = gradients([written], Sampled())
-    alone, _ = gradients([rows], SFT())
-    assert difference(mixed, alone) <= 1e-7
+    supervised, _ = gradients([written], SFT())
+    assert difference(mixed, supervised) <= 1e-7
+    own, _ = gradients([rows], Sampled())
+    assert difference(gradients([rows], SFT())[0], own) <= 1e-7  # its own samples teach it as `sampled` does
+    assert difference(mixed, own) > 1e-3
     assert "mismatch_kl" not in metrics  # its tokens were not sampled from the student, whatever their step
     assert "mismatch_kl" in gradients([rows], Sampled())[1]
     half = msgspec.structs.replace(rows, by_teacher=pack(np.array([1, 0, 1], np.uint8)))
