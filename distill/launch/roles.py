@@ -99,10 +99,10 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
     """What replica `index` must know besides vLLM's arguments."""
-    return _followed(config, f"student-{index}")
+    return followed(config, f"student-{index}")
 
 
-def _followed(config: RunConfig, mirror: str) -> ReplicaConfig:
+def followed(config: RunConfig, mirror: str) -> ReplicaConfig:
     """The run's weights for one process that follows them into a mirror of its own."""
     return ReplicaConfig(
         run=config.run.name,
@@ -127,7 +127,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
     environment = _environment(place, index, label)
     if place.follow_student_every is not None:
-        environment |= _followed(config, f"teacher-{name}-{index}").environment()
+        environment |= followed(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
         seats = SeatsConfig(folder=config.run_dir / "seats", seats=config.run.awake_teachers)
         environment |= seats.environment()
