@@ -73,7 +73,13 @@ class JsonlPrompts(Settings):
     source_field: str | None = None
     """Field that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
-    """Field with a reference answer; None: no task reward."""
+    """Field with a reference answer, which `judge` reads; None: the rows have none."""
+    judge: str | None = None
+    """Who gives the task's reward and the pass rate. "exact": 1 when the completion is the answer, else 0;
+    "contains": when the answer stands in it as words of its own; "number": when both end on the same number.
+    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, of
+    `prompt.answer`, `prompt.text` and the completion's text. Above 0 passes. None: no reward, no pass rate.
+    """
     template: Literal["chat", "plain"] = "chat"
     """chat: the student's chat template, applied once. plain: the text as it is."""
 
@@ -95,7 +101,9 @@ class DatasetPrompts(Settings):
     source_field: str | None = None
     """Column that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
-    """Column of reference answers; None: no task reward."""
+    """Column of reference answers, which `judge` reads; None: the rows have none."""
+    judge: str | None = None
+    """Who gives the task's reward and the pass rate: as for type = "jsonl"."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the student's chat template, applied once. plain: the text as it is."""
 
@@ -127,6 +135,10 @@ class RolloutConfig(Settings):
     """Completions that one replica works on at once."""
     straggler_seconds: float | None = Field(None, gt=0)
     """Seconds from its sending that a completion may take; None: no limit."""
+    silent_seconds: float = Field(240.0, ge=0)
+    """Seconds without a new token after which a replica that has work, and still answers, is taken for stuck:
+    its prompts are asked elsewhere, and its process, if it was started here, is started again (one of
+    run.restarts). Keep it below weights.timeout_seconds. 0: never."""
     stragglers: AtLimit = "requeue"
     """What becomes of a completion that `straggler_seconds` ends. keep: the part written is trained on,
     marked truncated; drop: it is quarantined; requeue: its prompt is asked again."""
@@ -205,7 +217,7 @@ class GuardConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """[evaluation]: exact reverse KL, and pass rate where a task judges, on held-out prompts.
+    """[evaluation]: exact reverse KL, and pass rate where somebody judges, on held-out prompts.
 
     At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
     """

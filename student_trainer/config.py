@@ -41,7 +41,7 @@ class TrainerSettings(Settings):
     deepspeed: Path
     """DeepSpeed's JSON: optimizer, schedule, ZeRO-3, precision, offload, whatever it knows."""
     overrides: dict[str, Any] = {}
-    """Fields put over the JSON, nested by dots: {"optimizer.params.lr" = 5e-4}."""
+    """Fields put over the JSON, table by table: "optimizer.params.lr" = 5e-4 leaves all other params."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     activation_checkpointing: bool = False

@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 _SEATS_SECONDS: Final = 1.0
 _AUDIENCE_SECONDS: Final = 3600.0
 """A broadcast waits so long for replicas that are still starting."""
+LAST_WORDS_SECONDS: Final = 5.0
+"""Longest wait for the controller after a stop signal: it may have been stopped too."""
+_GLANCE_SECONDS: Final = 0.2
+"""How often a wait looks whether the trainer was asked to stop."""
 _EVENT_SECONDS: Final = 3600.0
 """An event waits so long while the controller's disk is full; one that is gone is noticed by the batches."""
 
@@ -32,7 +36,7 @@ class Controller(Protocol):
         """Send an event after those told before. Raises what a former one met, when it is known."""
 
     def audience(self, published: Published) -> Audience:
-        """Announce a broadcast and learn who will listen."""
+        """Announce a broadcast and learn who will listen. Raises Unreachable."""
 
     def lost(self, group: str) -> str | None:
         """Why somebody will not receive a broadcast to its end; None: nobody is known to be lost."""
@@ -47,10 +51,20 @@ class Controller(Protocol):
 class HttpController:
     """The controller over HTTP. `tell` may be called from any thread."""
 
-    def __init__(self, peer: BlockingPeer, start_seconds: float | None = None) -> None:
-        """`start_seconds`: how long the first word waits for a controller that starts later; None: as any."""
+    def __init__(
+        self,
+        peer: BlockingPeer,
+        start_seconds: float | None = None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        """`start_seconds`: how long the first word waits for a controller that starts later; None: as any.
+
+        `stopping`: set once the trainer was asked to stop; nothing waits long from then on.
+        """
         self._peer, self._start_seconds = peer, start_seconds
+        self._stopping = stopping or threading.Event()
         self._thread = ThreadPoolExecutor(1, "events")
+        self._announcing = ThreadPoolExecutor(thread_name_prefix="audience")
         self._lock = threading.Lock()
         self._sent: list[Future[Ok]] = []
 
@@ -69,7 +83,14 @@ class HttpController:
             ]
 
     def audience(self, published: Published) -> Audience:
-        return self._peer.call("/v1/event", published, Audience, _AUDIENCE_SECONDS)
+        answer = self._announcing.submit(self._peer.call, "/v1/event", published, Audience, _AUDIENCE_SECONDS)
+        while not wait([answer], _GLANCE_SECONDS).done:
+            if self._stopping.is_set() and not wait([answer], LAST_WORDS_SECONDS).done:
+                raise Unreachable(
+                    f"{self._peer.url} did not say within {LAST_WORDS_SECONDS:.0f} s of the stop signal who "
+                    f"listens to {published.version}: is the controller running?"
+                )
+        return answer.result()
 
     def lost(self, group: str) -> str | None:
         try:
@@ -85,6 +106,7 @@ class HttpController:
 
     def close(self, patience: float | None = None) -> None:
         self._thread.shutdown(wait=False)
+        self._announcing.shutdown(wait=False)
         done, late = wait(self._sent, patience)
         for future in done:
             future.result()

@@ -1,8 +1,7 @@
-"""Model, DeepSpeed's configuration and engine of one rank."""
+"""Model and engine of one rank."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import torch
 
-from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
+from student_trainer.config import LoRAConfig, TrainerConfig
+from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.model import Student, head_shape, plain
 from sync.errors import ConfigError
 
@@ -25,54 +25,6 @@ class Loaded:
     student: Student
     tokenizer: Any
     keep: Any
-
-
-def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
-    """DeepSpeed's JSON under the overrides. Raises ConfigError for what the trainer cannot work with."""
-    config = _read(settings.deepspeed)
-    for path, value in settings.overrides.items():
-        section = config
-        *parents, last = path.split(".")
-        for name in parents:
-            section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise ConfigError(
-                    f"override {path!r}: {name!r} is {section!r} in {settings.deepspeed}, not a section"
-                )
-        section[last] = value
-    _check(config, settings.deepspeed)
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.deepspeed {path} cannot be read ({error.strerror}): name a JSON file"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"trainer.deepspeed {path} holds {type(config).__name__}: it must be a JSON object")
-    return config
-
-
-def _check(config: dict[str, Any], path: Path) -> None:
-    stage = config.get("zero_optimization", {}).get("stage")
-    if stage != 3:
-        raise ConfigError(
-            f"{path}: zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
-        )
-    if config.get("fp16", {}).get("enabled"):
-        raise ConfigError(f"{path}: fp16 skips steps that overflow: enable bf16, or neither for fp32")
-    for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-        if config.get(name, 1) != 1:
-            raise ConfigError(
-                f"{path}: {name} is {config[name]}: batches come from the controller, leave it 1"
-            )
-    if "optimizer" not in config:
-        raise ConfigError(f"{path} has no optimizer section: name one, such as AdamW")
 
 
 def load(config: TrainerConfig) -> Loaded:

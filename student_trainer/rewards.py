@@ -39,7 +39,7 @@ def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
     if rollouts == 0 or not np.isfinite(total):
         raise DataError(
             f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "
-            "objective.task needs a finite reward; take prompts of a task that judges, or leave it out"
+            "objective.task needs a finite reward; set prompts.judge, take prompts of a task, or leave it out"
         )
     return Rewards(total / rollouts, tokens)
 

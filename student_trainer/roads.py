@@ -177,10 +177,17 @@ class BroadcastRoad:
 
     anchor_due = False
 
-    def __init__(self, sender: BroadcastSender | None, weights: Weights, controller: Controller) -> None:
-        """`sender` on rank 0, None elsewhere."""
+    def __init__(
+        self,
+        sender: BroadcastSender | None,
+        weights: Weights,
+        controller: Controller,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`sender` on rank 0, None elsewhere. `stopping`: asked to stop, nothing is tried again."""
         self.newest: Version | None = None
         self._sender, self._weights, self._controller = sender, weights, controller
+        self._stopping = stopping
         self._background = Background()
 
     def start(self, version: Version, parent: Version | None) -> None:
@@ -201,7 +208,7 @@ class BroadcastRoad:
                 self._send_once(version, tensors)
                 return
             except Unreachable as error:
-                if attempt == _TRIES:
+                if attempt == _TRIES or self._stopping():
                     raise
                 log.warning("%s; %s goes to those that are left", error, version)
                 time.sleep(_PAUSE_SECONDS)

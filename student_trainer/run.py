@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 
 from student_trainer import checkpoint
 from student_trainer.config import TrainerConfig
-from student_trainer.controller import Controller, HttpController
+from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
@@ -47,8 +48,6 @@ from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version,
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
-_LAST_WORDS_SECONDS = 5.0
-"""Time for the last events after a stop signal: the controller may have been stopped too."""
 
 
 def run(config: TrainerConfig) -> None:
@@ -62,7 +61,8 @@ def run(config: TrainerConfig) -> None:
     start = resume(config, loaded.engine, fingerprint, ranks)
 
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
-    controller = HttpController(peer, config.trainer.init_timeout_seconds)
+    stopping = threading.Event()
+    controller = HttpController(peer, config.trainer.init_timeout_seconds, stopping)
     welcome = introduce(controller, start, fingerprint, ranks)
     source = HttpSource(
         BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
@@ -71,20 +71,20 @@ def run(config: TrainerConfig) -> None:
     )
     source.expect(welcome.version)
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
-    road = open_road(config, weights, export, controller, fingerprint, ranks)
+    road = open_road(config, weights, export, controller, fingerprint, ranks, stopping.is_set)
     road.start(welcome.version, welcome.parent)
-    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")))
+    signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")), stopping)
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),
-        save=partial(save, config, loaded.engine, fingerprint, ranks, signals.asked.is_set),
+        save=partial(save, config, loaded.engine, fingerprint, ranks, stopping.is_set),
         shown=weights.shown,
         source=source,
         controller=controller,
         road=road,
         ledger=Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank),
         ranks=ranks,
-        interrupted=signals.asked,
+        interrupted=stopping,
         publish_every=config.weights.publish_every,
         checkpoint_every=config.trainer.checkpoint_every,
     )
@@ -191,6 +191,7 @@ def open_road(
     controller: Controller,
     fingerprint: str,
     ranks: Ranks,
+    stopping: Callable[[], bool],
 ) -> Road:
     """The configured way for new versions."""
     settings = config.weights
@@ -200,7 +201,7 @@ def open_road(
             controller_at = urlsplit(config.controller_url)
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
-        return BroadcastRoad(sender, weights, controller)
+        return BroadcastRoad(sender, weights, controller, stopping)
     publisher = Publisher(
         PatientStore(open_store(settings.store, config.run_dir / "store")),
         config.run,
@@ -239,7 +240,7 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         leave_folder(config.run_dir / "final", export, trainer.ranks)
-    trainer.controller.close(_LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
+    trainer.controller.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
     log.info("finished at %s", trainer.version)
 
 

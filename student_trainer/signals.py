@@ -29,8 +29,8 @@ _PR_SET_PDEATHSIG = 1
 class StopSignals:
     """Turns SIGTERM and SIGINT into the event `asked`. Made in the main thread; `finished` ends the watch."""
 
-    def __init__(self, local_ranks: int) -> None:
-        self.asked = threading.Event()
+    def __init__(self, local_ranks: int, asked: threading.Event) -> None:
+        self.asked = asked
         self._over = threading.Event()
         self._local_ranks = local_ranks
         self._pipe, writer = socket.socketpair()

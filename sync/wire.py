@@ -216,6 +216,8 @@ class ReplicaState(Message, frozen=True):
     """Completions in flight."""
     digests: dict[str, str] | None = None
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
+    tokens: int | None = None
+    """Tokens generated since the engine started, unfinished completions included; None: nobody counts."""
 
 
 # --- controller ↔ teacher ---------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ class Rows(msgspec.Struct, frozen=True):
     teacher_entropy: Array | None = None
     """f4 [C]"""
     reward: Array | None = None
-    """f4 [R]: the task's reward, None when the task has none"""
+    """f4 [R]: the task's reward; None: these rows have none"""
     truncated: Array | None = None
     """u1 [R]: 1 where the completion ended at the token or time limit"""
     weight: Array | None = None
@@ -575,7 +577,7 @@ class EvalReport(Message, frozen=True):
     reverse_kl: float
     """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS."""
     pass_rate: float | None
-    """Share of completions the task accepts; None: the task cannot tell."""
+    """Share of completions that the judge accepts; None: nobody judges."""
     completions: int
     tokens: int
     truncated: float

@@ -24,6 +24,7 @@ LIGHT_MODULES = (
     "sync.wire",
     "sync.transport",
     "student_trainer.config",
+    "student_trainer.deepspeed_json",
     "sync.tokenizers",
     "teacher_service.client",
     "teacher_service.config",

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 import httpx
 import msgspec
@@ -24,12 +24,21 @@ from sync.wire import (
     ScoreSequence,
     Version,
     Want,
+    WritePrompt,
+    WriteReply,
+    WriteRequest,
     decode,
     encode,
     pack,
 )
 
-Maker = Callable[[random.Random, ScoreRequest], bytes]
+Question = ScoreRequest | WriteRequest
+Maker = Callable[[random.Random, Any], bytes]
+"""A malformed body, made from a good question of the kind that the maker knows."""
+ROUTES: Final[dict[type[Question], tuple[str, type[ScoreReply | WriteReply]]]] = {
+    ScoreRequest: ("/v1/score", ScoreReply),
+    WriteRequest: ("/v1/write", WriteReply),
+}
 
 
 @dataclass
@@ -40,7 +49,7 @@ class FuzzReport:
     statuses: dict[int, int] = field(default_factory=dict)
     """HTTP status → answers; 0: the connection broke."""
     unexplained: list[str] = field(default_factory=list)
-    """Answers that are neither a ScoreReply nor a 4xx with a text."""
+    """Answers that are neither the route's reply nor a 4xx with a text."""
     good_after: bool = False
     """Whether a good request got the same answer at the end as at the beginning."""
     seconds: float = 0.0
@@ -55,27 +64,27 @@ class FuzzReport:
 # --- malformed bodies -------------------------------------------------------------------------------------
 
 
-def _noise(rng: random.Random, good: ScoreRequest) -> bytes:
+def _noise(rng: random.Random, good: Question) -> bytes:
     return rng.randbytes(rng.choice([0, 1, 7, 100, 5000]))
 
 
-def _cut(rng: random.Random, good: ScoreRequest) -> bytes:
+def _cut(rng: random.Random, good: Question) -> bytes:
     body = encode(good)
     return body[: rng.randrange(len(body))]
 
 
-def _flipped(rng: random.Random, good: ScoreRequest) -> bytes:
+def _flipped(rng: random.Random, good: Question) -> bytes:
     body = bytearray(encode(good))
     for _ in range(rng.randrange(1, 6)):
         body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
     return bytes(body)
 
 
-def _other_message(rng: random.Random, good: ScoreRequest) -> bytes:
+def _other_message(rng: random.Random, good: Question) -> bytes:
     return encode(rng.choice([Ok(), EvalRequest(version=Version(0, 0)), ScoreReply(teacher="x", results=[])]))
 
 
-def _odd_field(rng: random.Random, good: ScoreRequest) -> bytes:
+def _odd_field(rng: random.Random, good: Question) -> bytes:
     """A good request with one field of another type or an extreme value, at any depth."""
     tree = msgspec.msgpack.decode(encode(good))
     node = tree
@@ -104,18 +113,47 @@ def _odd_field(rng: random.Random, good: ScoreRequest) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
-def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
-    """Arrays whose dtype, shape and bytes do not belong together, and ids outside of everything."""
+def _array(rng: random.Random) -> Array:
+    """An array whose dtype, shape and bytes do not belong together, or with ids outside of everything."""
     shape = rng.choice(
         [(), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1)]
     )
     dtypes: tuple[Literal["u1", "i4", "i8", "f2", "f4", "bf16"], ...] = ("u1", "i4", "i8", "f2", "f4", "bf16")
     dtype = rng.choice(dtypes)
     ids = np.array([rng.choice([-1, 0, 2**31 - 1, -(2**31), 10**6]) for _ in range(3)], np.int32)
-    array = rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
+    return rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
+
+
+def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
     name = rng.choice(["token_ids", "gather_ids"])
-    broken = msgspec.structs.replace(good.sequences[0], **{name: array})
+    broken = msgspec.structs.replace(good.sequences[0], **{name: _array(rng)})
     return encode(ScoreRequest(sequences=[broken, *good.sequences[1:]]))
+
+
+def _odd_prompt(rng: random.Random, good: WriteRequest) -> bytes:
+    broken = msgspec.structs.replace(good.prompts[0], token_ids=_array(rng))
+    return encode(msgspec.structs.replace(good, prompts=[broken, *good.prompts[1:]]))
+
+
+def _odd_manner(rng: random.Random, good: WriteRequest) -> bytes:
+    """Well-formed requests that nothing is written for: lengths, temperatures, seeds, stops, deadlines."""
+    replace, nan, inf = msgspec.structs.replace, float("nan"), float("inf")
+    long = WritePrompt("long", pack(np.zeros(rng.choice([10_000, 200_000]), np.int32)), 0)
+    seeded = replace(good.prompts[0], seed=rng.choice([-1, 2**32, -(2**63), 2**63]))
+    return encode(
+        rng.choice(
+            [
+                replace(good, prompts=[]),
+                replace(good, prompts=[long]),
+                replace(good, prompts=[seeded, *good.prompts[1:]]),
+                replace(good, max_tokens=rng.choice([-(2**63), -1, 0, 2**31, 2**62])),
+                replace(good, temperature=rng.choice([nan, inf, -inf, -1.0, 0.0, -0.0, 5e-324, 1e308])),
+                replace(good, stop_token_ids=[rng.choice([-1, 2**31, -(2**63), 2**62])]),
+                replace(good, deadline=rng.choice([-1.0, 0.0, nan, inf, 1e-9])),
+                replace(good, schema=rng.choice([-1, 0, 2, 2**60])),
+            ]
+        )
+    )
 
 
 def _odd_question(rng: random.Random, good: ScoreRequest) -> bytes:
@@ -137,52 +175,66 @@ def _odd_question(rng: random.Random, good: ScoreRequest) -> bytes:
     )
 
 
-def _deep(rng: random.Random, good: ScoreRequest) -> bytes:
+def _deep(rng: random.Random, good: Question) -> bytes:
     return b"\x91" * rng.choice([10, 1000, 100_000]) + b"\xc0"
 
 
-MAKERS: tuple[Maker, ...] = (
-    *(_noise, _cut, _flipped, _other_message, _odd_field, _odd_array, _odd_question, _deep),
+ANY: tuple[Maker, ...] = (
+    *(_noise, _cut, _flipped, _other_message, _odd_field, _deep),
     *(_flipped, _odd_field),  # twice as often: they come closest to a good request
 )
+MAKERS: Final[dict[type[Question], tuple[Maker, ...]]] = {
+    ScoreRequest: (*ANY, _odd_array, _odd_question),
+    WriteRequest: (*ANY, _odd_prompt, _odd_manner),
+}
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------------
 
 
 async def fuzz(
-    url: str, count: int, good: ScoreRequest, seed: int = 0, token: str | None = None, concurrency: int = 8
+    url: str, count: int, good: Question, seed: int = 0, token: str | None = None, concurrency: int = 8
 ) -> FuzzReport:
-    """Send `count` malformed requests, and `good` before and after; the same seed gives the same requests."""
+    """Send `count` malformed requests to the route of `good`, and `good` before and after.
+
+    The same seed gives the same requests.
+    """
+    route, kind = ROUTES[type(good)]
     rng, report, started = random.Random(seed), FuzzReport(), time.monotonic()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
-        before = await http.post("/v1/score", content=encode(good))
+        before = await http.post(route, content=encode(good))
         gate = asyncio.Semaphore(concurrency)
 
         async def one(body: bytes) -> None:
             async with gate:
-                await _send(http, body, report)
+                await _send(http, route, body, kind, report)
 
         for first in range(0, count, 500):
-            bodies = [rng.choice(MAKERS)(rng, good) for _ in range(min(500, count - first))]
+            bodies = [rng.choice(MAKERS[type(good)])(rng, good) for _ in range(min(500, count - first))]
             await asyncio.gather(*(one(body) for body in bodies))
-        after = await http.post("/v1/score", content=encode(good))
+        after = await http.post(route, content=encode(good))
     report.good_after = before.status_code == after.status_code == 200 and before.content == after.content
     report.seconds = time.monotonic() - started
     return report
 
 
-async def _send(http: httpx.AsyncClient, body: bytes, report: FuzzReport) -> None:
+async def _send(
+    http: httpx.AsyncClient,
+    route: str,
+    body: bytes,
+    kind: type[ScoreReply | WriteReply],
+    report: FuzzReport,
+) -> None:
     report.requests += 1
     try:
-        answer = await http.post("/v1/score", content=body)
+        answer = await http.post(route, content=body)
     except httpx.TransportError as error:
         _count(report.statuses, 0)
         report.unexplained.append(f"{type(error).__name__}: {error}")
         return
     _count(report.statuses, answer.status_code)
-    if (problem := _unexplained(answer)) is not None:
+    if (problem := _unexplained(answer, kind)) is not None:
         report.unexplained.append(problem)
 
 
@@ -190,11 +242,11 @@ def _count(statuses: dict[int, int], status: int) -> None:
     statuses[status] = statuses.get(status, 0) + 1
 
 
-def _unexplained(answer: httpx.Response) -> str | None:
+def _unexplained(answer: httpx.Response, kind: type[ScoreReply | WriteReply]) -> str | None:
     """What is wrong with an answer, or None: it is a reply, or a refusal that says why."""
     try:
         if answer.status_code == 200:
-            results = decode(answer.content, ScoreReply).results
+            results = decode(answer.content, kind).results
             ok = all(result.error for result in results if isinstance(result, ScoreRefused))
         else:
             ok = 400 <= answer.status_code < 500 and bool(answer.json()["error"])

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from distill.bench.fuzz import flood, fuzz
+from distill.bench.fuzz import Question, flood, fuzz
 from sync.transport import Peer
-from sync.wire import ScoreRequest, ScoreSequence, TeacherInfo, Want, pack
+from sync.wire import ScoreRequest, ScoreSequence, TeacherInfo, Want, WritePrompt, WriteRequest, pack
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Asked, Item
 
@@ -119,9 +119,13 @@ async def _measure(
     result["figures"] = {name: asdict(figure) for name, figure in figures.items()}
     malformed, factor = hostile
     if malformed:
-        good = ScoreRequest(sequences=_sequences(items[:2], 2, info.vocab_size), want=Want(topk=2))
-        report = await fuzz(url, malformed, good)
-        result["malformed"] = asdict(report) | {"clean": report.clean}
+        marked = ScoreRequest(sequences=_sequences(items[:2], 2, info.vocab_size), want=Want(topk=2))
+        prompt = pack(items[0].token_ids_L[: setting.prompt])
+        written = WriteRequest(prompts=[WritePrompt("0", prompt, 0)], max_tokens=4)
+        questions: dict[str, Question] = {"malformed": marked, "malformed_to_write": written}
+        for name, good in questions.items():
+            report = await fuzz(url, malformed, good)
+            result[name] = asdict(report) | {"clean": report.clean}
     if factor:
         length = min(info.max_length, setting.prompt + setting.completion)
         result["flood"] = asdict(await flood(url, pid, QUEUE_TOKENS, length, factor))

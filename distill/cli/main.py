@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +15,9 @@ from rich.table import Table
 from distill.cli import bench as cli_bench
 from distill.cli import replicas as cli_replicas
 from distill.cli import sync as cli_sync
+from distill.cli.guarded import guarded
 from distill.cli.options import Config, JsonFile, Overrides, Resume, RunDir, write_figures
-from sync.errors import ConfigError, DataError, DistillError, Interrupted
+from sync.errors import DistillError
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -33,30 +34,10 @@ app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_replicas.app, name="replicas")
 app.add_typer(cli_sync.app, name="sync")
 
-EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `distill`; leaves with an exit status."""
     sys.exit(guarded(lambda: app(arguments)))
-
-
-def guarded(command: Callable[[], Any]) -> int:
-    """Exit status of `command`; the one place where errors meant for people become text."""
-    console = Console(stderr=True)
-    try:
-        command()
-    except DistillError as error:
-        console.print(f"distill: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        if isinstance(error, Interrupted):
-            return EXIT_STOPPED
-        return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        console.print("distill: stopped", style="red")
-        return EXIT_STOPPED
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
-    return 0
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:

@@ -40,18 +40,17 @@ class Marks(NamedTuple):
     weights: Mapping[str, float] = {}
     """What each counts for; empty: 1 for all."""
     baselines: Mapping[str, float] = {}
-    """What its reward is compared with; empty: the mean of the step."""
+    """What the reward of each that has one is compared with; empty: the mean of the step."""
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
-    """Mean reward of every rollout's group, by the rollout's id; empty unless all have a reward."""
+    """Mean reward of every rollout's group, by the rollout's id, of those that have a reward."""
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
-        if rollout.reward is None:
-            return {}
-        rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
+        if rollout.reward is not None:
+            rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
     means = {group: sum(found) / len(found) for group, found in rewards.items()}
-    return {rollout.id: means[group_of(rollout.id)] for rollout in rollouts}
+    return {rollout.id: means[group_of(rollout.id)] for rollout in rollouts if rollout.reward is not None}
 
 
 def compose(
@@ -119,8 +118,12 @@ def _tokens(rollout: Rollout) -> int:
 
 
 def _widths(rollout: Rollout) -> tuple[int, ...]:
-    """Trailing sizes of the optional arrays: rows of one micro-batch must agree in them."""
-    return tuple(0 if array is None else array.shape[-1] for array in _optional(rollout))
+    """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
+
+    A run may be taken up with a judge that it began without.
+    """
+    sizes = (0 if array is None else array.shape[-1] for array in _optional(rollout))
+    return (*sizes, int(rollout.reward is not None))
 
 
 def _optional(rollout: Rollout) -> tuple[Array | None, ...]:
@@ -166,7 +169,9 @@ def rows_of(
     `template` says which optional arrays there are when there are no rollouts.
     """
     marks = [rollout.scored for rollout in rollouts]
-    rewarded = template.reward is not None and all(rollout.reward is not None for rollout in rollouts)
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
+    rewarded = (rollouts[0] if rollouts else template).reward is not None
     kind = template.scored
     return Rows(
         ids=[rollout.id for rollout in rollouts],
@@ -183,10 +188,10 @@ def rows_of(
         student_topk_teacher_logprob=_join_optional([m.gathered for m in marks], kind.gathered),
         teacher_hidden=_join_optional([m.hidden for m in marks], kind.hidden),
         teacher_entropy=_join_where_all_have_it([m.entropy for m in marks], kind.entropy),
-        reward=pack(np.array([r.reward for r in rollouts], "f4")) if rewarded else None,
+        reward=_f4(rewards) if rewarded else None,
         truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
         weight=_f4([given.weights[r.id] for r in rollouts]) if given.weights else None,
-        baseline=_f4([given.baselines[r.id] for r in rollouts]) if given.baselines else None,
+        baseline=_f4([given.baselines[r.id] for r in rollouts]) if given.baselines and rewarded else None,
         by_teacher=_by_teacher(rollouts),
     )
 

@@ -319,6 +319,8 @@ class Controller:
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
             stranded=self._changed.wake,
+            silent_seconds=self.config.rollout.silent_seconds,
+            stuck=self._hooks.stuck,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)

@@ -79,6 +79,8 @@ class MemoryReplica:
     url: str = "memory"
     generated: int = 0
     """Completions it has finished."""
+    tokens: int = 0
+    """Tokens of those."""
     updates: list[Version] = field(default_factory=list)
     spoil: Callable[[Generated], Answer] = lambda answer: answer
     """Change an answer on its way out."""
@@ -120,6 +122,7 @@ class MemoryReplica:
             VersionSpan(self.version or Version(0, 0), half, count),
         ]
         self.generated += 1
+        self.tokens += count
         topk = request.sampling.student_topk
         return Generated(
             id=prompt.id,
@@ -140,9 +143,8 @@ class MemoryReplica:
 
     async def state(self, digests: bool = False) -> ReplicaState:
         await self._breathe()
-        return ReplicaState(
-            version=self.version, requests=0, digests=weights_of(self.version) if digests else None
-        )
+        held = weights_of(self.version) if digests else None
+        return ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
 
     async def alive(self) -> bool:
         return self.up

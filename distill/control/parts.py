@@ -10,8 +10,9 @@ from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
 from distill.control.records import DropReason
 from distill.control.replica_engine import ReplicaEngine
-from distill.control.scoring import Judge, Teacher, Transform
+from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
+from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
 from sync.wire import CheckpointSaved, EvalReport, Published, TrainerWelcome, Version, Want
 
@@ -48,6 +49,8 @@ class Hooks:
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
+    stuck: Callable[[str], None] = _ignore
+    """A replica answers and writes nothing: start its process again, if it is ours."""
     span: Callable[[Span], None] = _ignore
     """A stretch of work or waiting has ended: a line of timeline.jsonl."""
 
@@ -71,5 +74,6 @@ class Parts:
     """What it needs from the replicas: ids per position."""
     evaluator: Evaluator | None = None
     judge: Judge | None = None
+    """Gives every rollout its reward; None: they have none."""
     transforms: dict[str, Transform] | None = None
     """Per teacher: what it sees instead of the prompt."""

@@ -5,7 +5,8 @@
       └───────────── a connection is lost, or it came back with other weights ┘
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
-prompts back (the tasks that stream from it are cancelled) and joins again when it answers.
+prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that answers
+and writes no token is lost too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 from distill.control.records import VersionApplied
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.signals import Signal
+from distill.control.silence import until_silent
 from distill.control.waiting import cancel, unless
 from sync.errors import DistillError, RemoteError, Unreachable
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
@@ -63,8 +65,9 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
-    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast. `wake`
-    is woken by every change.
+    `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast, `stuck`
+    with a replica that has work and has written nothing for `silent_seconds` (0: never). `wake` is woken by
+    every change.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Fleet:
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
         stranded: Callable[[], None] = lambda: None,
+        silent_seconds: float = 0.0,
+        stuck: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
@@ -86,6 +91,7 @@ class Fleet:
         self._step_of = step_of
         self._applied = applied
         self._stranded = stranded
+        self._silent_seconds, self._stuck = silent_seconds, stuck
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
         self.poll_seconds = poll_seconds
@@ -167,12 +173,28 @@ class Fleet:
     async def _follow(self, replica: Replica) -> None:
         while True:
             await self._join(replica)
+            listening = asyncio.create_task(self._listen(replica))
             try:
                 await self._serve(replica)
             except DistillError as error:
                 logger.warning("replica %s is lost: %s", replica.name, error)
             finally:
+                await cancel([listening])
                 self._lose(replica)
+
+    async def _listen(self, replica: Replica) -> None:
+        """Report a replica that falls silent, during an update too."""
+        if self._silent_seconds == 0:
+            return
+        await until_silent(replica, self._silent_seconds, self.poll_seconds)
+        logger.error(
+            "replica %s has %d completions to write and wrote no token for %.0f s: it is taken for stuck",
+            replica.name,
+            replica.in_flight,
+            self._silent_seconds,
+        )
+        self.report_lost(replica)
+        self._stuck(replica.name)
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""

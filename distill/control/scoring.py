@@ -12,6 +12,7 @@ from distill.control.lanes import Lanes
 from distill.control.records import Rollout
 from distill.control.state import Asked
 from distill.control.timeline import REPLICAS, Timeline
+from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt
 from sync.wire import (
     Array,
@@ -28,7 +29,6 @@ from sync.wire import (
 )
 
 Transform = Callable[[Prompt], Sequence[int]]
-Judge = Callable[[Prompt, Sequence[int]], float]
 Answer = Scored | ScoreRefused
 
 

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt
 from sync.wire import EvalReport, Version
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import Sampled, completions, grow
 
-Judge = Callable[[Prompt, Sequence[int]], bool]
-"""Whether a completion (token ids, end token included) answers its prompt."""
 Watch = Callable[[Tensor, Tensor], None]
 """Told p [B, V] and what was drawn from it [B] at every step, rows that have ended included."""
 
@@ -110,7 +109,7 @@ def evaluate(
             figures = figures.plus(compare(student, teachers[name], sampled, limits.chunk, tails))
             for prompt, completion in zip(batch, completions(sampled), strict=True):
                 cut += completion[-1] not in limits.end_ids
-                passed += judge is not None and judge(prompt, completion)
+                passed += judge is not None and judge(prompt, completion) > 0
     tokens = max(1, figures.tokens)
     report = EvalReport(
         version=version,

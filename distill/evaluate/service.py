@@ -153,14 +153,11 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
 
 def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
     from distill.launch.preflight import longest_sequence
-    from distill.prompts.held_out import open_prompts
+    from distill.prompts.held_out import NOTHING_HELD_OUT, open_prompts
 
     split = open_prompts(config, tokenizer, longest_sequence(config))
     if not split.held_out:
-        raise ConfigError(
-            "no prompt can be held out for evaluation (at most a tenth of the rows is): "
-            "give more rows, or set evaluation = false"
-        )
+        raise ConfigError(NOTHING_HELD_OUT)
     return split
 
 

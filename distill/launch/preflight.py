@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from distill.config import RunConfig, TaskPrompts
 from distill.control import lateness
 from distill.launch.probes import Finding
 from distill.launch.student import flag_name
-from distill.prompts.held_out import PromptSplit, open_prompts
+from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, open_prompts
+from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
 from sync.errors import ConfigError, DataError
@@ -30,14 +30,17 @@ def check(config: RunConfig) -> PromptSplit:
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_folder(teacher, f"teachers.{name}")
-    _check_deepspeed(config.trainer.deepspeed)
+    deepspeed_config(config.trainer)
     _check_combinations(config)
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
+    _check_topk(config, tokenizers.vocab_size(tokenizer))
     split = open_prompts(config, tokenizer, longest_sequence(config))
     router.check({prompt.source for prompt in split.held_out} or {"default"})
     _check_reward(config, split)
+    if config.evaluation is not None and not split.held_out:
+        raise ConfigError(NOTHING_HELD_OUT)
     return split
 
 
@@ -109,19 +112,6 @@ def check_folder(source: ModelSource, key: str) -> None:
         )
 
 
-def _check_deepspeed(path: Path) -> None:
-    try:
-        value = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.deepspeed {path} cannot be read ({error.strerror}): name a DeepSpeed JSON file"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"trainer.deepspeed {path} holds no JSON object")
-
-
 def _check_combinations(config: RunConfig) -> None:
     lateness.rules(config)
     if config.rollout.top_p < 1:
@@ -178,11 +168,25 @@ def check_following(config: RunConfig, name: str) -> None:
         )
 
 
+def _check_topk(config: RunConfig, vocab: int) -> None:
+    k = max(needs(config.objective).topk, student_topk(config.objective))
+    if k > vocab:
+        raise ConfigError(
+            f"objective.k is {k} and the student's tokenizer has {vocab} ids: set objective.k = {vocab} or "
+            'less, or objective.type = "full"'
+        )
+
+
 def _check_reward(config: RunConfig, split: PromptSplit) -> None:
     if config.objective.task is not None and split.judge is None:
         raise ConfigError(
             f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
-            "take prompts of a task that judges completions, or leave objective.task out"
+            "set prompts.judge, take prompts of a task, or leave objective.task out"
+        )
+    if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
+        raise ConfigError(
+            f'evaluation.metric is "pass_rate" and nobody judges prompts of type "{config.prompts.type}": '
+            'set prompts.judge, or evaluation.metric = "reverse_kl"'
         )
 
 

@@ -285,6 +285,7 @@ class _Launcher:
             opened=opened,
             quarantined=quarantined,
             set_back=self._back_to.append if config.controller.trainer == "launch" else None,
+            stuck=lambda name: self._supervisor.kill_child(name),
             span=self._spans.write,
         )
 

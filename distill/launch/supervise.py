@@ -218,6 +218,12 @@ class Supervisor:
             adopt_orphans(False)
         self._close()
 
+    def kill_child(self, name: str) -> None:
+        """Kill a child that hangs, to be mended like any death; nothing when it is none of ours, or ended."""
+        child = self.children.get(name)
+        if child is not None and child.phase is not Phase.ENDED:
+            child.signal(signal.SIGKILL)
+
     def kill(self) -> None:
         """Have the guardians kill all that is below them, now, without waiting."""
         for child in self.children.values():

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill import tasks
 from distill.config import JsonlPrompts, RunConfig, TaskPrompts
+from distill.prompts.judges import Judge, load_judge, try_judge
 from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from distill.evaluate.evaluation import Judge
-
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
+NOTHING_HELD_OUT = (
+    "no prompt can be held out for evaluation (at most a tenth of the rows is): give 10 rows or more, or set "
+    "evaluation = false"
+)
 SAMPLE = 256
 """Prompts of each side of the split that are looked at where not all can be."""
 
@@ -75,15 +77,18 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit
     wanted = config.evaluation.prompts if config.evaluation else 0
     if isinstance(config.prompts, TaskPrompts):
         return _task_prompts(config, tokenizer, longest, wanted)
-    encode = text_encoder(tokenizer, config.prompts.template)
+    encode, judge = text_encoder(tokenizer, config.prompts.template), load_judge(config.prompts, tokenizer)
     if isinstance(config.prompts, JsonlPrompts):
         table = read_jsonl(config.prompts, encode, longest)
     else:
         table = read_dataset(config.prompts, encode, longest)
-    return split_table(table, wanted, config.run.seed)
+    split = split_table(table, wanted, config.run.seed, judge)
+    if judge is not None:
+        try_judge(judge, table[0])
+    return split
 
 
-def split_table(table: TableSource, wanted: int, seed: int) -> PromptSplit:
+def split_table(table: TableSource, wanted: int, seed: int, judge: Judge | None = None) -> PromptSplit:
     """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
 
     Raises DataError for an empty table.
@@ -93,7 +98,7 @@ def split_table(table: TableSource, wanted: int, seed: int) -> PromptSplit:
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[int(row)] for row in sorted(order[:count])]
-    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, None)
+    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, judge)
 
 
 def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) -> PromptSplit:

@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from distill.config import DatasetPrompts, JsonlPrompts
+from distill.prompts.judges import answer_problem
 from distill.prompts.stream import Prompt
 from sync.errors import DataError
 
@@ -177,6 +178,8 @@ def _prompts(
             )
         source = "default" if config.source_field is None else str(_field(row, config.source_field, place))
         answer = None if config.answer_field is None else str(_field(row, config.answer_field, place))
+        if answer is not None and (problem := answer_problem(config.judge, answer)):
+            raise DataError(f"{place}: {problem}: correct the row, or choose another judge")
         yield Prompt(name, ids, source, answer, value if isinstance(value, str) else "")
 
 

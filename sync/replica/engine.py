@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from sync.replica.swap import Source, Swap
-from sync.replica.vllm_compat import initial_weights, load_adapter, load_weights
+from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
 from sync.weights.broadcast import Reception
 from sync.weights.tensors import read_folder
 
@@ -58,6 +58,7 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        leave_out_padding(model, vllm_config)
         if vllm_config.lora_config is None:
             initial = Source("the model folder of the start", partial(initial_weights, vllm_config, model))
         else:

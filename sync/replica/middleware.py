@@ -106,4 +106,11 @@ class _Routes:
         updater = self._following(request)
         digests = await updater.digests() if request.query_params.get("digests") == "1" else None
         requests = sum(generation.open for generation in self._generations)
-        return reply(ReplicaState(version=updater.version, requests=requests, digests=digests))
+        return reply(
+            ReplicaState(
+                version=updater.version,
+                requests=requests,
+                digests=digests,
+                tokens=vllm_compat.tokens_written(),
+            )
+        )

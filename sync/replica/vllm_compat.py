@@ -1,22 +1,25 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
-sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, and the
-columns of FlatLogprobs.
+sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
+of FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
-copy that `ParallelLMHead` keeps on the CPU, and `model.lora_manager` with `LoRAModel` and `PEFTHelper`.
+copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
+`model.compute_logits`, which both model runners call outside of captured graphs.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+from prometheus_client import REGISTRY
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
@@ -33,12 +36,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sync.replica.completions import TIMED_OUT, Completion, Limits
+from sync.replica.padding import never_sample_from
+from sync.tokenizers import vocab_size
 from sync.weights.tensors import NamedTensors
 from sync.wire import Sampling
 
+logger = logging.getLogger(__name__)
 RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
 """What `complete` raises for one prompt that the engine will not answer."""
 EngineDead = EngineDeadError
@@ -46,6 +53,7 @@ ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
 adapter is in place before the first completion names it, and nothing evicts it."""
 _DEATH_WATCH_SECONDS: Final = 0.2
+_TOKENS_WRITTEN: Final = "vllm:generation_tokens_total"
 T = TypeVar("T")
 
 
@@ -77,6 +85,13 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
         flat_logprobs=True,
         skip_clone=True,
     )
+
+
+def tokens_written() -> int | None:
+    """Tokens that the engine has generated, counted at every step; None where its statistics are off."""
+    counted = REGISTRY.restricted_registry([_TOKENS_WRITTEN]).collect()
+    found = [one.value for metric in counted for one in metric.samples if one.name == _TOKENS_WRITTEN]
+    return int(sum(found)) if found else None
 
 
 async def complete(
@@ -184,6 +199,18 @@ async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
 
 
 # --- worker -----------------------------------------------------------------------------------------------
+
+
+def leave_out_padding(model: Any, config: VllmConfig) -> None:
+    """Never sample an id that the tokenizer does not have. Nothing changes where the model has no such row.
+
+    vLLM's other way to logits, batch-sharded sampling, refuses the max-logprobs of -1 that we start with.
+    """
+    rows = config.model_config.get_vocab_size()
+    known = vocab_size(cached_tokenizer_from_config(config.model_config))
+    if known < rows:
+        logger.info("ids %d to %d have no token: they are never sampled", known, rows - 1)
+        never_sample_from(model, known)
 
 
 def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -384,3 +384,31 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     sender.close()
     await asyncio.to_thread(spare.process.wait, 30)
     assert "the old weights cannot be loaded again" in spare.log.read_text()
+
+
+# --- padded vocabularies ----------------------------------------------------------------------------------
+
+
+async def test_rows_without_a_token_are_never_sampled_before_and_after_an_update(tmp_path):
+    folders = [tmp_path / name for name in ("zero", "one")]
+    for seed, folder in enumerate(folders):
+        save_model("Qwen3", seed, folder, padding=VOCABULARY)  # half of what is sampled would be padding
+    server = Server(folders[0], tmp_path, 0)
+    try:
+        server.wait()
+        Versions(tmp_path / "store", folders)
+        async with server.peer() as peer:
+            for folder, step in ((folders[0], None), (folders[1], 2)):
+                if step is not None:
+                    await update(peer, step)
+                for prompt, answer in zip(
+                    PROMPTS, await generate(peer, PROMPTS, max_tokens=24, student_topk=80), strict=True
+                ):
+                    tokens = torch.from_numpy(unpack(answer.token_ids).astype(np.int64))
+                    assert int(tokens.max()) < VOCABULARY
+                    assert int(unpack(answer.topk_ids).max()) < VOCABULARY
+                    whole = logp_TV(folder, prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
+                    expected = whole[torch.arange(len(tokens)), tokens].numpy()
+                    assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
+    finally:
+        server.stop()

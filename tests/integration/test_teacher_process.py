@@ -36,6 +36,7 @@ from sync.wire import (
     Version,
     Want,
     WritePrompt,
+    WriteRequest,
     Written,
     pack,
     unpack,
@@ -250,6 +251,10 @@ async def test_malformed_requests_break_nothing(teacher: Process) -> None:
     assert report.clean, (report.statuses, report.unexplained[:5])
     assert report.requests == 500
     assert report.statuses[400] > 100
+    prompts = [WritePrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
+    report = await fuzz(teacher.url, 500, WriteRequest(prompts=prompts, max_tokens=3), token="secret")
+    assert report.clean, (report.statuses, report.unexplained[:5])
+    assert report.statuses[422] > 20
     assert teacher.child.poll() is None
 
 

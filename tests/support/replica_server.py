@@ -33,10 +33,11 @@ from sync.wire import (
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
-def save_model(kind: str, seed: int, folder: Path, end: bool = False) -> None:
+def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0) -> None:
     """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
 
-    Without `end` it has no end token, so that lengths are known; with it, w1 is.
+    Without `end` it has no end token, so that lengths are known; with it, w1 is. `padding`: rows of the model
+    beyond the tokenizer's words.
     """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -44,7 +45,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False) -> None:
     torch.manual_seed(seed)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + padding,
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT,

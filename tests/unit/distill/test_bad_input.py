@@ -123,7 +123,7 @@ def test_another_chat_template_matters_to_prompts_that_go_through_it(
     taught = tmp_path / "taught"
     shutil.copytree(models / "teacher", taught)
     (taught / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n'))
+    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n' * 10))
     given = ["preflight", config, "--set", f"teachers.sorter.path={taught}"]
     with pytest.raises(SystemExit) as leaving:
         main([*given, "--set", "prompts.template=chat"])
@@ -209,6 +209,35 @@ def test_a_deepspeed_file_that_is_missing_or_no_json_is_refused(distill: Distill
     assert "cannot be read (No such file" in distill("trainer.deepspeed=none.json")
     (tmp_path / "ds.json").write_text("{")
     assert "is not JSON" in distill(f"trainer.deepspeed={tmp_path / 'ds.json'}")
+
+
+def test_what_the_trainer_would_refuse_of_deepspeed(distill: Distill) -> None:
+    assert "zero_optimization.stage is 2" in distill('trainer.overrides."zero_optimization.stage"=2')
+    assert "fp16 skips steps" in distill("trainer.overrides.fp16.enabled=true")
+
+
+@pytest.mark.parametrize("kind", ["topk", "forward_topk", "student_topk"])
+def test_more_ids_than_the_vocabulary_has(distill: Distill, kind: str) -> None:
+    size = len(VOCABULARY)
+    message = distill(f'objective={{type="{kind}",k={size + 1}}}')
+    assert f"objective.k is {size + 1} and the student's tokenizer has {size} ids" in message
+    whole = distill(f'objective={{type="{kind}",k={size}}}', name="preflight", status=0)
+    assert "ready to run" in whole
+
+
+def test_too_few_rows_to_hold_one_out(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n' * 9))
+    said = {}
+    for setting, status in (("evaluation.prompts=2", 2), ("evaluation=false", 0)):
+        with pytest.raises(SystemExit) as leaving:
+            main(["preflight", config, "--set", setting])
+        assert leaving.value.code == status
+        said[status] = capsys.readouterr()
+    assert "no prompt can be held out for evaluation" in said[2].err
+    assert len(said[2].err.strip().splitlines()) == 1
+    assert "9 prompts to train on, 0 held out" in said[0].out
 
 
 @pytest.mark.parametrize("command", ["run", "preflight"])

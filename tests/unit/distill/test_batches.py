@@ -154,13 +154,26 @@ def test_unlike_precisions_meet_in_single() -> None:
     assert unpack(rows.teacher_hidden).tolist() == [[1.5], [2.5]]
 
 
-def test_rewards_travel_when_every_row_has_one() -> None:
+@pytest.mark.parametrize("without", [[], [0], [3], [1, 2], [0, 1, 2, 3]])
+def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> None:
     import msgspec
 
-    rewarded = [msgspec.structs.replace(rollout(i, 1, 2), reward=float(i)) for i in range(2)]
-    (batch,) = shares(rewarded, 1, 100)
-    assert batch.micro_batches[0].reward is not None
-    assert unpack(batch.micro_batches[0].reward).tolist() == [0.0, 1.0]
+    mixed = [
+        msgspec.structs.replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)
+    ]
+    means = group_means(mixed, lambda name: "all")
+    (batch,) = compose(mixed, Version(0, 6), 1, Shape(100, list(TEACHERS)), step, Marks({}, means))
+    rewards, baselines = {}, {}
+    for rows in batch.micro_batches:
+        assert (rows.reward is None) == (rows.baseline is None)
+        if rows.reward is not None and rows.baseline is not None:
+            rewards |= dict(zip(rows.ids, unpack(rows.reward).tolist(), strict=True))
+            baselines |= dict(zip(rows.ids, unpack(rows.baseline).tolist(), strict=True))
+    given = [i for i in range(4) if i not in without]
+    assert rewards == {f"r{i}": i / 4 for i in given}
+    mean = np.float32(np.mean(given) / 4) if given else None
+    assert baselines == {f"r{i}": mean for i in given}
+    assert sorted(name for rows in batch.micro_batches for name in rows.ids) == ["r0", "r1", "r2", "r3"]
 
 
 def test_weights_and_baselines_follow_their_rows() -> None:
@@ -178,7 +191,7 @@ def test_weights_and_baselines_follow_their_rows() -> None:
         assert unpack(micro.weight).tolist() == [np.float32(marks.weights[i]) for i in micro.ids]
         assert unpack(micro.baseline).tolist() == [np.float32(means[i]) for i in micro.ids]
     assert sum(len(micro.ids) for micro in rows) == 4
-    assert group_means([*rollouts, rollout(9, 1, 2)], lambda name: name) == {}
+    assert group_means([rollout(9, 1, 2)], lambda name: name) == {}
     (plain,) = shares(rollouts, 1, 100)
     assert (plain.micro_batches[0].weight, plain.micro_batches[0].baseline) == (None, None)
 

@@ -65,7 +65,7 @@ def test_a_run_is_measured_from_its_files_without_its_first_steps(tmp_path: Path
 def test_every_length_of_a_run_sets_its_schedule_under_the_key_that_deepspeed_reads(tmp_path: Path) -> None:
     from distill.loading import merge, parse_override
     from student_trainer.config import TrainerSettings
-    from student_trainer.engine import deepspeed_config
+    from student_trainer.deepspeed_json import deepspeed_config
 
     words = pipeline.arguments(tmp_path, "a", 0, 60, pipeline.TWO_THREADS)
     merged: dict = {}

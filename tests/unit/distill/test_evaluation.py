@@ -123,6 +123,14 @@ def test_pass_rate_and_truncation_are_shares_and_without_a_judge_there_is_none()
     assert evaluate(student, {"t": student}, PROMPTS, LIMITS, **route).report.pass_rate is None
 
 
+def test_a_reward_above_zero_passes_however_high_it_is() -> None:
+    student, rewards = tiny(0), iter([0.0, -1.0, 2.5] * len(PROMPTS))
+    report = evaluate(
+        student, {"t": student}, PROMPTS, LIMITS, judge=lambda p, c: next(rewards), route=lambda _: "t"
+    ).report
+    assert report.pass_rate == (len(PROMPTS) // 3) / len(PROMPTS)
+
+
 def test_the_same_seed_gives_the_same_report() -> None:
     student, teacher = tiny(0), tiny(1)
 

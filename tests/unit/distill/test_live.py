@@ -235,8 +235,25 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
     assert preflight.check(configure(models, **sections)).judge is not None
-    with pytest.raises(ConfigError, match='prompts of type "jsonl" have no reward: take prompts of a task'):
+    with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.judge'):
         preflight.check(configure(models, prompts=jsonl, **sections))
+    path.write_text('{"prompt": "abc>", "gold": "a"}\n' * 20)
+    judged = jsonl | {"answer_field": "gold", "judge": "exact"}
+    assert preflight.check(configure(models, prompts=judged, **sections)).judge is not None
+
+
+def test_the_best_version_by_pass_rate_needs_a_judge(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc>"}\n' * 20)
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    config = configure(
+        models,
+        prompts={"type": "jsonl", "path": str(path), "template": "plain"},
+        trainer={"deepspeed": str(json_file)},
+        evaluation={"metric": "pass_rate"},
+    )
+    with pytest.raises(ConfigError, match=r'nobody judges prompts of type "jsonl": set prompts\.judge'):
+        preflight.check(config)
 
 
 def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Path) -> None:
@@ -245,7 +262,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
     with pytest.raises(ConfigError, match='objective "full" keeps its head'):
         preflight.check(configure(models, **sections))
-    sections["objective"] = {"type": "topk"}
+    sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).held_out
     adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
     for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):

@@ -86,6 +86,18 @@ def test_an_override_is_toml_and_else_a_string() -> None:
     assert parse_override("a=x=y") == {"a": "x=y"}
 
 
+@pytest.mark.parametrize("key", ["optimizer.params.lr", '"optimizer.params.lr"'])
+def test_an_override_of_one_field_of_deepspeeds_leaves_the_others(key: str) -> None:
+    from student_trainer.deepspeed_json import deepspeed_config
+
+    path = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
+    plain = merge(LEAST, {"trainer": {"deepspeed": str(path)}})
+    raw = merge(plain, parse_override(f"trainer.overrides.{key}=0.5"))
+    found, expected = (deepspeed_config(validate(one, "x").trainer) for one in (raw, plain))
+    expected["optimizer"]["params"]["lr"] = 0.5
+    assert found == expected
+
+
 @pytest.mark.parametrize("text", ["a.b", "=3", "a b c=3"])
 def test_an_override_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.key=value"):

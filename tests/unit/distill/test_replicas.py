@@ -22,7 +22,8 @@ from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Versi
 class World:
     """A fleet, the version it should follow, and what it reported."""
 
-    def __init__(self, **replicas: MemoryReplica) -> None:
+    def __init__(self, silent_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
+        self.stuck: list[str] = []
         self.target: Version | None = None
         self.applied: list[VersionApplied] = []
         self.wake = Signal()
@@ -33,6 +34,8 @@ class World:
             wake=self.wake,
             poll_seconds=0.02,
             retry_seconds=0.02,
+            silent_seconds=silent_seconds,
+            stuck=self.stuck.append,
         )
         self.broadcasts = Broadcasts(self.fleet)
         for name, engine in replicas.items():
@@ -354,3 +357,53 @@ def test_weights_are_identical_only_when_all_were_compared(
     found: dict[str, bool | None], verdict: bool | None
 ) -> None:
     assert identity(found)["weights_identical"] is verdict
+
+
+# --- silence ----------------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -> None:
+    hangs, works = MemoryReplica(), MemoryReplica()
+    world = World(0.2, hangs=hangs, works=works)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        for replica in world.fleet.replicas.values():
+            replica.in_flight = 3
+        began = asyncio.get_running_loop().time()
+        while not world.stuck:
+            works.tokens += 1
+            await asyncio.sleep(0.01)
+            assert asyncio.get_running_loop().time() - began < 3
+        assert asyncio.get_running_loop().time() - began >= 0.2
+        assert world.stuck == ["hangs"]
+        assert "works" in world.serving()
+
+
+async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> None:
+    class Hanging(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits so long")
+
+    world = World(0.2, a=Hanging())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.fleet.replicas["a"].in_flight = 1
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.stuck == ["a"])
+        await world.until(lambda: world.fleet.replicas["a"].joined == 2)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: bool) -> None:
+    class Uncounted(MemoryReplica):
+        async def state(self, digests: bool = False) -> ReplicaState:
+            return ReplicaState(version=self.version, requests=1)
+
+    world = World(0.1, a=MemoryReplica() if idle else Uncounted())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.fleet.replicas["a"].in_flight = 0 if idle else 4
+        await asyncio.sleep(0.4)
+        assert world.serving() == ["a"]
+        assert world.stuck == []

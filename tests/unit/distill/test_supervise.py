@@ -218,3 +218,22 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
     await supervisor.stop(1)
     bystander.kill()
     await bystander.wait()
+
+
+async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("hangs", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
+    await supervisor.start()
+    await supervisor.ready(60)
+    first, back = supervisor.children["hangs"].process, asyncio.Event()
+
+    async def note(name: str) -> None:
+        back.set()
+
+    watching = asyncio.create_task(supervisor.watch(60, note))
+    supervisor.kill_child("somebody else's")
+    supervisor.kill_child("hangs")
+    await asyncio.wait_for(back.wait(), 60)
+    assert supervisor.children["hangs"].process is not first
+    assert first.returncode == -signal.SIGKILL
+    watching.cancel()
+    await supervisor.stop(5)

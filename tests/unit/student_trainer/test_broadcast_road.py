@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from student_trainer.controller import SilentController
+from student_trainer import controller as module
+from student_trainer.controller import HttpController, SilentController
 from student_trainer.roads import BroadcastRoad
 from student_trainer.weights import Weights
 from sync.errors import SnapshotError, Unreachable
+from sync.transport import BlockingPeer
 from sync.weights.broadcast import BroadcastSender, Reception
 from sync.wire import Audience, BroadcastTicket, Published, TrainerWelcome, Version
 
@@ -85,3 +90,53 @@ def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
     with pytest.raises(Unreachable, match="student-1: killed"):
         road.settle()
     assert len(controller.told) == 12
+
+
+# --- a stop while the controller is gone -------------------------------------------------------------------
+
+PUBLISHED = Published(version=Version(0, 3), kind="broadcast", bytes=1, full_bytes=1, seconds=0.0)
+
+
+@pytest.fixture(params=["refuses", "is silent"])
+def gone(request: pytest.FixtureRequest) -> Iterator[str]:
+    """URL of a controller whose process is gone, or hangs."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        if request.param == "is silent":
+            held.listen()
+        yield "http://127.0.0.1:{1}".format(*held.getsockname())
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_AUDIENCE_SECONDS", 8.0)
+
+
+def asked_in(seconds: float) -> threading.Event:
+    stopping = threading.Event()
+    threading.Timer(seconds, stopping.set).start()
+    return stopping
+
+
+def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None) -> None:
+    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match=r"of the stop signal who listens to L000-v00000003"):
+        controller.audience(PUBLISHED)
+    assert 0.5 < time.monotonic() - began < 5.0
+    controller.close(0.0)
+
+
+def test_a_broadcast_under_way_is_given_up_after_a_stop(
+    gone: str, short: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopping = asked_in(0.5)
+    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=stopping)
+    road = BroadcastRoad(BroadcastSender("127.0.0.1", 0, 60.0), Two(), controller, stopping.is_set)
+    road.publish(Version(0, 3), anchor=False)
+    began = time.monotonic()
+    road.close()
+    assert time.monotonic() - began < 5.0
+    assert "L000-v00000003 was not published (1 of 3)" in caplog.text
+    controller.close(0.0)

@@ -13,7 +13,7 @@ import pytest
 from student_trainer import launch
 from student_trainer.__main__ import read_config
 from student_trainer.config import TrainerConfig
-from student_trainer.engine import deepspeed_config
+from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.model import head_shape
 from student_trainer.objectives.config import (
     JSD,
@@ -56,8 +56,26 @@ def test_overrides_reach_any_field_and_keep_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        {"optimizer.params.lr": 0.5},
+        {"optimizer": {"params": {"lr": 0.5}}},
+        {"optimizer.params": {"lr": 0.5}},
+        {"optimizer": {"params.lr": 0.5}},
+        {"optimizer.params.lr": 0.1, "optimizer": {"params": {"lr": 0.5}}},
+    ],
+)
+def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str, Any]) -> None:
+    expected = deepspeed_config(config(JSONS[0]).trainer)
+    expected["optimizer"]["params"]["lr"] = 0.5
+    assert deepspeed_config(config(JSONS[0], overrides=overrides).trainer) == expected
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"zero_optimization": 3}, "stage is None"),
+        ({"gradient_clipping": {"value": 1.0}}, "'gradient_clipping' is 1.0"),
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),

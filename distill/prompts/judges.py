@@ -1,0 +1,120 @@
+"""Who says whether a completion is right, where prompts come with reference answers.
+
+    "exact"      the completion is the answer, white space around both aside
+    "contains"   the answer stands in the completion, as a word or words of its own
+    "number"     the last number of the completion equals the last number of the answer
+    "package.module:function"   function(prompt: Prompt, completion: str) -> bool or finite number
+
+All read the completion's text without special tokens. Above 0 a completion passes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, Final
+
+from distill.config import DatasetPrompts, JsonlPrompts
+from distill.prompts.stream import Prompt
+from sync.errors import ConfigError, DataError
+
+Judge = Callable[[Prompt, Sequence[int]], float]
+"""Reward of a completion (token ids, end token included); above 0: it answers its prompt."""
+ReadJudge = Callable[[Prompt, str], Any]
+"""The same of the completion's text, before its answer is checked."""
+_NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in a text; commas may part its thousands. None: it has none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def exact(prompt: Prompt, completion: str) -> bool:
+    """Whether the completion is the answer."""
+    return completion.strip() == (prompt.answer or "").strip()
+
+
+def contains(prompt: Prompt, completion: str) -> bool:
+    """Whether the answer stands in the completion with no letter or digit right before or after it."""
+    return re.search(rf"(?<!\w){re.escape((prompt.answer or '').strip())}(?!\w)", completion) is not None
+
+
+def number(prompt: Prompt, completion: str) -> bool:
+    """Whether both end on the same number."""
+    said = last_number(completion)
+    return said is not None and said == last_number(prompt.answer or "")
+
+
+BUILT_IN: Final[dict[str, ReadJudge]] = {"exact": exact, "contains": contains, "number": number}
+
+
+def answer_problem(judge: str | None, answer: str) -> str | None:
+    """Why `judge` cannot compare with a reference answer; None: it can."""
+    if judge in BUILT_IN and not answer.strip():
+        return f"the reference answer is empty, and prompts.judge = {judge!r} compares with it"
+    if judge == "number" and last_number(answer) is None:
+        return f"the reference answer {answer!r:.80} has no number for prompts.judge = 'number'"
+    return None
+
+
+def load_judge(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> Judge | None:
+    """The judge that the config names; None: it names none. Raises ConfigError when it cannot be used.
+
+    The judge raises DataError when a function of the user's raises, or gives no finite number.
+    """
+    name = config.judge
+    if name is None:
+        return None
+    if name in BUILT_IN and config.answer_field is None:
+        raise ConfigError(
+            f"prompts.judge is {name!r} and compares with a reference answer: name its field in "
+            "prompts.answer_field"
+        )
+    read = BUILT_IN.get(name) or _named(name)
+
+    def judge(prompt: Prompt, completion: Sequence[int]) -> float:
+        text = tokenizer.decode(list(completion), skip_special_tokens=True)
+        try:
+            reward = read(prompt, text)
+        except Exception as error:  # the user's own code
+            raise DataError(
+                f"prompts.judge {name!r} raised {type(error).__name__} ({error}) for prompt {prompt.id}, "
+                f"completion {text!r:.80}: give 0 for what it cannot judge"
+            ) from error
+        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
+            raise DataError(
+                f"prompts.judge {name!r} gave {reward!r:.80} for prompt {prompt.id}, completion {text!r:.80}"
+                ": it must return a bool or a finite number"
+            )
+        return float(reward)
+
+    return judge
+
+
+def try_judge(judge: Judge, prompt: Prompt) -> None:
+    """Let it judge an empty completion. Raises ConfigError when it cannot."""
+    try:
+        judge(prompt, [])
+    except DataError as error:
+        raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
+
+
+def _named(name: str) -> ReadJudge:
+    module, colon, function = name.partition(":")
+    try:
+        if not colon:
+            raise ImportError("no ':' in it")
+        found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise ImportError(f"{function} is a {type(found).__name__} and cannot be called")
+    except Exception as error:  # importing runs the user's own code
+        raise ConfigError(
+            f"prompts.judge {name!r} cannot be loaded ({type(error).__name__}: {error}): say "
+            f'{", ".join(BUILT_IN)}, or "package.module:function" of a module that can be imported here'
+        ) from error
+    return found

@@ -1,0 +1,53 @@
+"""SIGTERM to a command that has started processes: they end with it, as after Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
+SCRIPT = f"""
+import subprocess, sys, time
+from pathlib import Path
+from distill.bench import watched
+from distill.bench.patient import Patient
+from distill.cli.guarded import guarded
+def killing():
+    with Patient({SLEEP}, Path(sys.argv[1])) as patient:
+        patient.start()
+        time.sleep(600)
+def watching():
+    sys.executable = sys.argv[2]
+    watched.run([])
+def waiting():
+    subprocess.run({SLEEP})
+sys.exit(guarded(globals()[sys.argv[3]]))
+"""
+
+
+@pytest.mark.parametrize("command", ["waiting", "watching", "killing"])
+def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    children: list[psutil.Process] = []
+    ours = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), str(sleeper), command])
+    try:
+        while not (children := psutil.Process(ours.pid).children()):
+            assert ours.poll() is None
+        time.sleep(1.0)  # subprocess itself is not interrupted: it would not know the child yet
+        ours.send_signal(signal.SIGTERM)
+        assert ours.wait(30) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(children, 5)
+        assert not alive
+    finally:
+        ours.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
