@@ -11,13 +11,11 @@ DeepSpeed reads its files with torch.load; their digests are checked first.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial as bind
 from pathlib import Path
 from typing import Any, Final
@@ -27,9 +25,8 @@ from blake3 import blake3
 
 from student_trainer import repartition
 from student_trainer.ranks import Ranks
-from student_trainer.room import all_done
+from student_trainer.room import all_done, full_disk_later
 from sync.errors import DataError
-from sync.room import is_full
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -65,7 +62,7 @@ def save(
 def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
     """DeepSpeed's files of all ranks. Raises OSError behind the last collective when the disk is full."""
     try:
-        with _full_disk_later(engine) as noted:
+        with full_disk_later(engine) as noted:
             if ranks.rank == 0:
                 with noted():
                     shutil.rmtree(partial, ignore_errors=True)
@@ -89,59 +86,6 @@ def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> Non
         partial.rename(final)
     _write(final.parent / "latest", final.name)
     _retain(final.parent, keep)
-
-
-Noted = Callable[[], AbstractContextManager[None]]
-
-
-@contextmanager
-def _full_disk_later(engine: Any) -> Iterator[Noted]:
-    """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
-
-    Inside what it yields, a full disk is noted and nothing raised.
-    """
-    met: list[BaseException] = []
-
-    @contextmanager
-    def noted() -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            # on a full disk a folder may be missing that could not be made
-            if not is_full(error) and not isinstance(error, FileNotFoundError):
-                raise
-            met.append(error)
-
-    def save(state_dict: Any, path: str) -> None:
-        with noted(), open(path, "wb") as file:  # given a path, torch does not tell a full disk
-            torch.save(state_dict, file)
-
-    writer = engine.checkpoint_engine
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(writer, "save", save))
-        for owner, name in ((writer, "makedirs"), (engine, "_copy_recovery_script")):
-            stack.enter_context(_replaced(owner, name, _guarded(getattr(owner, name), noted)))
-        yield noted
-    if met:
-        raise OSError(errno.ENOSPC, str(met[0])) from met[0]
-
-
-def _guarded(call: Callable[..., Any], noted: Noted) -> Callable[..., None]:
-    def guarded(*arguments: Any, **named: Any) -> None:
-        with noted():
-            call(*arguments, **named)
-
-    return guarded
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while, hiding the method of its class."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
 
 
 def find(folder: Path, wanted: str | None) -> Path | None:

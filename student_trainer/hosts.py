@@ -6,7 +6,6 @@ to, on a command line that everybody on those machines can read. Settings travel
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from sync.errors import ConfigError
-from sync.transport import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from sync.transport import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 
 ENVIRONMENT_VARIABLE: Final = "DS_ENV_FILE"
 """Names the file of further variables to the deepspeed launcher."""
@@ -51,7 +50,7 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
     """Refuse what ranks on other machines could not use. Raises ConfigError."""
     if set(read_hosts(hostfile)) <= _HERE:
         return
-    if _is_loopback(urlsplit(controller_url).hostname or ""):
+    if is_loopback(urlsplit(controller_url).hostname or ""):
         raise ConfigError(
             f"trainer.hostfile names other machines, and {controller_url} is this machine's loopback: set "
             "controller.host to an address that they reach (or controller.url)"
@@ -62,13 +61,6 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
             "launcher would show it on its command line: put the token into a file that every machine can "
             f"read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path instead"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def write_environment(path: Path, variables: Mapping[str, str]) -> Path:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from student_trainer.ranks import Ranks
@@ -62,3 +66,56 @@ def _attempt(work: Callable[[], None]) -> Exception | None:
             raise
         return error
     return None
+
+
+Noted = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def full_disk_later(engine: Any) -> Iterator[Noted]:
+    """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
+
+    Inside what it yields, a full disk is noted and nothing raised.
+    """
+    met: list[BaseException] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            # on a full disk a folder may be missing that could not be made
+            if not is_full(error) and not isinstance(error, FileNotFoundError):
+                raise
+            met.append(error)
+
+    def save(state_dict: Any, path: str) -> None:
+        with noted(), open(path, "wb") as file:  # given a path, torch does not tell a full disk
+            torch.save(state_dict, file)
+
+    writer = engine.checkpoint_engine
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(writer, "save", save))
+        for owner, name in ((writer, "makedirs"), (engine, "_copy_recovery_script")):
+            stack.enter_context(_replaced(owner, name, _guarded(getattr(owner, name), noted)))
+        yield noted
+    if met:
+        raise OSError(errno.ENOSPC, str(met[0])) from met[0]
+
+
+def _guarded(call: Callable[..., Any], noted: Noted) -> Callable[..., None]:
+    def guarded(*arguments: Any, **named: Any) -> None:
+        with noted():
+            call(*arguments, **named)
+
+    return guarded
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for a while, hiding the method of its class."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

@@ -52,17 +52,19 @@ def token_from_environment() -> str | None:
 
 def check_bind(host: str, token: str | None) -> None:
     """Refuse to listen beyond this machine without a token. Raises ConfigError."""
-    if token or host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not token and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} can be reached from other machines and no token is set: "
             f"bind 127.0.0.1, or set {TOKEN_VARIABLE} (or {TOKEN_FILE_VARIABLE}) for every role"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # --- client -----------------------------------------------------------------------------------------------

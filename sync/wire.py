@@ -127,7 +127,7 @@ class Sampling(msgspec.Struct, frozen=True):
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
     student_topk: int = 0
-    """Return the student's own top-k ids per position (0: none); every id has rank <= k (rule 9)."""
+    """Return the student's own top-k ids per position (0: none); every id has rank <= k, sampled or not."""
     max_seconds: float | None = None
     """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from sync.errors import Overloaded, Unreachable
 from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
 from teacher_service.metrics import Metrics
-from teacher_service.tickets import Line, Outcome, Ticket, Waiting
+from teacher_service.tickets import NOT_FINITE, Line, Outcome, Ticket, Waiting
 from teacher_service.writing import Scribe
 
 log = logging.getLogger(__name__)
@@ -203,5 +203,5 @@ def split(marks: Marks, counts: Sequence[int]) -> list[Outcome]:
         if good:
             result.append(Marks(**{name: value[end - count : end] for name, value in columns.items()}))
         else:
-            result.append("the teacher's log-probabilities are not finite here: check its weights and dtype")
+            result.append(NOT_FINITE)
     return result

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from sync.errors import ConfigError, DistillError, Unreachable, WireError
 from sync.wire import (
@@ -33,6 +33,7 @@ from sync.wire import (
 from teacher_service.replicas import HEALTH_SECONDS, Replicas
 
 Result = Scored | ScoreRefused
+W = TypeVar("W")
 HIDDEN_FACTOR: Final = 8
 """Hidden states are long: a token with them counts as so many towards `request_tokens`."""
 
@@ -154,7 +155,8 @@ class TeacherClient:
         """
         limit = deadline or self._timeout
         expires = time.monotonic() + limit
-        parts = [self._enqueue(cut, tokens, want, expires) for cut, tokens in self._cut(sequences, want)]
+        cuts = in_parts(sequences, [_tokens(one) for one in sequences], self._limit(want))
+        parts = [self._enqueue(cut, tokens, want, expires) for cut, tokens in cuts]
         try:
             async with asyncio.timeout(limit):
                 answers = await asyncio.gather(*(part.future for part in parts))
@@ -178,8 +180,8 @@ class TeacherClient:
         """
         expires = time.monotonic() + (deadline or self._timeout)
         results: list[Written | ScoreRefused] = []
-        while len(results) < len(prompts):
-            part, tokens = self._first_part(prompts[len(results) :], max_tokens)
+        sizes = [_tokens(prompt) + max_tokens for prompt in prompts]
+        for part, tokens in in_parts(prompts, sizes, self._request_tokens):
             request = WriteRequest(
                 prompts=part,
                 max_tokens=max_tokens,
@@ -196,41 +198,17 @@ class TeacherClient:
             results += found
         return results
 
-    def _first_part(self, prompts: Sequence[WritePrompt], max_tokens: int) -> tuple[list[WritePrompt], int]:
-        """The first of `prompts` that fit into one request, at least one, and what they may become."""
-        part: list[WritePrompt] = []
-        tokens = 0
-        for prompt in prompts:
-            size = len(prompt.token_ids.data) // 4 + max_tokens
-            if part and tokens + size > self._request_tokens:
-                break
-            part.append(prompt)
-            tokens += size
-        return part, tokens
-
     # --- putting requests together ------------------------------------------------------------------------
 
-    def _cut(self, sequences: Sequence[ScoreSequence], want: Want) -> list[tuple[list[ScoreSequence], int]]:
-        """Consecutive sequences that fit into one request together, with their tokens."""
-        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
-        parts: list[tuple[list[ScoreSequence], int]] = []
-        held: list[ScoreSequence] = []
-        tokens = 0
-        for sequence in sequences:
-            length = len(sequence.token_ids.data) // 4
-            if held and tokens + length > limit:
-                parts.append((held, tokens))
-                held, tokens = [], 0
-            held.append(sequence)
-            tokens += length
-        return [*parts, (held, tokens)] if held else parts
+    def _limit(self, want: Want) -> int:
+        """Tokens of one request."""
+        return self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
 
     def _enqueue(self, sequences: list[ScoreSequence], tokens: int, want: Want, expires: float) -> _Part:
         loop = asyncio.get_running_loop()
         kind = _Kind(want, any(sequence.gather_ids is not None for sequence in sequences))
-        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
         pending = self._pending.get(kind)
-        if pending is not None and pending.tokens + tokens > limit:
+        if pending is not None and pending.tokens + tokens > self._limit(want):
             self._flush(kind)
             pending = None
         if pending is None:
@@ -301,3 +279,21 @@ class TeacherClient:
         counters.seconds += seconds
         counters.sent_bytes += sent
         counters.received_bytes += received
+
+
+def in_parts(work: Sequence[W], sizes: Sequence[int], limit: int) -> list[tuple[list[W], int]]:
+    """Consecutive pieces of work that fit into one request, at least one each, and their sizes in all."""
+    parts: list[tuple[list[W], int]] = []
+    for piece, size in zip(work, sizes, strict=True):
+        if parts and parts[-1][1] + size <= limit:
+            held, tokens = parts[-1]
+            held.append(piece)
+            parts[-1] = held, tokens + size
+        else:
+            parts.append(([piece], size))
+    return parts
+
+
+def _tokens(sent: ScoreSequence | WritePrompt) -> int:
+    """As many as its bytes hold: whether it is sound is for the teacher to say."""
+    return len(sent.token_ids.data) // 4

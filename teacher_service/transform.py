@@ -1,4 +1,4 @@
-"""Functions named in a configuration, and a teacher that sees another prompt than the student did."""
+"""Functions that a configuration names, such as what a teacher sees instead of the student's prompt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from sync.errors import ConfigError, DataError
-from sync.wire import ScoreSequence, pack, unpack
+from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 
 
@@ -35,15 +31,3 @@ def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable
         for name, teacher in teachers.items()
         if teacher.prompt_transform is not None
     }
-
-
-def with_prompt(sequence: ScoreSequence, prompt_ids: Sequence[int]) -> ScoreSequence:
-    """`sequence` with another prompt before the same completion; marks keep their positions.
-
-    Raises DataError for an empty prompt: the first completion token needs a token before it.
-    """
-    if not len(prompt_ids):
-        raise DataError(f"the teacher's prompt of {sequence.id!r} is empty: give at least one token")
-    completion = unpack(sequence.token_ids)[sequence.start :]
-    token_ids = np.concatenate([np.asarray(prompt_ids, np.int32), completion])
-    return msgspec.structs.replace(sequence, token_ids=pack(token_ids, "i4"), start=len(prompt_ids))

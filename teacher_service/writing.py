@@ -17,7 +17,7 @@ import numpy as np
 
 from sync.errors import Unreachable
 from teacher_service.engines.base import Draft, Manner, Text, Writer
-from teacher_service.tickets import Line, Outcome, Waiting
+from teacher_service.tickets import NOT_FINITE, Line, Outcome, Waiting
 
 log = logging.getLogger(__name__)
 SLICE_SECONDS: Final = 0.1
@@ -93,6 +93,4 @@ class Scribe:
 
 
 def _checked(text: Text) -> Outcome:
-    if np.isfinite(text.logprob_T).all():
-        return text
-    return "the teacher's log-probabilities are not finite here: check its weights and dtype"
+    return text if np.isfinite(text.logprob_T).all() else NOT_FINITE

@@ -27,7 +27,7 @@ ROLES = ["control", "evaluator", "student", "student", "teacher", "train"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_in_the_tree_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load(path)
     assert config.trainer.deepspeed.is_file()
@@ -40,7 +40,7 @@ def test_a_configuration_opens_with_its_command(path: Path) -> None:
     assert any("distill " in line or "make " in line for line in opening)
 
 
-def test_there_are_configurations() -> None:
+def test_there_are_configurations_to_load() -> None:
     assert len(CONFIGS) >= 6
 
 

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from distill import reference
+from distill.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -26,3 +28,27 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
     pattern = r"`((?:configs|docs|tests|distill|sync|teacher_service|student_trainer)/[\w./-]+\.\w+)`"
     named = re.findall(pattern, path.read_text())
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_readme_names_every_command() -> None:
+    group = typer.main.get_command(app)
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `distill")]
+    named = set(re.findall(r"`(?:distill )?([a-z ]+)`", "\n".join(row.split("|")[1] for row in rows)))
+    commands = group.commands  # type: ignore[attr-defined]
+    single = {name for name, command in commands.items() if not hasattr(command, "commands")}
+    assert single <= named
+    for name in commands.keys() - single:
+        (row,) = (row for row in rows if f"`distill {name} " in row)
+        assert all(
+            f"`{word}`" in row or f"`distill {name} {word}`" in row for word in commands[name].commands
+        )
+
+
+def test_the_architecture_page_names_every_route() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    told = set(re.findall(r"`(?:GET|POST) (/[^`\[]+)", page))
+    sources = [path for name in ("distill", "teacher_service") for path in (ROOT / name).rglob("*.py")]
+    routes = {route for path in sources for route in re.findall(r'Route\("([^"]+)"', path.read_text())}
+    replica = (ROOT / "sync/replica/middleware.py").read_text()
+    routes |= {f"/distill/v1/{name}" for name in re.findall(r'key == \("(?:GET|POST)", "(\w+)"\)', replica)}
+    assert told == routes

@@ -10,19 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.launch.run_folder import write_json
+from distill.cli.options import JsonFile, write_figures
 
 app = typer.Typer(help="Measure; each prints its figures and writes them as JSON.", no_args_is_help=True)
-
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too")]
 
 
 def finish(module: Any, figures: dict[str, Any], json_file: Path | None) -> None:
     """Print figures the way their module does (`table`), else as JSON; write them to the file."""
     as_text = getattr(module, "table", None)
     typer.echo(as_text(figures) if as_text else json.dumps(figures, indent=2))
-    if json_file is not None:
-        write_json(json_file, figures)
+    write_figures(json_file, figures)
 
 
 def bench(name: str) -> Any:
@@ -41,8 +38,7 @@ def sync(
 ) -> None:
     """Bytes, speed and pauses of a weight sync: codec, every store, a live replica, a whole run."""
     module = bench("sync.run")
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("distill.bench").setLevel(logging.INFO)
+    log_progress()
     figures = module.run(folder, full=full, only=only.split(",") if only else ())
     finish(module, figures, json_file)
 

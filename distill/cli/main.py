@@ -14,8 +14,9 @@ from rich.table import Table
 
 from distill.cli import bench as cli_bench
 from distill.cli import replicas as cli_replicas
-from distill.cli.bench import JsonFile
+from distill.cli import sync as cli_sync
 from distill.cli.guarded import guarded
+from distill.cli.options import Config, JsonFile, Overrides, Resume, RunDir, write_figures
 from sync.errors import DistillError
 
 if TYPE_CHECKING:
@@ -29,20 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-
-Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CONFIG")]
-RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
-Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Over the file, as often as needed: run.steps=10",
-        default_factory=list,
-        show_default=False,
-    ),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
+app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_replicas.app, name="replicas")
+app.add_typer(cli_sync.app, name="sync")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,16 +46,10 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     return load(path, overrides)
 
 
-def _write_json(path: Path | None, figures: Any) -> None:
-    if path is not None:
-        from distill.launch.run_folder import write_json
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, figures)
-
-
-def _log_to_stderr(level: int = logging.WARNING) -> None:
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
 
 
 # --- whole runs -------------------------------------------------------------------------------------------
@@ -86,7 +70,7 @@ def quickstart(
     if not resume:
         steps.make_room(config)
     summary = _run(config, resume, console, {"making": making})
-    _write_json(json_file, summary)
+    write_figures(json_file, summary)
     _show(console, config, summary)
 
 
@@ -95,7 +79,7 @@ def run(config: Config, overrides: Overrides, resume: Resume = False, json_file:
     """Run a configuration: start every role, distil, evaluate, leave a model folder."""
     console, settings = Console(), _load(config, overrides)
     summary = _run(settings, resume, console, {})
-    _write_json(json_file, summary)
+    write_figures(json_file, summary)
     _show(console, settings, summary)
 
 
@@ -181,7 +165,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
     console, settings = Console(), _load(config, overrides)
     check_all_joined(settings)
     summary = _run(settings, resume, console, {})
-    _write_json(json_file, summary)
+    write_figures(json_file, summary)
     _show(console, settings, summary)
 
 
@@ -224,20 +208,10 @@ def evaluate(
     figures = evaluate_folder(_load(config, overrides), model, tails)
     for name, value in figures.items():
         typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
-    _write_json(json_file, figures)
+    write_figures(json_file, figures)
 
 
-@app.command()
-def export(
-    run_dir: RunDir,
-    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
-    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
-) -> None:
-    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
-    from distill.cli.sync import export_version
-
-    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
+app.command()(cli_sync.export)
 
 
 @app.command()
@@ -259,7 +233,7 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     figures = {**asdict(found), "ok": found.ok}
     for name, value in figures.items():
         typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
-    _write_json(json_file, figures)
+    write_figures(json_file, figures)
     if not found.ok:
         raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
 
@@ -277,7 +251,7 @@ def chaos(
 
     figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
     typer.echo(bench.table(figures))
-    _write_json(json_file, figures)
+    write_figures(json_file, figures)
     if not bench.holds(figures):
         raise DistillError("a guarantee was broken: see the lines above")
 
@@ -289,96 +263,6 @@ def version() -> None:
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
-
-
-# --- the store of a run -----------------------------------------------------------------------------------
-
-app.add_typer(cli_bench.app, name="bench")
-app.add_typer(cli_replicas.app, name="replicas")
-sync_app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
-app.add_typer(sync_app, name="sync")
-
-
-@sync_app.command("ls")
-def sync_ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """List every published version."""
-    from distill.cli.sync import listing
-
-    found = listing(run_dir)
-    for one in found:
-        base = f"on {one['base']}" if one["base"] else ""
-        mark = "  latest" if one["latest"] else ""
-        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
-    _write_json(json_file, found)
-
-
-@sync_app.command("verify")
-def sync_verify(
-    run_dir: RunDir,
-    engines: Annotated[bool, typer.Option("--engines", help="Prove it with two vLLM replicas")] = False,
-    versions: Annotated[int, typer.Option(help="Random versions of that proof", min=1)] = 50,
-    json_file: JsonFile = None,
-) -> None:
-    """Read every version back as a replica would; or prove with engines that random versions arrive whole."""
-    if engines:
-        _prove(run_dir, versions, json_file)
-        return
-    from distill.cli.sync import verification
-
-    found = []
-    for one in verification(run_dir):
-        found.append(one)
-        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
-    _write_json(json_file, found)
-    if not found:
-        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
-    broken = [one for one in found if one["problem"]]
-    if broken:
-        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
-
-
-def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
-    import asyncio
-    import tempfile
-
-    from distill.loading import load_run_dir
-    from distill.proof import figures, lines, prove
-
-    student = load_run_dir(run_dir).student
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
-        proof = asyncio.run(prove(student, Path(work) / "work", versions))
-    for line in lines(proof):
-        typer.echo(line)
-    _write_json(json_file, figures(proof))
-    if not proof.holds:
-        raise DistillError("the weights did not arrive as they left: see above")
-
-
-@sync_app.command("gc")
-def sync_gc(
-    run_dir: RunDir,
-    grace_seconds: Annotated[float, typer.Option(help="Spare what became superfluous since then")] = 3600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
-    json_file: JsonFile = None,
-) -> None:
-    """Remove versions that no reader needs."""
-    from distill.cli.sync import collection
-
-    done = collection(run_dir, grace_seconds, dry_run)
-    verb = "would remove" if dry_run else "removed"
-    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
-    _write_json(json_file, done)
-
-
-@sync_app.command("export")
-def sync_export(
-    run_dir: RunDir,
-    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")],
-    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest")] = "",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")] = False,
-) -> None:
-    """The same as `distill export`."""
-    export(run_dir, target, version, adapter)
 
 
 if __name__ == "__main__":

@@ -1,78 +1,92 @@
-"""What `distill sync …` and `distill export` do with the store of a run."""
+"""`distill sync …`: look after the published versions of a run."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from distill.config import RunConfig
-from distill.loading import load_run_dir
-from sync.errors import SnapshotError
-from sync.stores import Store, open_store
-from sync.weights import admin
-from sync.weights.manifest import read_latest, read_manifest
-from sync.wire import Version
+import typer
 
+from distill.cli.options import JsonFile, Published, RunDir, Target, Unmerged, write_figures
+from sync.errors import DistillError
 
-def store_of(config: RunConfig) -> Store:
-    """The store that a run publishes to."""
-    return open_store(config.weights.store, config.run_dir / "store")
+app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
 
 
-def listing(run_dir: Path) -> list[dict[str, Any]]:
-    """Every published version, oldest first."""
-    config = load_run_dir(run_dir)
-    return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
+@app.command("ls")
+def ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """List every published version."""
+    from distill.published import listing
+
+    found = listing(run_dir)
+    for one in found:
+        base = f"on {one['base']}" if one["base"] else ""
+        mark = "  latest" if one["latest"] else ""
+        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
+    write_figures(json_file, found)
 
 
-def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Each version read back as a replica would, and its problem (None: whole)."""
-    config = load_run_dir(run_dir)
-    for one in admin.verify(store_of(config), config.run.name):
-        yield _plain(asdict(one))
+@app.command("verify")
+def verify(
+    run_dir: RunDir,
+    engines: Annotated[bool, typer.Option("--engines", help="Prove it with two vLLM replicas")] = False,
+    versions: Annotated[int, typer.Option(help="Random versions of that proof", min=1)] = 50,
+    json_file: JsonFile = None,
+) -> None:
+    """Read every version back as a replica would; or prove with engines that random versions arrive whole."""
+    if engines:
+        _prove(run_dir, versions, json_file)
+        return
+    from distill.published import verification
+
+    found = []
+    for one in verification(run_dir):
+        found.append(one)
+        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
+    write_figures(json_file, found)
+    if not found:
+        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
+    broken = [one for one in found if one["problem"]]
+    if broken:
+        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
 
 
-def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
-    """Remove what weights.keep_anchors says is not needed any more."""
-    config = load_run_dir(run_dir)
-    done = admin.gc(
-        store_of(config), config.run.name, config.weights.keep_anchors, grace_seconds, dry_run=dry_run
-    )
-    return _plain(asdict(done))
+def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
+    import asyncio
+    import tempfile
+
+    from distill.loading import load_run_dir
+    from distill.proof import figures, lines, prove
+
+    student = load_run_dir(run_dir).student
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
+        proof = asyncio.run(prove(student, Path(work) / "work", versions))
+    for line in lines(proof):
+        typer.echo(line)
+    write_figures(json_file, figures(proof))
+    if not proof.holds:
+        raise DistillError("the weights did not arrive as they left: see above")
 
 
-def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
-    """Write `version` ("": the newest) as a model folder; the version that it was.
+@app.command("gc")
+def gc(
+    run_dir: RunDir,
+    grace_seconds: Annotated[float, typer.Option(help="Spare what became superfluous since then")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Remove versions that no reader needs."""
+    from distill.published import collection
 
-    A version that is an adapter is merged into the student that the run started from, unless `adapter`.
-    """
-    config = load_run_dir(run_dir)
-    store = store_of(config)
-    wanted = Version.parse(version) if version else read_latest(store, config.run.name)
-    if wanted is None:
-        raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
-    if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
-        admin.export(store, config.run.name, wanted, target)
-        return wanted
-    if target.exists():
-        raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
-    from distill.adapters import write_merged
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
-        admin.export(store, config.run.name, wanted, Path(work) / "adapter")
-        write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
-        (Path(work) / "model").rename(target)
-    return wanted
+    done = collection(run_dir, grace_seconds, dry_run)
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
+    write_figures(json_file, done)
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Version):
-            return str(value)
-        return [plain(item) for item in value] if isinstance(value, list) else value
+@app.command()
+def export(run_dir: RunDir, target: Target, version: Published = "", adapter: Unmerged = False) -> None:
+    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
+    from distill.published import export_version
 
-    return {name: plain(value) for name, value in fields.items()}
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")

@@ -8,6 +8,7 @@ Flat arrays are joined as bytes; no token is touched in Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,6 +20,18 @@ from sync.errors import DataError
 from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, VersionSpan, pack, unpack
 
 StepOf = Callable[[Version], int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How every batch of a run is cut into shares."""
+
+    micro_batch_tokens: int
+    """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
+    teachers: Sequence[str]
+    """In the order in which Rows.teacher counts them."""
+    supervised: int | None = None
+    """Tokens of each completion that are trained on, from its beginning; None: all."""
 
 
 class Marks(NamedTuple):
@@ -44,23 +57,18 @@ def compose(
     rollouts: Sequence[Rollout],
     version: Version,
     world_size: int,
-    micro_batch_tokens: int,
-    teachers: Sequence[str],
+    shape: Shape,
     step_of: StepOf,
-    supervised: int | None = None,
     marks: Marks = Marks(),
 ) -> list[TrainBatch]:
     """One TrainBatch per rank; the same rollouts give the same bytes.
 
-    `supervised`: tokens of each completion that are trained on, from its beginning; None: all.
-
-    `micro_batch_tokens`: padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own.
     `step_of`: a token's version as a step of the trainer's lineage.
     """
-    rollouts = [_cut(rollout, supervised) for rollout in rollouts]
-    shares = [_micro_batches(share, micro_batch_tokens) for share in _deal(rollouts, world_size)]
+    rollouts = [_cut(rollout, shape.supervised) for rollout in rollouts]
+    shares = [_micro_batches(share, shape.micro_batch_tokens) for share in _deal(rollouts, world_size)]
     count = max(len(share) for share in shares)
-    index = {name: i for i, name in enumerate(teachers)}
+    index = {name: i for i, name in enumerate(shape.teachers)}
     denominator = sum(rollout.length for rollout in rollouts)
     return [
         TrainBatch(

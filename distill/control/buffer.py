@@ -99,10 +99,6 @@ class Buffer:
         """Take entries out."""
         return [self._entries.pop(rollout) for rollout in ids]
 
-    def discard(self, rollout: str) -> None:
-        """Take an entry out if it is there."""
-        self._entries.pop(rollout, None)
-
     def pick(self, step: int, batch: int, step_of: StepOf) -> Pick:
         """The batch that would be trained on top of `step`, and what is too old for it; changes nothing.
 

@@ -18,13 +18,15 @@ from typing import Any
 
 from distill.config import RunConfig
 from distill.control.authors import authors
+from distill.control.batches import Shape
 from distill.control.books import Books
-from distill.control.composer import Composer
-from distill.control.desk import Desk
+from distill.control.broadcasts import Broadcasts
+from distill.control.composer import Composer, Hold
+from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
-from distill.control.lateness import Hold, rules, seconds_of_waiting
+from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
@@ -32,8 +34,9 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, gauges, identity, summarise
+from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.control.timeline import Timeline
+from distill.control.waiting import cancel
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
@@ -71,6 +74,7 @@ class Controller:
         self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
+        self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
         self.scoring = self._make_scoring(parts)
         self.writing = Writing(parts, config, lambda one: self.feeder.take(one), self._refused, self.timeline)
         self.feeder = Feeder(
@@ -146,9 +150,8 @@ class Controller:
                     self.feeder.held = True
                     await self._conclude()
                 finally:
-                    for worker in workers:
-                        worker.cancel()
-                    await asyncio.gather(*workers, return_exceptions=True)
+                    await cancel(workers)
+                    await self.broadcasts.close()
         finally:
             await self.books.journal.commit(durable=True)
             self.books.journal.close()
@@ -262,29 +265,20 @@ class Controller:
             start = end - report.seconds.get(what, 0.0)
             self.timeline.add("trainer", what, start, end, busy=what != "wait")
             end = start
-        self._hooks.step(report.version, {**report.metrics, **self._step_metrics(report)})
+        figures = of_step(self.books.state, report)
+        self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
         if problem := self._guard.look(report.version.step, report.metrics):
             self._distrust(problem)
 
-    def _step_metrics(self, report: StepReport) -> dict[str, float]:
-        batch = self.books.state.batch_of(report.version.step - 1)
-        ages = batch.ages if batch else [0]
-        return {
-            **{f"seconds/{name}": value for name, value in report.seconds.items()},
-            "staleness/mean": sum(ages) / len(ages),
-            "staleness/max": float(max(ages)),
-            **self.metrics(),
-        }
-
     def _published(self, event: Published) -> Audience | None:
         """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
-        if event.kind == "broadcast" and not self.fleet.listening() and self._stop_reason is None:
+        if event.kind == "broadcast" and not self.broadcasts.listening() and self._stop_reason is None:
             raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
         if event.kind == "broadcast":
-            return self.fleet.broadcast(event)
+            return self.broadcasts.seat(event)
         self.fleet.published()
         return None
 
@@ -325,7 +319,6 @@ class Controller:
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
             stranded=self._changed.wake,
-            start_seconds=self.config.run.start_seconds,
             silent_seconds=self.config.rollout.silent_seconds,
             stuck=self._hooks.stuck,
         )
@@ -347,20 +340,24 @@ class Controller:
         )
 
     def _make_desk(self, parts: Parts) -> Desk:
+        config = self.config
         return Desk(
             self.books,
-            steps=self.config.run.steps,
-            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
-            teachers=list(parts.teachers),
+            Shape(
+                config.trainer.micro_batch_tokens,
+                list(parts.teachers),
+                config.objective.max_supervised_tokens,
+            ),
+            Listener(
+                opened=self._opened,
+                reported=self._reported,
+                published=self._published,
+                saved=self._saved,
+                wants_broadcast=self.broadcasts.wanted,
+                lost_seats=self.broadcasts.lost_seats,
+            ),
+            steps=config.run.steps,
             changed=self._changed,
-            reported=self._reported,
-            published=self._published,
-            saved=self._saved,
-            opened=self._opened,
-            supervised=self.config.objective.max_supervised_tokens,
-            group_baseline=self.books.state.rules.group > 1,
-            wants_broadcast=self.fleet.wants_broadcast,
-            lost_seats=self.fleet.lost_seats,
         )
 
     def _make_composer(self) -> Composer:

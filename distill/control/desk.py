@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from distill.control.batches import Marks, compose, group_means
+from distill.control.batches import Marks, Shape, compose, group_means
 from distill.control.books import Books
 from distill.control.records import Checkpointed, RolledBack, Stepped, VersionPublished
 from distill.control.signals import Signal
@@ -38,48 +39,44 @@ Event = StepReport | Published | CheckpointSaved | FinalDigests
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Whom the desk tells what the trainer did, and asks about the replicas.
+
+    `opened`, `reported` and `saved` are called once per event, after it is in the books; events that were
+    sent twice, or come from a trainer that is over, change nothing. `published` is called before, and may
+    refuse.
+    """
+
+    opened: Callable[[TrainerWelcome], None]
+    reported: Callable[[StepReport], None]
+    published: Callable[[Published], Audience | None]
+    saved: Callable[[CheckpointSaved], None]
+    wants_broadcast: Callable[[], bool]
+    """Whether a replica can only go on when the trainer broadcasts what it holds."""
+    lost_seats: Callable[[str], dict[str, str]]
+    """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
+
+
 class Desk:
-    """Bound to one controller. `changed` is woken by a new batch, a stop, an event and a change of
-    `wants_broadcast`: whether a replica can only go on when the trainer broadcasts what it holds.
+    """Bound to one controller; deals the batches of `steps`.
 
-    `group_baseline`: rewards are compared with the mean of their prompt's completions.
-
-    `reported` and `saved` are called once per event, after it is in the books; events that were sent twice,
-    or come from a trainer that is over, change nothing. `published` is called before, and may refuse.
+    `changed` is woken by a new batch, a stop, an event and a change of `Listener.wants_broadcast`.
     """
 
     def __init__(
         self,
         books: Books,
+        shape: Shape,
+        listener: Listener,
         *,
         steps: int,
-        micro_batch_tokens: int,
-        teachers: list[str],
         changed: Signal,
-        reported: Callable[[StepReport], None],
-        published: Callable[[Published], Audience | None],
-        saved: Callable[[CheckpointSaved], None],
-        opened: Callable[[TrainerWelcome], None],
-        supervised: int | None = None,
-        group_baseline: bool = False,
-        wants_broadcast: Callable[[], bool] = lambda: False,
-        lost_seats: Callable[[str], dict[str, str]] = lambda group: {},
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
-        self._books = books
+        self._books, self._shape, self._listener = books, shape, listener
         self._steps = steps
-        self._micro_batch_tokens = micro_batch_tokens
-        self._teachers = teachers
-        self._supervised = supervised
-        self._group_baseline = group_baseline
         self._changed = changed
-        self._reported = reported
-        self._published = published
-        self._saved = saved
-        self._opened = opened
-        self._wants_broadcast = wants_broadcast
-        self.lost_seats = lost_seats
-        """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
         self._poll_seconds = poll_seconds
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
@@ -105,6 +102,10 @@ class Desk:
         if self._stop is None:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
             self._changed.wake()
+
+    def lost_seats(self, group: str) -> dict[str, str]:
+        """See `Listener.lost_seats`."""
+        return self._listener.lost_seats(group)
 
     def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin as `retreat` says."""
@@ -140,8 +141,8 @@ class Desk:
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
             hello.world_size, record.lineage, record.start, record.branch - record.start,
         )  # fmt: skip
-        welcome = TrainerWelcome(version=version, parent=at, teachers=self._teachers)
-        self._opened(welcome)
+        welcome = TrainerWelcome(version=version, parent=at, teachers=list(self._shape.teachers))
+        self._listener.opened(welcome)
         self._changed.wake()
         return welcome
 
@@ -171,7 +172,7 @@ class Desk:
             if step <= self.ready and (step <= self._given or not self.withheld):
                 self._given = max(self._given, step)
                 return self._share(step)[request.rank]
-            if self._wants_broadcast():
+            if self._listener.wants_broadcast():
                 return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
@@ -212,17 +213,9 @@ class Desk:
         version = Version(state.lineage, step)
         rollouts = self._books.rollouts(batch)
         weights = zip((entry.id for entry in batch.entries), batch.weights, strict=False)
-        baselines = group_means(rollouts, group_of) if self._group_baseline else {}
-        return compose(
-            rollouts,
-            version,
-            self._world_size,
-            self._micro_batch_tokens,
-            self._teachers,
-            state.step_of,
-            self._supervised,
-            Marks(dict(weights), baselines),
-        )
+        baselines = group_means(rollouts, group_of) if state.rules.group > 1 else {}
+        marks = Marks(dict(weights), baselines)
+        return compose(rollouts, version, self._world_size, self._shape, state.step_of, marks)
 
     async def event(self, event: Event) -> Ok | Audience:
         """Take note of what the trainer did. Raises RemoteError for another lineage."""
@@ -235,7 +228,7 @@ class Desk:
         elif isinstance(event, CheckpointSaved):
             if event.version not in self._books.state.checkpoints[-1:]:
                 self._books.write(Checkpointed(event.version, event.path))
-                self._saved(event)
+                self._listener.saved(event)
         else:
             self.final = event
         await self._books.journal.commit()
@@ -246,10 +239,10 @@ class Desk:
         reached = self._books.state.reached
         if reached is None or report.version.step > reached.step:
             self._books.write(Stepped(report.version))
-            self._reported(report)
+            self._listener.reported(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        answer, known = self._published(event), self._books.state.published
+        answer, known = self._listener.published(event), self._books.state.published
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
             self._books.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)

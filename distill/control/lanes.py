@@ -14,6 +14,8 @@ from distill.control.timeline import Timeline
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError
 
 logger = logging.getLogger(__name__)
+PARALLEL = 2
+"""Requests under way to one teacher: while it answers one, the next is on its way."""
 W = TypeVar("W")
 A = TypeVar("A")
 
@@ -33,7 +35,7 @@ class Lanes(Generic[W, A]):
     """Runs for the length of the run; `put` at any time.
 
     A request carries up to `batch` pieces of work. While one is under way a further one is sent only when it
-    is full, at most `parallel` at once; an idle teacher is asked after `linger` seconds with what there is. A
+    is full, at most PARALLEL at once; an idle teacher is asked after `linger` seconds with what there is. A
     teacher that is gone is asked again until it is back. Nothing is bounded here: the capacity rule bounds
     what can wait.
 
@@ -50,7 +52,6 @@ class Lanes(Generic[W, A]):
         ask: Callable[[str, list[W]], Awaitable[list[A]]],
         settle: Callable[[str, list[tuple[W, A | str]]], Awaitable[None]],
         timeline: Timeline,
-        parallel: int = 2,
         linger: float = 0.005,
         waits_for: str | None = None,
     ) -> None:
@@ -59,7 +60,7 @@ class Lanes(Generic[W, A]):
         self._lanes: dict[str, _Lane[W]] = {name: _Lane(name) for name in teachers}
         self._ask_teacher, self._settle = ask, settle
         self._timeline = timeline
-        self._parallel, self._linger = parallel, linger
+        self._linger = linger
         self._waits_for = waits_for
         self.open = 0
         """Pieces of work that wait or are under way."""
@@ -76,7 +77,7 @@ class Lanes(Generic[W, A]):
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes.values():
                 self._busy(lane, 0)
-                for _ in range(self._parallel):
+                for _ in range(PARALLEL):
                     group.create_task(self._serve(lane))
 
     async def _serve(self, lane: _Lane[W]) -> None:

@@ -11,16 +11,10 @@ step s + 1. The capacity rule leaves at most one batch of those: whatever comes 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from distill.config import RunConfig, WaitForLate, WeighLate
 from distill.control.clock import Bound, check_pace
 from distill.control.state import Rules
 from sync.errors import ConfigError
-
-LATE_POLL_SECONDS = 0.2
-"""Between two looks whether a late rollout that a batch waits for has come to nothing."""
 
 
 def seconds_of_waiting(config: RunConfig) -> float:
@@ -60,28 +54,3 @@ def _group(config: RunConfig) -> int:
             "set per_prompt to 2 or more and batch to a multiple of it"
         )
     return rollout.per_prompt
-
-
-class Hold:
-    """How long the batch of a step is still held for late rollouts."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`seconds`: for one batch; 0: never held."""
-        self._seconds = seconds
-        self._clock = clock
-        self._step = -1
-        self._until = 0.0
-        self.holding = False
-        """Whether the newest answer was to wait."""
-
-    def left(self, step: int, expiring: int) -> float:
-        """Seconds that the batch of `step` may wait from now on; 0: compose it.
-
-        `expiring`: rollouts under way that no later batch may take. The time of a step runs from its first
-        question with any.
-        """
-        if expiring and step != self._step:
-            self._step, self._until = step, self._clock() + self._seconds
-        left = max(0.0, self._until - self._clock()) if expiring else 0.0
-        self.holding = left > 0
-        return left

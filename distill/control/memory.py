@@ -1,7 +1,7 @@
-"""Replica, teacher and trainer in memory: the same protocols without engines, for tests and rehearsals.
+"""Prompts, replica, teacher and trainer in memory: the same protocols without engines.
 
-They obey the contracts of the real ones (frames as each completion ends, versions per token, idempotent
-batches), make their numbers from seeds, and can be told to fail.
+For tests and rehearsals. They obey the contracts of the real ones (frames as each completion ends, versions
+per token, idempotent batches), make their numbers from seeds, and can be told to fail.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from distill.control.desk import Desk
 from distill.control.replica_engine import Answer
 from distill.control.signals import Signal
+from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
@@ -49,6 +50,13 @@ from sync.wire import (
     decode,
     pack,
 )
+
+
+class MemoryPrompts:
+    """Endless prompts without a tokenizer: row i is [i mod 50, 1, 2]."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index % 50, 1, 2])
 
 
 def weights_of(version: Version | None) -> dict[str, str]:
@@ -102,8 +110,11 @@ class MemoryReplica:
         rng = np.random.default_rng([self.seed, self.generated])
         count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
         limit = request.sampling.max_seconds
-        in_time = count if limit is None else min(count, int(limit / max(self.token_seconds, 1e-9)))
-        timed_out, count = in_time < count, in_time
+        reason: Literal["stop", "length", "time"] = (
+            "stop" if count < request.sampling.max_tokens else "length"
+        )
+        if limit is not None and (in_time := int(limit / max(self.token_seconds, 1e-9))) < count:
+            count, reason = in_time, "time"
         before, half = self.version, count // 2
         await self._breathe(self.token_seconds * count)
         spans = [
@@ -118,9 +129,7 @@ class MemoryReplica:
             token_ids=pack(rng.integers(0, 50, count).astype("i4")),
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
-            finish_reason="time"
-            if timed_out
-            else ("stop" if count < request.sampling.max_tokens else "length"),
+            finish_reason=reason,
             topk_ids=pack(rng.integers(0, 50, (count, topk)).astype("i4")) if topk else None,
         )
 

@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -26,7 +26,6 @@ DropReason = Literal[
 AgainReason = Literal[
     "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
 ]
-DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Final, Literal
+from typing import Literal
 
 from distill.control.records import VersionApplied
 from distill.control.replica_engine import ReplicaEngine
@@ -24,11 +24,9 @@ from distill.control.signals import Signal
 from distill.control.silence import until_silent
 from distill.control.waiting import cancel, unless
 from sync.errors import DistillError, RemoteError, Unreachable
-from sync.wire import Audience, BroadcastTicket, Published, UpdateReply, UpdateRequest, Version
+from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)
-_DEAF_LOOKS: Final = 8
-"""Looks at /health in a row, half a second to two and a half apart, without an answer: it is lost."""
 
 
 class Phase(Enum):
@@ -81,7 +79,6 @@ class Fleet:
         wake: Signal,
         kv_on_swap: Literal["recompute", "keep"] = "recompute",
         update_seconds: float = 300.0,
-        start_seconds: float = 900.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
         stranded: Callable[[], None] = lambda: None,
@@ -97,18 +94,13 @@ class Fleet:
         self._silent_seconds, self._stuck = silent_seconds, stuck
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
-        self._start_seconds = start_seconds
-        self._poll_seconds = poll_seconds
+        self.poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
         self._published = Signal()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._receiving: set[asyncio.Task[None]] = set()
         self._running = False
-        self._broadcasts = 0
-        self._group: str | None = None
-        self._lost_seats: dict[str, str] = {}
-        """Of the newest broadcast."""
-        self._began = time.monotonic()
+        self.by_broadcast = False
+        """Versions come by broadcast: a replica without one waits for the next."""
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -172,7 +164,7 @@ class Fleet:
                 await asyncio.sleep(0.5)
         finally:
             self._running = False
-            await cancel([*self._tasks.values(), *self._receiving])
+            await cancel(self._tasks.values())
 
     def published(self) -> None:
         """A newer version is there, or another lineage has begun."""
@@ -194,7 +186,7 @@ class Fleet:
         """Report a replica that falls silent, during an update too."""
         if self._silent_seconds == 0:
             return
-        await until_silent(replica, self._silent_seconds, self._poll_seconds)
+        await until_silent(replica, self._silent_seconds, self.poll_seconds)
         logger.error(
             "replica %s has %d completions to write and wrote no token for %.0f s: it is taken for stuck",
             replica.name,
@@ -227,10 +219,10 @@ class Fleet:
 
     async def _catch_up(self, replica: Replica) -> None:
         while (target := self._due(replica)) is not None:
-            await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
-        while self._broadcasts and replica.version is None:
+            await self.update(replica, self.request_for(target))
+        while self.by_broadcast and replica.version is None:
             self._stranded()
-            await self._published.wait(self._poll_seconds)
+            await self._published.wait(self.poll_seconds)
             if replica.lost.is_set():
                 raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
 
@@ -252,11 +244,11 @@ class Fleet:
             target = self._due(replica)
             if target is not None:
                 try:
-                    await self._update(replica, UpdateRequest(version=target, kv_on_swap=self._kv_on_swap))
+                    await self.update(replica, self.request_for(target))
                     continue
                 except RemoteError as error:
                     logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
-            if not await self._published.wait(self._poll_seconds):
+            if not await self._published.wait(self.poll_seconds):
                 await self._check(replica)
 
     async def _check(self, replica: Replica) -> None:
@@ -268,8 +260,12 @@ class Fleet:
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
                 )
 
-    async def _update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
-        """What it cost; None: another task had done it."""
+    def request_for(self, version: Version, broadcast: BroadcastTicket | None = None) -> UpdateRequest:
+        """The request that brings a replica to `version`, from the store or with a seat in a broadcast."""
+        return UpdateRequest(version=version, kv_on_swap=self._kv_on_swap, broadcast=broadcast)
+
+    async def update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
+        """Bring a replica to a version: what it cost; None: another task had done it."""
         async with replica.busy:
             if replica.version == request.version and request.broadcast is None:
                 return None
@@ -299,74 +295,6 @@ class Fleet:
             task.cancel()
         self.wake.wake()
 
-    # --- broadcast ----------------------------------------------------------------------------------------
-
-    def wants_broadcast(self) -> bool:
-        """Whether a replica that came back waits for a broadcast, and none is under way."""
-        waiting = (r for r in self.replicas.values() if r.phase is Phase.CATCHING_UP and r.version is None)
-        return bool(self._broadcasts and not self._receiving) and any(not r.lost.is_set() for r in waiting)
-
-    def listening(self) -> bool:
-        """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
-        starting = not self._broadcasts and time.monotonic() - self._began < self._start_seconds
-        return len(self._live()) >= (len(self.replicas) if starting else 1)
-
-    def _live(self) -> list[Replica]:
-        return [r for r in self.replicas.values() if r.phase is not Phase.ABSENT and not r.lost.is_set()]
-
-    def broadcast(self, published: Published) -> Audience:
-        """Seat every live replica that needs it in a broadcast and tell each to receive; says who listens.
-
-        Every broadcast has a group of its own: addresses of an earlier one may not be met again.
-        """
-        assert published.rendezvous is not None, "a broadcast names its meeting point"
-        self._broadcasts += 1
-        live = [replica for replica in self._live() if replica.version != published.version]
-        group, size, lost = f"{published.version.lineage}-{self._broadcasts}", 1 + len(live), dict[str, str]()
-        self._group, self._lost_seats = group, lost
-        for rank, replica in enumerate(live, 1):
-            ticket = BroadcastTicket(published.rendezvous, group, rank, size)
-            request = UpdateRequest(version=published.version, kv_on_swap=self._kv_on_swap, broadcast=ticket)
-            task = asyncio.create_task(self._receive(replica, request, lost))
-            self._receiving.add(task)
-            task.add_done_callback(self._receiving.discard)
-        return Audience(group=group, world_size=size)
-
-    def lost_seats(self, group: str) -> dict[str, str]:
-        """Replicas that will not receive the newest broadcast to its end, each with the reason.
-
-        Raises RemoteError for any other broadcast: nobody receives it any more.
-        """
-        if group != self._group:
-            raise RemoteError(f"broadcast {group} is over, the newest is {self._group}: announce it again")
-        return dict(self._lost_seats)
-
-    async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:
-        """One seat of a broadcast; whoever does not receive it is noted in `lost` at once."""
-        watch = asyncio.create_task(self._watch(replica))
-        try:
-            reply = await self._update(replica, request)
-            if reply is None or not reply.bytes_read:
-                lost[replica.name] = f"it serves {request.version} already"
-            self._published.wake()
-        except RemoteError as error:
-            lost[replica.name] = str(error)
-            logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
-        except Unreachable as error:
-            lost[replica.name] = str(error)
-            logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
-            self.report_lost(replica)
-        finally:
-            await cancel([watch])
-
-    async def _watch(self, replica: Replica) -> None:
-        """Report a replica that stays deaf while its connection is open, as when its machine is gone."""
-        deaf = 0
-        while deaf < _DEAF_LOOKS:
-            await asyncio.sleep(min(0.5, self._poll_seconds))
-            deaf = 0 if await replica.engine.alive() else deaf + 1
-        self.report_lost(replica)
-
     # --- the end ------------------------------------------------------------------------------------------
 
     async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool | None]:
@@ -388,7 +316,7 @@ class Fleet:
     ) -> tuple[str, bool | None]:
         try:
             if replica.version != version:
-                await self._update(replica, UpdateRequest(version=version, kv_on_swap=self._kv_on_swap))
+                await self.update(replica, self.request_for(version))
             state = await replica.engine.state(digests=True)
         except DistillError as error:
             logger.error("replica %s cannot show its weights: %s", replica.name, error)

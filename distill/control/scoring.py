@@ -112,10 +112,7 @@ class Scoring:
     def _sequence(self, teacher: str, finished: Finished) -> ScoreSequence:
         prompt, answer = finished.asked.prompt, finished.answer
         transform = self._transforms.get(teacher)
-        seen = prompt_array(prompt.token_ids if transform is None else transform(prompt))
-        start = seen.shape[0]
-        tokens = Array("i4", (start + answer.token_ids.shape[0],), seen.data + answer.token_ids.data)
-        return ScoreSequence(prompt.id, tokens, start, answer.topk_ids)
+        return score_sequence(prompt.token_ids if transform is None else transform(prompt), answer)
 
     async def _settle(self, name: str, work: list[tuple[Finished, Answer | str]]) -> None:
         rollouts = []
@@ -169,6 +166,14 @@ class Scoring:
         if not np.isfinite(unpack(marks.logprob)).all():
             return "a log-probability is not finite"
         return None
+
+
+def score_sequence(prompt: Sequence[int], answer: Generated) -> ScoreSequence:
+    """A completion behind its prompt, to be scored."""
+    seen, written = prompt_array(prompt), answer.token_ids
+    start = seen.shape[0]
+    tokens = Array("i4", (start + written.shape[0],), seen.data + written.data)
+    return ScoreSequence(answer.id, tokens, start, answer.topk_ids)
 
 
 def prompt_array(token_ids: Sequence[int]) -> Array:

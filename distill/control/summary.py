@@ -15,7 +15,7 @@ from distill.control.records import VersionApplied, VersionPublished
 from distill.control.replicas import Fleet
 from distill.control.state import RunState
 from distill.control.timeline import Timeline
-from sync.wire import EvalReport
+from sync.wire import EvalReport, StepReport
 
 
 def token_shares(state: RunState) -> dict[str, float]:
@@ -45,6 +45,17 @@ def gauges(state: RunState, fleet: Fleet, timeline: Timeline) -> dict[str, float
         **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
         **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
         **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
+    }
+
+
+def of_step(state: RunState, report: StepReport) -> dict[str, float]:
+    """What one step took, and how old what it trained on was."""
+    batch = state.batch_of(report.version.step - 1)
+    ages = batch.ages if batch else [0]
+    return {
+        **{f"seconds/{name}": value for name, value in report.seconds.items()},
+        "staleness/mean": sum(ages) / len(ages),
+        "staleness/max": float(max(ages)),
     }
 
 

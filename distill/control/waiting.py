@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from sync.errors import Unreachable
@@ -23,7 +23,7 @@ async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -
         await cancel([task, watch])
 
 
-async def cancel(tasks: list[asyncio.Task[Any] | None]) -> None:
+async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel and wait; errors of the tasks are not raised."""
     live = [task for task in tasks if task is not None]
     for task in live:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distill.config import RunConfig
+from distill.launch.roles import followed
 from sync.errors import ConfigError
-from sync.replica.config import ReplicaConfig
 from sync.weights.followed import Followed
 
 
@@ -15,11 +15,4 @@ def follow(config: RunConfig) -> Followed:
             f'weights.road is "{config.weights.road}" and the evaluator reads the store: '
             'set weights.road = "snapshot", or evaluation = false'
         )
-    return Followed(
-        ReplicaConfig(
-            run=config.run.name,
-            store=config.weights.store,
-            store_path=config.run_dir / "store",
-            mirror=config.run_dir / "mirrors" / "evaluator",
-        )
-    )
+    return Followed(followed(config, "evaluator"))

@@ -7,19 +7,17 @@ Files that a role is started with go to roles/ in the run's folder of this machi
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NoReturn
 
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
 from distill.launch.preflight import check_folder, check_following
-from distill.launch.run_folder import write_json
+from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.report.redact import without_secrets
 from student_trainer import launch as trainer_launch
 from sync.errors import ConfigError
-from sync.settings import Placement, Settings
+from sync.settings import Placement
 from sync.transport import check_bind, token_from_environment
 
 
@@ -46,7 +44,8 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     if place.follow_student_every is not None:
         check_following(config, name)
     host, port = _listen(place, index, f"teachers.{name}")
-    return roles.teacher_child(config, name, index, _role(config, f"teacher-{name}", place), host, port)
+    path = write_role(config.run_dir, f"teacher-{name}", place)
+    return roles.teacher_child(config, name, index, path, host, port)
 
 
 def evaluator(config: RunConfig) -> ChildSpec:
@@ -54,14 +53,15 @@ def evaluator(config: RunConfig) -> ChildSpec:
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     host, port = _listen(config.evaluation.placement, 0, "evaluation.placement")
-    return roles.evaluator_child(config.evaluation, _role(config, roles.EVALUATOR, config), host, port)
+    path = write_role(config.run_dir, roles.EVALUATOR, config)
+    return roles.evaluator_child(config.evaluation, path, host, port)
 
 
 def trainer(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
     check_folder(config.student, "student")
     settings = roles.trainer_config(config, controller_url)
-    argv, env = trainer_launch.command(settings, _role(config, roles.TRAINER, settings))
+    argv, env = trainer_launch.command(settings, write_role(config.run_dir, roles.TRAINER, settings))
     return ChildSpec(roles.TRAINER, argv, env)
 
 
@@ -83,10 +83,3 @@ def _listen(place: Placement, index: int, key: str) -> tuple[str, int]:
     check_bind(place.host, token_from_environment())
     with Ports() as ports:
         return place.host, ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
-
-
-def _role(config: RunConfig, name: str, settings: Settings) -> Path:
-    path = config.run_dir / "roles" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)))
-    return path

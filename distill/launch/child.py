@@ -2,8 +2,8 @@
 
     python -m distill.launch.child NAME PIPE COMMAND …
 
-The guardian leads a session of its own and adopts every orphan in it. NAME says which role is guarded, to who
-lists processes. PIPE is a descriptor whose other end only the launcher holds.
+The guardian leads a session of its own and adopts every orphan in it. NAME is the role's, for whoever lists
+processes. PIPE is a descriptor whose other end only the launcher holds.
 
     command ends          → kill what it left behind, exit with its status
     PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything

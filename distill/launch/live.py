@@ -18,16 +18,16 @@ import numpy as np
 
 from distill.config import RunConfig
 from distill.control.replica_engine import ReplicaEngine
-from distill.control.scoring import Transform
+from distill.control.scoring import Transform, score_sequence
 from distill.launch import probes
 from distill.launch.preflight import context_length, lacking_marks, shares_template
 from distill.launch.probes import Finding
+from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
 from sync import tokenizers
 from sync.errors import ConfigError
 from sync.wire import (
-    Array,
     Generated,
     GeneratePrompt,
     GenerateRequest,
@@ -39,7 +39,6 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
-    pack,
     unpack,
 )
 from teacher_service.describe import load_tokenizer
@@ -204,7 +203,10 @@ class _Checks:
 
     async def _plain(self, evaluator: Prober, rollouts: list[Generated]) -> None:
         prompts = sample_prompts(self.split)
-        written = [_sequence(answer, prompts[int(answer.id.rpartition("/")[2])]) for answer in rollouts]
+        written = [
+            score_sequence(prompts[int(answer.id.rpartition("/")[2])].token_ids, answer)
+            for answer in rollouts
+        ]
         request = ProbeRequest(student=written, teachers=self.asked)
         reply = await evaluator.probe(request, self.config.run.start_seconds)
         for name, found in reply.teachers.items():
@@ -240,9 +242,7 @@ def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]
 def student_limit(config: RunConfig) -> int:
     """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
     asked = [
-        int(value)
-        for key, value in config.student.engine_args.items()
-        if key.removeprefix("--").replace("_", "-") == "max-model-len"
+        int(value) for key, value in config.student.engine_args.items() if flag_name(key) == "max-model-len"
     ]
     return min([context_length(config.student), *asked])
 
@@ -255,10 +255,3 @@ def _sampling(config: RunConfig) -> Sampling:
         top_p=rollout.top_p,
         stop_token_ids=rollout.stop_token_ids,
     )
-
-
-def _sequence(answer: Generated, prompt: Prompt) -> ScoreSequence:
-    """A completion after its prompt, to be scored."""
-    head = pack(np.asarray(prompt.token_ids, np.int32))
-    start, count = head.shape[0], answer.token_ids.shape[0]
-    return ScoreSequence(answer.id, Array("i4", (start + count,), head.data + answer.token_ids.data), start)

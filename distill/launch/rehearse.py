@@ -1,15 +1,14 @@
 """`distill preflight`: whether this machine has room for a run, and with --engines whether its servers agree.
 
 With engines every server is started, asked, and stopped; nothing is trained. What it leaves is in a temporary
-folder that goes with it. The trainer is not started: a plain forward pass of
-the student stands in for it, and a run compares the trainer itself at its first step.
+folder that goes with it. The trainer is not started: a plain forward pass of the student stands in for it,
+and a run compares the trainer itself at its first step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from distill.evaluate.client import HttpEvaluator
 from distill.launch import live
 from distill.launch.ports import Ports
 from distill.launch.probes import Finding
-from distill.launch.roles import Plan, is_local, plan_servers
+from distill.launch.roles import Plan, plan_servers, token_of
 from distill.launch.run_folder import RunFolder, check_disk
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
@@ -58,7 +57,7 @@ def _elsewhere(config: RunConfig) -> Iterator[tuple[RunConfig, RunFolder]]:
 
 async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
     """Check with live engines. Raises ConfigError when a check failed, ChildFailed when a server did."""
-    token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
+    token = token_of(config)
     with _elsewhere(config) as (moved, folder):
         plan = plan_servers(moved, folder, token)
         supervisor = Supervisor(plan.children, folder.logs, restarts=0)

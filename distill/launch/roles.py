@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from student_trainer.config import TrainerConfig
 from sync.errors import ConfigError
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
-from sync.transport import TOKEN_VARIABLE
+from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
 from teacher_service.engines.seats import SeatsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
@@ -56,18 +57,19 @@ def plan_servers(config: RunConfig, folder: RunFolder, token: str | None) -> Pla
     return plan
 
 
-def is_local(config: RunConfig) -> bool:
+def token_of(config: RunConfig) -> str | None:
+    """The bearer token of a run: the environment's, else one that is made for it when all of it is here."""
+    return token_from_environment() or (secrets.token_urlsafe(32) if _is_local(config) else None)
+
+
+def _is_local(config: RunConfig) -> bool:
     """Whether every role is started by this launcher and listens on loopback."""
     placements: list[Placement] = [config.student, *config.teachers.values()]
     if config.evaluation is not None:
         placements.append(config.evaluation.placement)
     hosts = [placement.host for placement in placements] + [config.controller.host]
     external = config.controller.trainer == "external" or config.trainer.hostfile is not None
-    return (
-        not external
-        and not any(p.urls for p in placements)
-        and set(hosts) <= {"127.0.0.1", "::1", "localhost"}
-    )
+    return not external and not any(p.urls for p in placements) and all(map(is_loopback, hosts))
 
 
 def trainer_config(config: RunConfig, controller_url: str) -> TrainerConfig:
@@ -97,10 +99,10 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
     """What replica `index` must know besides vLLM's arguments."""
-    return _followed(config, f"student-{index}")
+    return followed(config, f"student-{index}")
 
 
-def _followed(config: RunConfig, mirror: str) -> ReplicaConfig:
+def followed(config: RunConfig, mirror: str) -> ReplicaConfig:
     """The run's weights for one process that follows them into a mirror of its own."""
     return ReplicaConfig(
         run=config.run.name,
@@ -125,7 +127,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
     environment = _environment(place, index, label)
     if place.follow_student_every is not None:
-        environment |= _followed(config, f"teacher-{name}-{index}").environment()
+        environment |= followed(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
         seats = SeatsConfig(folder=config.run_dir / "seats", seats=config.run.awake_teachers)
         environment |= seats.environment()

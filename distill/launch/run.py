@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live, preflight
 from distill.launch.probes import Finding
-from distill.launch.roles import TRAINER, Plan, is_local, plan_servers, trainer_child
+from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
@@ -40,7 +39,6 @@ from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
 from student_trainer.objectives.needs import needs, student_topk
 from sync.errors import Interrupted
-from sync.transport import token_from_environment
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
@@ -67,7 +65,7 @@ async def run(
     """
     began = time.monotonic()
     split = preflight.check(config)
-    token = token_from_environment() or (secrets.token_urlsafe(32) if is_local(config) else None)
+    token = token_of(config)
     with RunFolder.open(config, resume) as folder:
         plan = plan_servers(config, folder, token)
         launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
@@ -104,10 +102,8 @@ class _Launcher:
         """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
-        self._spans, self._quarantine = (
-            Spans(folder.path / "timeline.jsonl"),
-            Lines(folder.path / "quarantine.jsonl"),
-        )
+        self._spans = Spans(folder.path / "timeline.jsonl")
+        self._quarantine = Lines(folder.path / "quarantine.jsonl")
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
         self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         self._parts = self._make_parts(plan, split)

@@ -23,7 +23,7 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path, self._lock = path, lock
-        self.logs, self.roles = path / "logs", path / "roles"
+        self.logs = path / "logs"
 
     @classmethod
     def open(cls, config: RunConfig, resume: bool) -> RunFolder:
@@ -51,19 +51,13 @@ class RunFolder:
                 "or remove the folder"
             )
         folder = cls(path, lock)
-        for inner in (folder.logs, folder.roles):
-            inner.mkdir(exist_ok=True)
+        folder.logs.mkdir(exist_ok=True)
         write_json(path / "config.json", without_secrets(config.model_dump(mode="json")))
         return folder
 
     def write_role(self, name: str, settings: Settings) -> Path:
-        """What a role is started with, as JSON. Environment variables reach it by its environment alone.
-
-        A role needs its store's options as they are: nobody but the run's owner may read the file.
-        """
-        path = self.roles / f"{name}.json"
-        write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)), mode=0o600)
-        return path
+        """See `write_role`."""
+        return write_role(self.path, name, settings)
 
     def fullest(self) -> tuple[Path, int]:
         """The part of the folder whose disk has the fewest free bytes, and how many."""
@@ -103,6 +97,17 @@ def check_disk(path: Path, min_free_gib: float) -> None:
             f"{path} has {free:.2f} GiB free, run.min_free_disk_gib asks for {min_free_gib:g}: "
             "free some space, or set run.folder to another disk"
         )
+
+
+def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
+    """What a role is started with, as JSON in a run's folder; its environment variables are not in it.
+
+    A role needs its store's options as they are: nobody but the run's owner may read the file.
+    """
+    path = run_dir / "roles" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)), mode=0o600)
+    return path
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:

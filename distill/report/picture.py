@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f6fde", "#e07b1a", "#2e9e6b", "#8457d6", "#cc3f5a", "#9aa5b1"
-TEAL = "#12a5b8"
+TEAL, BROWN = "#12a5b8", "#8a5a2b"
 WORK_COLORS = {
     "generate": BLUE,
     "score": ORANGE,
+    "write": BROWN,
     "train": GREEN,
     "publish": PURPLE,
     "update": TEAL,
     "evaluate": RED,
     "checkpoint": GREY,
 }
-LANE_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | {"update": (0.2, 0.18)}
-"""Bottom and height of each kind of bar in its lane; what runs beside generation is drawn below it."""
+LANE_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(("update", "write"), (0.2, 0.18))
+"""Bottom and height of each kind of bar in its lane; what runs beside other work is drawn below it."""
 WINDOW_SECONDS = 12.0
 """Of the lanes: long enough to see the rhythm, short enough to see single steps."""
 

@@ -18,7 +18,6 @@ class TaskReward(Settings):
     baseline: Literal["batch", "group"] = "batch"
     """What a reward is compared with: the mean reward of the step's rollouts, or that of the completions of
     the same prompt (rollout.per_prompt of them, at least 2), which are then trained on together."""
-
     rho_cap: float | None = Field(5.0, gt=0)
     """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); None: uncapped."""
 

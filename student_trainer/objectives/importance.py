@@ -1,5 +1,5 @@
-"""Importance weights of stale samples; always detached (rule 1: a differentiable min(ρ, c)·A has no gradient
-wherever ρ > c, and a differentiable ρ in the hybrid makes the gradient wrong)."""
+"""Importance weights of stale samples; always detached: a differentiable min(ρ, c)·A has no gradient wherever
+ρ > c, and a differentiable ρ in the hybrid makes the gradient wrong (docs/objectives.md)."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ async def complete(
     After `seconds` it is ended as it is, with TIMED_OUT as its reason: an abort makes vLLM give what it has.
 
     vLLM's flat format gives, per position, the sampled token in column 0 and then exactly ranks 1…k: the
-    sampled token never displaces one of the k (rule 9), so k are asked for and not k + 1.
+    sampled token never displaces one of the k, so k are asked for and not k + 1.
     """
     output, late = None, asyncio.Event()
     timer = None if seconds is None else asyncio.create_task(_end_after(engine, request_id, seconds, late))

@@ -44,62 +44,16 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sync.errors import SnapshotError, Unreachable
+from sync.weights.buckets import Bucket, nbytes, plan, view
 from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
-BUCKET_BYTES: Final = 64 << 20
-"""Small tensors travel together up to this many bytes; a larger tensor travels alone."""
-_ALIGN: Final = 16
 _LOOK_SECONDS: Final = 0.005
 """Between two looks for keys that others set."""
 _GLANCE_SECONDS: Final = 0.25
 """How often a sender asks whether a receiver is lost, and a receiver whether the sender gave up."""
 T = TypeVar("T")
-
-
-class Bucket(NamedTuple):
-    """Tensors that travel in one flat buffer of `nbytes`, each at its offset."""
-
-    metas: list[TensorMeta]
-    offsets: list[int]
-    nbytes: int
-
-
-def plan(metas: Sequence[TensorMeta], limit: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut tensors, in order, into buckets of at most `limit` bytes, or of one tensor."""
-    buckets: list[Bucket] = []
-    for meta in metas:
-        size = _aligned(nbytes(meta))
-        if not buckets or buckets[-1].nbytes + size > limit:
-            buckets.append(Bucket([], [], 0))
-        last = buckets[-1]
-        buckets[-1] = Bucket([*last.metas, meta], [*last.offsets, last.nbytes], last.nbytes + size)
-    return buckets
-
-
-def nbytes(meta: TensorMeta) -> int:
-    """Bytes of a tensor."""
-    count = 1
-    for n in meta.shape:
-        count *= n
-    return count * _dtype(meta).itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _dtype(meta: TensorMeta) -> torch.dtype:
-    dtype = getattr(torch, meta.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
-    return dtype
-
-
-def _view(flat: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
-    """The tensor at `offset` of a flat u1 buffer, sharing its memory."""
-    return flat[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)
 
 
 # --- the group --------------------------------------------------------------------------------------------
@@ -280,7 +234,7 @@ class BroadcastSender:
                     raise SnapshotError(
                         f"the broadcast announced {meta} and was given {meta_of(name, tensor)}"
                     )
-                _view(flat, meta, offset).copy_(tensor.detach())
+                view(flat, meta, offset).copy_(tensor.detach())
                 digests[name] = digest(tensor)
             group.broadcast(flat)
         return digests
@@ -377,6 +331,6 @@ class Reception:
             group.broadcast(flat)
             host = flat.cpu()
             for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
-                tensors[meta.name] = _view(host, meta, offset)
+                tensors[meta.name] = view(host, meta, offset)
             self.bytes_received += bucket.nbytes
         return tensors

@@ -22,7 +22,6 @@ from sync.wire import Version
 
 __all__ = ["File", "Manifest", "model_fingerprint", "read_chain", "read_latest", "read_manifest", "versions"]
 
-FORMAT: Final = 1
 LATEST: Final = "LATEST"
 
 

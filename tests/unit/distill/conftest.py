@@ -11,17 +11,10 @@ import pytest
 from distill.config import RunConfig
 from distill.control.controller import Controller
 from distill.control.journal import Journal
-from distill.control.memory import MemoryReplica, MemoryTeacher
+from distill.control.memory import MemoryPrompts, MemoryReplica, MemoryTeacher
 from distill.control.parts import Hooks, Parts
-from distill.prompts.stream import Prompt, PromptStream
+from distill.prompts.stream import PromptStream
 from sync.wire import Want
-
-
-class Numbers:
-    """Endless prompts: row i is [i, 1, 2]."""
-
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index % 50, 1, 2])
 
 
 def make_config(**sections: dict[str, Any]) -> RunConfig:
@@ -59,7 +52,7 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "replicas": {"r0": MemoryReplica()},
             "teachers": {"t": MemoryTeacher()},
             "route": lambda source: "t",
-            "prompts": PromptStream(Numbers(), seed=0),
+            "prompts": PromptStream(MemoryPrompts(), seed=0),
             "journal": Journal(tmp_path / "journal", "never", segment_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
         }

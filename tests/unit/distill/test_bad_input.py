@@ -55,31 +55,31 @@ def distill(
     return command
 
 
-def test_good_input_passes(distill: Distill) -> None:
+def test_good_input_is_told_to_be_ready(distill: Distill) -> None:
     assert "ready to run; endless prompts, 512 held out" in distill(name="preflight", status=0)
 
 
-def test_an_unknown_key(distill: Distill) -> None:
+def test_an_unknown_key_is_refused_by_name(distill: Distill) -> None:
     assert "run.stps is not a known key: did you mean 'steps'?" in distill("run.stps=3")
 
 
-def test_a_wrong_type(distill: Distill) -> None:
+def test_a_value_of_the_wrong_type_is_refused(distill: Distill) -> None:
     assert "rollout.batch = 'lots': input should be a valid integer" in distill("rollout.batch=lots")
 
 
-def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["run", "nowhere.toml"])
     assert leaving.value.code == 2
     assert "nowhere.toml cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
-def test_a_missing_model_folder(distill: Distill, tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_named(distill: Distill, tmp_path: Path) -> None:
     message = distill(f"student.path={tmp_path / 'none'}")
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
 
 
-def test_a_missing_model_folder_that_could_be_a_hub_id(
+def test_a_missing_model_folder_that_could_be_a_hub_id_is_named(
     distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -88,7 +88,7 @@ def test_a_missing_model_folder_that_could_be_a_hub_id(
     assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
 
 
-def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
     distill: Distill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -96,16 +96,16 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
     assert "the tokenizer of 'studnet' cannot be loaded: it is no folder here; correct `path`" in message
 
 
-def test_a_folder_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
-def test_a_folder_to_evaluate_that_holds_no_model(distill: Distill, tmp_path: Path) -> None:
+def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     more = ("--model", str(tmp_path / "none"))
     assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
 
 
-def test_another_vocabulary(distill: Distill, models: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Path, tmp_path: Path) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)
     path = other / "tokenizer.json"
@@ -175,7 +175,7 @@ deepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"
         ("", r"0 prompts were found"),
     ],
 )
-def test_prompts_that_cannot_be_used(
+def test_prompts_that_cannot_be_used_are_named(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, expected: str
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
@@ -184,12 +184,12 @@ def test_prompts_that_cannot_be_used(
     assert expected in capsys.readouterr().err
 
 
-def test_completions_that_leave_no_room_for_a_prompt(distill: Distill) -> None:
+def test_completions_that_leave_no_room_for_a_prompt_are_refused(distill: Distill) -> None:
     assert "the context is 64 tokens: no room for a prompt is left" in distill("rollout.max_tokens=64")
 
 
 @pytest.mark.parametrize("limit", ["student.engine_args.max-model-len=20", "teachers.sorter.max_length=20"])
-def test_a_prompt_longer_than_the_engine_or_the_teacher_takes(
+def test_a_prompt_longer_than_the_engine_or_the_teacher_takes_is_refused(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
     config = config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n')
@@ -201,11 +201,11 @@ def test_a_prompt_longer_than_the_engine_or_the_teacher_takes(
     assert "lower rollout.max_tokens" in said
 
 
-def test_nucleus_sampling(distill: Distill) -> None:
+def test_nucleus_sampling_is_refused(distill: Distill) -> None:
     assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
 
 
-def test_a_deepspeed_file_that_is_missing_or_no_json(distill: Distill, tmp_path: Path) -> None:
+def test_a_deepspeed_file_that_is_missing_or_no_json_is_refused(distill: Distill, tmp_path: Path) -> None:
     assert "cannot be read (No such file" in distill("trainer.deepspeed=none.json")
     (tmp_path / "ds.json").write_text("{")
     assert "is not JSON" in distill(f"trainer.deepspeed={tmp_path / 'ds.json'}")
@@ -241,7 +241,7 @@ def test_too_few_rows_to_hold_one_out(
 
 
 @pytest.mark.parametrize("command", ["run", "preflight"])
-def test_a_port_in_use(distill: Distill, command: str) -> None:
+def test_a_port_in_use_is_named(distill: Distill, command: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -253,17 +253,17 @@ def test_a_port_in_use(distill: Distill, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "preflight"])
-def test_no_free_disk(distill: Distill, command: str) -> None:
+def test_a_disk_without_room_is_refused(distill: Distill, command: str) -> None:
     assert "run.min_free_disk_gib asks for 1e+06" in distill("run.min_free_disk_gib=1e6", name=command)
 
 
-def test_a_second_run_in_the_same_folder(distill: Distill, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(distill: Distill, tmp_path: Path) -> None:
     config = load(ROOT / "configs/quickstart.toml", [f"run.folder={tmp_path / 'runs'}"])
     with RunFolder.open(config, resume=False):
         assert f"is in use by process {os.getpid()}" in distill()
 
 
-def test_nothing_to_resume(distill: Distill) -> None:
+def test_a_resume_of_nothing_is_refused(distill: Distill) -> None:
     assert "holds no run to resume" in distill(more=("--resume",))
 
 
@@ -274,7 +274,7 @@ def test_another_machine_may_not_listen_without_a_token(
     assert "no token is set" in distill("student.host=0.0.0.0")
 
 
-def test_two_teachers_that_both_take_the_rest(distill: Distill, models: Path) -> None:
+def test_two_teachers_that_both_take_the_rest_are_refused(distill: Distill, models: Path) -> None:
     assert "only one may take the rest" in distill(f'teachers.other={{path="{models / "teacher"}"}}')
 
 
@@ -282,7 +282,7 @@ def test_evaluation_needs_the_store(distill: Distill) -> None:
     assert 'set weights.road = "snapshot", or evaluation = false' in distill("weights.road=broadcast")
 
 
-def test_an_unknown_task(distill: Distill) -> None:
+def test_an_unknown_task_is_named(distill: Distill) -> None:
     assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
 
 
@@ -308,11 +308,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.split() == []
 
 
-def test_a_coefficient_for_no_teacher(distill: Distill) -> None:
+def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
     message = distill("objective.teacher_coefficients.math=2.0")
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
 
 
-def test_an_engine_that_cannot_write_what_the_teacher_is_to_write(distill: Distill) -> None:
+def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
     message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
     assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message

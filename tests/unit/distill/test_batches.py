@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.control.batches import Marks, compose, group_means, rows_of
+from distill.control.batches import Marks, Shape, compose, group_means, rows_of
 from distill.control.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
@@ -39,16 +39,14 @@ def step(version: Version) -> int:
 
 
 def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[TrainBatch]:
-    return compose(rollouts, Version(0, 6), ranks, tokens, ["t0", "t1"], lambda version: version.step)
+    return compose(rollouts, Version(0, 6), ranks, Shape(tokens, list(TEACHERS)), step)
 
 
 def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     topk = pack(np.arange(24, dtype="i4").reshape(8, 3))
     long = rollout(1, 2, 8, topk_ids=topk, hidden=Array("bf16", (8, 2), bytes(range(32))))
     short = rollout(2, 3, 2, topk_ids=pack(np.zeros((2, 3), "i4")), hidden=Array("bf16", (2, 2), bytes(8)))
-    (batch,) = compose(
-        [long, short], Version(0, 6), 1, 99, ["t0", "t1"], lambda version: version.step, supervised=5
-    )
+    (batch,) = compose([long, short], Version(0, 6), 1, Shape(99, list(TEACHERS), supervised=5), step)
     (rows,) = batch.micro_batches
     assert batch.denominator == 7
     assert unpack(rows.completion_lens).tolist() == [5, 2]
@@ -164,9 +162,7 @@ def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> No
         msgspec.structs.replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)
     ]
     means = group_means(mixed, lambda name: "all")
-    (batch,) = compose(
-        mixed, Version(0, 6), 1, 100, ["t0", "t1"], lambda version: version.step, marks=Marks({}, means)
-    )
+    (batch,) = compose(mixed, Version(0, 6), 1, Shape(100, list(TEACHERS)), step, Marks({}, means))
     rewards, baselines = {}, {}
     for rows in batch.micro_batches:
         assert (rows.reward is None) == (rows.baseline is None)
@@ -187,7 +183,7 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
     assert means == {"r0": 0.5, "r1": 0.5, "r2": 1.0, "r3": 1.0}
     marks = Marks({f"r{i}": 1 / (1 + i) for i in range(4)}, means)
-    batches = compose(rollouts, Version(0, 6), 2, 4, ["t0", "t1"], lambda version: version.step, marks=marks)
+    batches = compose(rollouts, Version(0, 6), 2, Shape(4, list(TEACHERS)), step, marks)
     rows = [micro for batch in batches for micro in batch.micro_batches]
     for micro in rows:
         assert micro.weight is not None

@@ -17,6 +17,7 @@ from distill.control.audit import check
 from distill.control.books import Books
 from distill.control.clock import Bound
 from distill.control.journal import Journal, Location
+from distill.control.memory import MemoryPrompts
 from distill.control.records import (
     Checkpointed,
     Composed,
@@ -28,7 +29,7 @@ from distill.control.records import (
 )
 from distill.control.segments import read_all, segment_numbers, segment_path
 from distill.control.state import Asked, Rules
-from distill.prompts.stream import Prompt, PromptStream, group_of
+from distill.prompts.stream import PromptStream, group_of
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -40,14 +41,9 @@ BOTH = Rules(4, Bound(1, 3), group=2)
 MAX_ATTEMPTS = PLAIN.max_attempts
 
 
-class Numbers:
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index])
-
-
 def opened(folder: Path, rules: Rules = PLAIN) -> Books:
     journal = Journal(folder, "never", segment_bytes=1500)
-    prompts = PromptStream(Numbers(), seed=0, per_prompt=rules.group)
+    prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
     return Books.open(journal, prompts, run="r", seed=0, rules=rules)
 
 
@@ -287,7 +283,7 @@ async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
     books = opened(tmp_path)
     await books.journal.commit()
     books.journal.close()
-    prompts = PromptStream(Numbers(), seed=1)
+    prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
         Books.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 

@@ -16,11 +16,11 @@ from distill.control.audit import AuditReport, check
 from distill.control.authors import seed_of
 from distill.control.controller import Controller
 from distill.control.journal import Location
-from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.control.parts import Hooks
 from distill.control.records import Rollout, Trace
 from distill.control.segments import read_all
-from distill.prompts.stream import Prompt, PromptStream, group_of
+from distill.prompts.stream import PromptStream, group_of
 from sync.wire import (
     Generated,
     GeneratePrompt,
@@ -35,11 +35,6 @@ from sync.wire import (
     pack,
     unpack,
 )
-
-
-class Numbers:
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index % 50, 1, 2])
 
 
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
@@ -365,7 +360,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
             "r0": MemoryReplica(spoil=spoil),
             "r1": MemoryReplica(seed=1, token_seconds=0.0005, spoil=spoil),
         },
-        prompts=PromptStream(Numbers(), seed=0, per_prompt=4),
+        prompts=PromptStream(MemoryPrompts(), seed=0, per_prompt=4),
         judge=lambda prompt, tokens: float(len(tokens) % 3),
     )
     trainer = MemoryTrainer(run.desk, ranks=2)

@@ -12,10 +12,10 @@ from distill.control.books import Books
 from distill.control.clock import Bound
 from distill.control.evaluations import Evaluations, best, exhausted
 from distill.control.journal import Journal
-from distill.control.memory import MemoryEvaluator
+from distill.control.memory import MemoryEvaluator, MemoryPrompts
 from distill.control.state import Rules
 from distill.control.timeline import Timeline
-from distill.prompts.stream import Prompt, PromptStream
+from distill.prompts.stream import PromptStream
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
 
@@ -45,14 +45,13 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
     assert exhausted(reports, "reverse_kl", patience) is over
 
 
-class Numbers:
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index])
-
-
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, Books]:
     books = Books.open(
-        Journal(folder, "never"), PromptStream(Numbers(), 0), run="r", seed=0, rules=Rules(1, Bound(0, 0))
+        Journal(folder, "never"),
+        PromptStream(MemoryPrompts(), 0),
+        run="r",
+        seed=0,
+        rules=Rules(1, Bound(0, 0)),
     )
     config = EvaluationConfig(every=every)
     silent = Evaluations(evaluator, config, books, Timeline(), lambda *_: None, lambda _: None, 0.005)

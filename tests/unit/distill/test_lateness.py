@@ -9,7 +9,8 @@ import pytest
 
 from distill.config import RunConfig
 from distill.control.clock import Bound
-from distill.control.lateness import Hold, rules
+from distill.control.composer import Hold
+from distill.control.lateness import rules
 from distill.control.state import Rules
 from sync.errors import ConfigError
 

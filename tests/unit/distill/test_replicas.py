@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from distill.control.broadcasts import Broadcasts
 from distill.control.memory import MemoryReplica, weights_of
 from distill.control.records import VersionApplied
 from distill.control.replicas import Fleet, Phase
@@ -36,6 +37,7 @@ class World:
             silent_seconds=silent_seconds,
             stuck=self.stuck.append,
         )
+        self.broadcasts = Broadcasts(self.fleet)
         for name, engine in replicas.items():
             self.fleet.add(name, engine)
 
@@ -58,6 +60,7 @@ class World:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
+        await self.broadcasts.close()
 
 
 async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
@@ -212,14 +215,14 @@ async def test_a_broadcast_seats_every_live_replica() -> None:
     world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        first = world.fleet.broadcast(broadcast(1))
+        first = world.broadcasts.seat(broadcast(1))
         assert first.world_size == 3
         await world.until(lambda: world.fleet.slowest() == Version(0, 1))
         assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
         assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
-        assert world.fleet.broadcast(broadcast(2)).group != first.group
+        assert world.broadcasts.seat(broadcast(2)).group != first.group
         await world.until(lambda: world.fleet.slowest() == Version(0, 2))
-        other = world.fleet.broadcast(broadcast(2, lineage=1))
+        other = world.broadcasts.seat(broadcast(2, lineage=1))
         assert other.group.startswith("1-")
 
 
@@ -228,13 +231,13 @@ async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any
     world = World(a=MemoryReplica(), late=late)
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        assert not world.fleet.listening()
+        assert not world.broadcasts.listening()
         late.revive()
-        await world.until(lambda: world.fleet.listening())
-        assert world.fleet.broadcast(broadcast(0)).world_size == 3
+        await world.until(lambda: world.broadcasts.listening())
+        assert world.broadcasts.seat(broadcast(0)).world_size == 3
         late.die()
         await world.until(lambda: world.serving() == ["a"])
-        assert world.fleet.listening()
+        assert world.broadcasts.listening()
 
 
 async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new() -> None:
@@ -247,15 +250,15 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
     world = World(a=MemoryReplica(), b=dying)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        first = world.fleet.broadcast(broadcast(1))
+        first = world.broadcasts.seat(broadcast(1))
         await world.until(lambda: world.serving() == ["a"])
-        second = world.fleet.broadcast(broadcast(2))
+        second = world.broadcasts.seat(broadcast(2))
         assert second.world_size == 2
         assert second.group != first.group
         dying.revive()
         await world.until(lambda: world.fleet.replicas["b"].phase is Phase.CATCHING_UP)
         assert world.serving() == ["a"]
-        assert world.fleet.broadcast(broadcast(3)).world_size == 3
+        assert world.broadcasts.seat(broadcast(3)).world_size == 3
 
 
 async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
@@ -277,17 +280,17 @@ async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
     world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica())
     async with world.running():
         await world.until(lambda: len(world.serving()) == 4)
-        group = world.fleet.broadcast(broadcast(1)).group
-        lost = lambda: world.fleet.lost_seats(group)  # noqa: E731
+        group = world.broadcasts.seat(broadcast(1)).group
+        lost = lambda: world.broadcasts.lost_seats(group)  # noqa: E731
         await world.until(lambda: len(lost()) == 2)
         assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
         hanging.up = False  # nothing breaks its connection: it only does not answer any more
         await world.until(lambda: "hanging" in lost())
         assert world.serving() == ["refusing", "ahead", "well"]
         hanging.revive()
-        await world.until(world.fleet.wants_broadcast)
+        await world.until(world.broadcasts.wanted)
         with pytest.raises(RemoteError, match=r"broadcast nowhere is over, the newest is 0-1"):
-            world.fleet.lost_seats("nowhere")
+            world.broadcasts.lost_seats("nowhere")
 
 
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
@@ -295,16 +298,16 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
     world = World(a=MemoryReplica(), back=back)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        world.fleet.broadcast(broadcast(1))
+        world.broadcasts.seat(broadcast(1))
         await world.until(lambda: world.fleet.slowest() == Version(0, 1))
-        assert not world.fleet.wants_broadcast()
+        assert not world.broadcasts.wanted()
         back.die()
         await world.until(lambda: world.serving() == ["a"])
         back.revive()
-        await world.until(world.fleet.wants_broadcast)
-        assert world.fleet.broadcast(broadcast(1)).world_size == 2
+        await world.until(world.broadcasts.wanted)
+        assert world.broadcasts.seat(broadcast(1)).world_size == 2
         await world.until(lambda: len(world.serving()) == 2)
-        assert not world.fleet.wants_broadcast()
+        assert not world.broadcasts.wanted()
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -16,7 +16,7 @@ from distill.config import RolloutConfig
 from distill.control.books import Books
 from distill.control.clock import Bound
 from distill.control.journal import Journal
-from distill.control.memory import MemoryReplica
+from distill.control.memory import MemoryPrompts, MemoryReplica
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, fault
@@ -24,14 +24,9 @@ from distill.control.scoring import Finished
 from distill.control.signals import Signal
 from distill.control.state import Rules
 from distill.control.timeline import Timeline
-from distill.prompts.stream import Prompt, PromptStream
+from distill.prompts.stream import PromptStream
 from sync.errors import Overloaded, RemoteError
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version, VersionSpan, pack
-
-
-class Numbers:
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index])
 
 
 class Bench:
@@ -40,7 +35,7 @@ class Bench:
     def __init__(
         self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
     ) -> None:
-        rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(Numbers(), 0, group)
+        rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(MemoryPrompts(), 0, group)
         self.books = Books.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.wake = Signal()
         self.fleet = Fleet(

@@ -12,7 +12,7 @@ import pytest
 
 from distill.evaluate.best import keep_best
 from distill.launch.ports import Ports
-from distill.launch.run_folder import RunFolder, check_disk
+from distill.launch.run_folder import RunFolder, check_disk, write_role
 from distill.loading import load_run_dir, merge, validate
 from distill.report.redact import HIDDEN, without_secrets
 from sync.errors import ConfigError
@@ -85,13 +85,10 @@ def test_what_a_role_is_told_can_be_read_by_the_owner_of_the_run_alone(tmp_path:
     """It holds the options of the store, and with them perhaps a key."""
     store = {"type": "object", "url": "s3://b/p", "options": {"secret_access_key": "told to the role"}}
     told = ReplicaConfig.model_validate({"run": "r", "store": store, "store_path": "s", "mirror": "m"})
-    (tmp_path / "roles").mkdir()
-    with (tmp_path / "lock").open("a+") as lock:
-        folder = RunFolder(tmp_path, lock)
-        for _ in range(2):
-            path = folder.write_role("student-0", told)
-            assert "told to the role" in path.read_text()
-            assert path.stat().st_mode & 0o777 == 0o600
+    for _ in range(2):
+        path = write_role(tmp_path, "student-0", told)
+        assert "told to the role" in path.read_text()
+        assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_only_free_form_tables_are_searched_for_secrets() -> None:

@@ -48,7 +48,7 @@ def test_any_spelling_of_any_right_order_passes(completion: str) -> None:
         ("", "nothing"),
     ],
 )
-def test_anything_else_fails(completion: str, why: str) -> None:
+def test_anything_but_the_answer_fails(completion: str, why: str) -> None:
     assert not judged("k4 d0 z1 b2 >", completion), why
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sync.errors import SnapshotError, Unreachable
-from sync.weights.broadcast import BroadcastSender, Reception, plan
+from sync.weights.broadcast import BroadcastSender, Reception
+from sync.weights.buckets import plan
 from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 

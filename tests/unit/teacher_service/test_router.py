@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from sync.errors import ConfigError, DataError
-from sync.wire import ScoreSequence, pack, unpack
+from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.router import Router
-from teacher_service.transform import load_function, with_prompt
+from teacher_service.transform import load_function
 
 
 def teacher(*route: str) -> TeacherConfig:
@@ -42,16 +40,6 @@ def test_a_function_may_choose_after_the_names_and_before_the_rest() -> None:
     assert Router({"empty": by_function, "rest": teacher()}).route("") == "empty"
     with pytest.raises(ConfigError, match="taken by one and two"):
         Router({"one": by_function, "two": by_function}).route("")
-
-
-def test_another_prompt_keeps_the_completion_and_its_gather_ids() -> None:
-    gather = pack(np.array([[1], [2]], np.int32))
-    sequence = ScoreSequence("a", pack(np.array([1, 2, 3, 8, 9], np.int32)), 3, gather)
-    changed = with_prompt(sequence, [7, 7, 7, 7, 7])
-    assert unpack(changed.token_ids).tolist() == [7, 7, 7, 7, 7, 8, 9]
-    assert (changed.id, changed.start, changed.gather_ids) == ("a", 5, gather)
-    with pytest.raises(DataError, match="empty"):
-        with_prompt(sequence, [])
 
 
 def test_named_functions_are_loaded_or_refused_with_the_field() -> None:

@@ -1,0 +1,78 @@
+"""The published versions of a run: listed, read back, collected, exported."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distill.config import RunConfig
+from distill.loading import load_run_dir
+from sync.errors import SnapshotError
+from sync.stores import Store, open_store
+from sync.weights import admin
+from sync.weights.manifest import read_latest, read_manifest
+from sync.wire import Version
+
+
+def store_of(config: RunConfig) -> Store:
+    """The store that a run publishes to."""
+    return open_store(config.weights.store, config.run_dir / "store")
+
+
+def listing(run_dir: Path) -> list[dict[str, Any]]:
+    """Every published version, oldest first."""
+    config = load_run_dir(run_dir)
+    return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
+
+
+def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Each version read back as a replica would, and its problem (None: whole)."""
+    config = load_run_dir(run_dir)
+    for one in admin.verify(store_of(config), config.run.name):
+        yield _plain(asdict(one))
+
+
+def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
+    """Remove what weights.keep_anchors says is not needed any more."""
+    config = load_run_dir(run_dir)
+    done = admin.gc(
+        store_of(config), config.run.name, config.weights.keep_anchors, grace_seconds, dry_run=dry_run
+    )
+    return _plain(asdict(done))
+
+
+def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
+    """Write `version` ("": the newest) as a model folder; the version that it was.
+
+    A version that is an adapter is merged into the student that the run started from, unless `adapter`.
+    """
+    config = load_run_dir(run_dir)
+    store = store_of(config)
+    wanted = Version.parse(version) if version else read_latest(store, config.run.name)
+    if wanted is None:
+        raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
+    if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
+        admin.export(store, config.run.name, wanted, target)
+        return wanted
+    if target.exists():
+        raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
+    from distill.adapters import write_merged
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
+        admin.export(store, config.run.name, wanted, Path(work) / "adapter")
+        write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
+        (Path(work) / "model").rename(target)
+    return wanted
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Version):
+            return str(value)
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return {name: plain(value) for name, value in fields.items()}
