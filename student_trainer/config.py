@@ -46,7 +46,7 @@ class TrainerSettings(Settings):
     """transformers' attn_implementation."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    head_chunk: int = Field(1024, ge=1)
+    head_chunk: int = Field(512, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of one rank."""

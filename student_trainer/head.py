@@ -165,7 +165,7 @@ class _ChunkedLoss(torch.autograd.Function):
             _record(stats, sums)
             grad_hidden_CH[part] = grad_NV.to(rows_VH.dtype) @ rows_VH
             if grad_weight_VH is not None:
-                grad_weight_VH[: shape.vocab] += grad_NV.t().to(rows_VH.dtype) @ hidden_NH.to(rows_VH.dtype)
+                _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH.to(rows_VH.dtype))
             if grad_bias_V is not None:
                 grad_bias_V[: shape.vocab] += grad_NV.sum(0)
         ctx.grads = (grad_hidden_CH, grad_weight_VH, grad_bias_V)
@@ -178,6 +178,14 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = [None if grad is None else grad.mul_(grad_loss).to(ctx.dtype) for grad in ctx.grads]
         ctx.grads = None
         return (*scaled, None, None, None, None)
+
+
+def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
+    """sum += gradᵀ · hidden, in the precision of `hidden`; without a [V, H] of its own where that is fp32."""
+    if hidden_NH.dtype == sum_VH.dtype:
+        sum_VH.addmm_(grad_NV.t(), hidden_NH)
+    else:
+        sum_VH += grad_NV.t().to(hidden_NH.dtype) @ hidden_NH
 
 
 def _chunk_loss(

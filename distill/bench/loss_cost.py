@@ -98,6 +98,7 @@ def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
     import torch
 
     from student_trainer.head import log_probs, project
+    from student_trainer.objectives.diagnostics import diagnose
 
     targets = work.targets
     if work.teacher_hidden_CG is not None:
@@ -106,7 +107,9 @@ def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
             logq_CV = log_probs(project(hidden_CG, teacher.weight_VH, teacher.bias_V), teacher.shape)
         targets = replace(targets, teacher_logp_NV=logq_CV)
     logp_CV = log_probs(project(hidden_CH, head.weight_VH, head.bias_V), head.shape)
-    return _objective(case)(logp_CV, targets)[0].sum()
+    loss = _objective(case)(logp_CV, targets)[0].sum()
+    diagnose(logp_CV.detach(), targets)  # the chunked loss gives these figures too
+    return loss
 
 
 def _objective(case: Case) -> Objective:

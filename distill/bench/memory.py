@@ -46,7 +46,7 @@ def run(
     tokens: int = 8192,
     vocabulary: int = 151_936,
     hidden: int = 256,
-    chunks: Sequence[int] = (1024, 256),
+    chunks: Sequence[int] = (1024, 512),
     device: str = "cpu",
     threads: int = 1,
     measure: Measure = in_child,

@@ -29,7 +29,7 @@ def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     rho_N = torch.where(own_N, rho_N, 0.0)
     sums = {
         "own_tokens": own_N.sum(),
-        "student_entropy": -(logp_NV.exp() * logp_NV).sum(),
+        "student_entropy": _entropy(logp_NV).sum(),
         "rho": rho_N.sum(),
         "rho_squared": rho_N.square().sum(),
         "rho_max": rho_N.max(),
@@ -39,10 +39,14 @@ def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     return sums | _teacher_entropy(targets) | _score_gap(targets) | _support(logp_NV, targets)
 
 
+def _entropy(logp_NV: Tensor) -> Tensor:
+    """−Σ p·log p [N], in one pass over both factors."""
+    return -torch.einsum("nv,nv->n", logp_NV.exp(), logp_NV)
+
+
 def _teacher_entropy(targets: Targets) -> dict[str, Tensor]:
     if targets.teacher_logp_NV is not None:
-        logq_NV = targets.teacher_logp_NV
-        entropy_N = -(logq_NV.exp() * logq_NV).sum(1)
+        entropy_N = _entropy(targets.teacher_logp_NV)
     elif targets.teacher_entropy_N is not None:
         entropy_N = targets.teacher_entropy_N
     else:
