@@ -470,7 +470,8 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
         stub = controller(until(2, STOP))
         more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": {"ranks": ranks}}
         more["weights"] = {"road": road}
-        config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides={"bf16": {}}, **more)
+        fp32 = {"bf16.enabled": False}
+        config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)
         with Running(config) as running:
             assert running.end() == 0, running.log
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
