@@ -11,7 +11,8 @@ quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what
 	$(BIN)/distill quickstart
 
 test: $(STAMP) lint types  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine"
+	$(BIN)/python -m pytest -m engine
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered

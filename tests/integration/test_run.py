@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -43,7 +44,7 @@ from sync.wire import ReplicaLeaves, Replicas
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH, MANY = 5, 8, 60
+STEPS, BATCH, MANY = 5, 8, 200
 BOTH_ENDS = {"type": "task", "task": "both_ends"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -259,6 +260,13 @@ def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 24
         time.sleep(0.1)
 
 
+def healthy(port: int) -> bool:
+    """Whether a server on this machine answers at /health."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success
+    return False
+
+
 def left_behind(mark: str) -> list[psutil.Process]:
     """Processes with `mark` in command line or environment that still live after a moment to leave in."""
     deadline = time.monotonic() + 15.0
@@ -335,6 +343,7 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
             for name in ("student", "teacher", "evaluator")
         ]
         servers.append(roles.enter_context(run.command("student", *second, more=("--index", "1"), env=env)))
+        wait_for(lambda: healthy(spare), servers[-1])  # so that it can join while the run is young
         trainer = roles.enter_context(run.command("train", *joined, more=url, env=env))
         control = roles.enter_context(run.command("control", *joined, env=env))
         wait_for(lambda: run.steps() >= 1, control)
