@@ -14,9 +14,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-LARGER_WITH_A_REASON: dict[str, str] = {
-    "sync/wire.py": "every message that crosses a process is declared in one place",
-}
+LARGER_WITH_A_REASON: dict[str, str] = {}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 LIGHT_MODULES = (
     "distill.cli.main",

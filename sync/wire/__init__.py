@@ -1,0 +1,138 @@
+"""What crosses a process: every message, its lengths, its units, and what None means.
+
+Producer → consumer
+    controller → student replica   GenerateRequest, UpdateRequest
+    student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
+    controller → teacher           ScoreRequest, WriteRequest
+    teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
+    trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved,
+                                   FinalDigests
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
+    people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
+    controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
+
+Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
+Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.
+
+Letters in shapes: T completion tokens of one rollout, L prompt + completion tokens, K ids per position,
+H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of a batch (sum of T).
+"""
+
+from __future__ import annotations
+
+from sync.wire.base import (
+    CONTENT_TYPE,
+    DTYPES,
+    SCHEMA,
+    Array,
+    Message,
+    Version,
+    VersionSpan,
+    decode,
+    encode,
+    frame,
+    pack,
+    unpack,
+)
+from sync.wire.evaluator import EvalReport, EvalRequest, PlainMarks, ProbeReply, ProbeRequest
+from sync.wire.people import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
+from sync.wire.student import (
+    BroadcastTicket,
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    ReplicaState,
+    Sampling,
+    UpdateReply,
+    UpdateRequest,
+)
+from sync.wire.teacher import (
+    Head,
+    Scored,
+    ScoreRefused,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
+    TeacherInfo,
+    Want,
+    WritePrompt,
+    WriteReply,
+    WriteRequest,
+    Written,
+)
+from sync.wire.trainer import (
+    Audience,
+    BatchRequest,
+    CheckpointSaved,
+    FinalDigests,
+    Ok,
+    Published,
+    Rows,
+    Seats,
+    StepReport,
+    Stop,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    Wait,
+)
+
+__all__ = [
+    "CONTENT_TYPE",
+    "DTYPES",
+    "SCHEMA",
+    "Array",
+    "Audience",
+    "BatchRequest",
+    "BroadcastTicket",
+    "CheckpointSaved",
+    "EvalReport",
+    "EvalRequest",
+    "FinalDigests",
+    "GenerateFailed",
+    "GeneratePrompt",
+    "GenerateRequest",
+    "Generated",
+    "Head",
+    "Message",
+    "Ok",
+    "PlainMarks",
+    "ProbeReply",
+    "ProbeRequest",
+    "Published",
+    "ReplicaJoins",
+    "ReplicaLeaves",
+    "ReplicaSeat",
+    "ReplicaState",
+    "Replicas",
+    "Rows",
+    "Sampling",
+    "ScoreRefused",
+    "ScoreReply",
+    "ScoreRequest",
+    "ScoreSequence",
+    "Scored",
+    "Seats",
+    "StepReport",
+    "Stop",
+    "TeacherInfo",
+    "TrainBatch",
+    "TrainerHello",
+    "TrainerWelcome",
+    "UpdateReply",
+    "UpdateRequest",
+    "Version",
+    "VersionSpan",
+    "Wait",
+    "Want",
+    "WritePrompt",
+    "WriteReply",
+    "WriteRequest",
+    "Written",
+    "decode",
+    "encode",
+    "frame",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,131 @@
+"""What every message is made of: arrays, versions, tags, and their encoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from sync.errors import WireError
+
+SCHEMA: Final = 1
+CONTENT_TYPE: Final = "application/x-msgpack"
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "u1": np.dtype("u1"),
+    "i4": np.dtype("<i4"),
+    "i8": np.dtype("<i8"),
+    "f2": np.dtype("<f2"),
+    "f4": np.dtype("<f4"),
+    "bf16": np.dtype("<u2"),  # numpy has no bfloat16: its bits travel and live as uint16
+}
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An n-dimensional array; `data` is row-major, little-endian, exactly prod(shape) elements."""
+
+    dtype: Literal["u1", "i4", "i8", "f2", "f4", "bf16"]
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def pack(array: np.ndarray, dtype: str | None = None) -> Array:
+    """Array message of a numpy array. `dtype` names a wire type to convert to; "bf16" expects uint16 bits."""
+    name = dtype or f"{array.dtype.kind}{array.dtype.itemsize}"
+    if name not in DTYPES:
+        raise WireError(f"array dtype {array.dtype} cannot be sent: use one of {', '.join(DTYPES)}")
+    return Array(name, array.shape, np.ascontiguousarray(array, DTYPES[name]).tobytes())  # type: ignore[arg-type]
+
+
+def unpack(array: Array) -> np.ndarray:
+    """Read-only numpy view of an Array message; "bf16" comes back as uint16 bits.
+
+    Raises WireError when the bytes do not fill the shape.
+    """
+    dtype = DTYPES[array.dtype]
+    expected = math.prod(array.shape) * dtype.itemsize
+    if min(array.shape, default=0) < 0 or expected != len(array.data):
+        raise WireError(
+            f"array of dtype {array.dtype} and shape {array.shape} needs {expected} bytes, "
+            f"got {len(array.data)}: the message was cut or built wrongly"
+        )
+    try:
+        return np.frombuffer(array.data, dtype).reshape(array.shape)
+    except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
+        raise WireError(f"array shape {array.shape} cannot be: {error}") from None
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of everything that is a whole body or frame."""
+
+    schema: int = SCHEMA
+
+
+class Version(NamedTuple):
+    """Name of one state of the student's weights within a run.
+
+    `step` is the optimizer step whose weights it holds (0: before training). `lineage` counts the trainer's
+    starts in this run: resuming or rolling back opens a new lineage, so no name is ever published twice.
+    """
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"L{self.lineage:03d}-v{self.step:08d}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Inverse of str(). Raises WireError on anything else."""
+        try:
+            lineage, step = text.split("-")
+            if lineage[0] != "L" or step[0] != "v":
+                raise IndexError
+            return cls(int(lineage[1:]), int(step[1:]))
+        except (ValueError, IndexError):
+            raise WireError(f"{text!r} is not a version: expected the form L000-v00000012") from None
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Completion tokens [start, end) were sampled from `version`'s weights."""
+
+    version: Version
+    start: int
+    end: int
+
+
+M = TypeVar("M", bound=Message)
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder] = {}
+
+
+def encode(message: Message) -> bytes:
+    """Body of a message."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes, kind: type[M]) -> M:
+    """The message in `body`, validated; `kind` may be a union of message types.
+
+    Raises WireError when it is another message, another schema, or no message.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        message = decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise WireError(f"body of {len(body)} bytes is not a {name}: {error}") from None
+    if message.schema != SCHEMA:
+        raise WireError(
+            f"message has schema {message.schema}, this side speaks {SCHEMA}: run the same release everywhere"
+        )
+    return message
+
+
+def frame(message: Message) -> bytes:
+    """One frame of a streamed body: 4-byte little-endian length, then the message."""
+    body = encode(message)
+    return len(body).to_bytes(4, "little") + body

@@ -1,0 +1,111 @@
+"""Controller ↔ student replica: what is to be written, what was written, which weights to take over."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sync.wire.base import Array, Message, Version, VersionSpan
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How completions are sampled; the same for every prompt of a request."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: list[int] = []
+    """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
+    student_topk: int = 0
+    """Return the student's own top-k ids per position (0: none); every id has rank <= k, sampled or not."""
+    max_seconds: float | None = None
+    """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
+
+
+class GeneratePrompt(msgspec.Struct, frozen=True):
+    """One completion to sample. `id` is unique within the run and comes back with the answer."""
+
+    id: str
+    token_ids: list[int]
+    seed: int | None = None
+    """None: the engine's own randomness."""
+
+
+class GenerateRequest(Message, frozen=True):
+    """Complete every prompt; the answers come one by one, as each ends."""
+
+    sampling: Sampling
+    prompts: list[GeneratePrompt]
+
+
+class Generated(Message, frozen=True):
+    """One finished completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
+
+    id: str
+    token_ids: Array
+    """i4 [T]"""
+    logprob: Array
+    """f4 [T]: log μ(y_t), nats, of the distribution that was really sampled (temperature, top-p applied)"""
+    spans: list[VersionSpan]
+    """Contiguous, from 0 to T."""
+    finish_reason: Literal["stop", "length", "abort", "time"]
+    """length: `Sampling.max_tokens` or the context ended it; time: `Sampling.max_seconds` did."""
+    topk_ids: Array | None = None
+    """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
+
+
+class GenerateFailed(Message, frozen=True):
+    """One prompt that the engine refused; the others of its request are not affected."""
+
+    id: str
+    error: str
+
+
+class BroadcastTicket(msgspec.Struct, frozen=True):
+    """A replica's seat in one broadcast of weights straight from the trainer (rank 0 of the group)."""
+
+    address: str
+    """"host:port" of the TCP store that the trainer serves."""
+    group: str
+    """Name of the group's keys in that store; a new one for every broadcast."""
+    rank: int
+    """1 … world_size - 1."""
+    world_size: int
+
+
+class UpdateRequest(Message, frozen=True):
+    """Bring the replica to `version`: stage while generating, then pause, swap, stamp, resume."""
+
+    version: Version
+    kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    broadcast: BroadcastTicket | None = None
+    """None: the version is read from the store."""
+
+
+class UpdateReply(Message, frozen=True):
+    """What an update cost."""
+
+    version: Version
+    """What the replica now serves."""
+    bytes_read: int
+    """Bytes fetched from the store, or received by broadcast, for this update."""
+    stage_seconds: float
+    """Download, decode, verify; generation went on."""
+    pause_seconds: float
+    """No token was generated: from the call to pause until resumed."""
+    apply_seconds: float
+    """The part of the pause that loaded weights."""
+
+
+class ReplicaState(Message, frozen=True):
+    """What a replica serves right now."""
+
+    version: Version | None
+    """None: still the folder the engine was started with, no published version yet."""
+    requests: int
+    """Completions in flight."""
+    digests: dict[str, str] | None = None
+    """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
+    tokens: int | None = None
+    """Tokens generated since the engine started, unfinished completions included; None: nobody counts."""

@@ -1,0 +1,154 @@
+"""Controller ↔ teacher: sequences to mark and prompts to complete, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sync.wire.base import Array, Message
+
+
+class Want(msgspec.Struct, frozen=True):
+    """What a teacher returns per completion position; the sampled token's log-probability always comes."""
+
+    topk: int = 0
+    """Ids and log-probabilities of the teacher's `topk` most likely tokens; 0: none."""
+    entropy: bool = False
+    """Where the engine can tell it: no objective needs it."""
+    hidden: bool = False
+    """Last hidden states after the final norm, for exact objectives with `Head`."""
+    prompt: bool = False
+    """Score prompt positions too, from the second token on (T then counts them)."""
+
+
+class ScoreSequence(msgspec.Struct, frozen=True):
+    """One sequence to mark."""
+
+    id: str
+    token_ids: Array
+    """i4 [L]"""
+    start: int
+    """First completion token, 1 <= start < L; positions start … L-1 are scored, T = L - start."""
+    gather_ids: Array | None = None
+    """i4 [T, K] ids to score at each position, -1: skip (answered with 0); None: no gather"""
+
+
+class ScoreRequest(Message, frozen=True):
+    """Mark these sequences."""
+
+    sequences: list[ScoreSequence]
+    want: Want = Want()
+    deadline: float | None = None
+    """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
+
+
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """A teacher's marks on one sequence, temperature 1, nats, full support."""
+
+    id: str
+    logprob: Array
+    """f4 [T]: log q(y_t)"""
+    topk_ids: Array | None = None
+    """i4 [T, K], most likely first"""
+    topk_logprob: Array | None = None
+    """f2 or f4 [T, K]"""
+    tail: Array | None = None
+    """f4 [T]: probability mass outside topk_ids, in [0, 1]"""
+    gathered: Array | None = None
+    """f2 or f4 [T, K]: log q at gather_ids"""
+    entropy: Array | None = None
+    """f4 [T]; None: not asked for, or the engine cannot tell"""
+    hidden: Array | None = None
+    """bf16 or f4 [T, H]"""
+
+
+class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
+    """One sequence or prompt that the teacher cannot serve; the others of its request are not affected."""
+
+    id: str
+    error: str
+
+
+class ScoreReply(Message, frozen=True):
+    """The marks, or why there are none, one for each sequence asked."""
+
+    teacher: str
+    results: list[Scored | ScoreRefused]
+    """In the order asked."""
+
+
+class WritePrompt(msgspec.Struct, frozen=True):
+    """One completion for the teacher to write."""
+
+    id: str
+    token_ids: Array
+    """i4 [P], P >= 1"""
+    seed: int
+    """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever else is written beside it."""
+
+
+class WriteRequest(Message, frozen=True):
+    """Complete every prompt by sampling from the teacher's whole vocabulary."""
+
+    prompts: list[WritePrompt]
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = []
+    """Ids that end a completion besides the teacher's own EOS; the ending id is part of the completion."""
+    deadline: float | None = None
+    """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """One completion by the teacher."""
+
+    id: str
+    token_ids: Array
+    """i4 [T], T >= 1"""
+    logprob: Array
+    """f4 [T]: log-probability of each token at the temperature of the request, nats"""
+    finish_reason: Literal["stop", "length"]
+
+
+class WriteReply(Message, frozen=True):
+    """The completions, or why there are none, one for each prompt asked."""
+
+    teacher: str
+    results: list[Written | ScoreRefused]
+    """In the order asked."""
+
+
+class TeacherInfo(Message, frozen=True):
+    """What a teacher is and what it can be asked for."""
+
+    name: str
+    model: str
+    revision: str | None
+    """None: a local folder."""
+    dtype: str
+    engine: str
+    vocab_size: int
+    """Rows of the tokenizer that may be scored; rows of the model beyond it are masked out."""
+    hidden_size: int
+    max_length: int
+    """Longest sequence (L) that can be scored."""
+    tokenizer_fingerprint: str
+    """BLAKE3 hex over vocabulary, merges and special ids (`sync.tokenizers.fingerprint`)."""
+    chat_template_fingerprint: str | None
+    """None: the tokenizer has no chat template."""
+    can: list[str]
+    """Of: topk, gather, entropy, hidden, prompt, write."""
+
+
+class Head(Message, frozen=True):
+    """Output head of a teacher: logits = cap(scale · (hidden · weightᵀ + bias))."""
+
+    teacher: str
+    weight: Array
+    """bf16 or f4 [V, H], only rows below vocab_size"""
+    bias: Array | None = None
+    """[V]"""
+    scale: float = 1.0
+    soft_cap: float | None = None
+    """cap(x) = soft_cap · tanh(x / soft_cap); None: no cap"""

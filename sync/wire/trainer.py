@@ -1,0 +1,164 @@
+"""Trainer rank ↔ controller: batches one way, what became of them the other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sync.wire.base import Array, Message, Version
+
+
+class TrainerHello(Message, frozen=True):
+    """Rank 0, once per start of the trainer, before its first batch."""
+
+    world_size: int
+    checkpoint: Version | None
+    """The checkpoint it resumed from; None: it starts from the model folder at step 0."""
+    fingerprint: str
+    """Of the model: `sync.weights.manifest.model_fingerprint`."""
+
+
+class TrainerWelcome(Message, frozen=True):
+    """Where the trainer begins."""
+
+    version: Version
+    """(lineage of this start, step it begins at)."""
+    parent: Version | None
+    """Where this lineage branched from; None: it is the first."""
+    teachers: list[str]
+    """Names, in the order that Rows.teacher indexes them."""
+
+
+class BatchRequest(Message, frozen=True):
+    """Long poll of one rank for its share of the batch of `version.step`; asking again gives the same."""
+
+    version: Version
+    rank: int
+    world_size: int
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """R scored rollouts, concatenated. Flat arrays run over rows in order; C = sum(completion_lens)."""
+
+    ids: list[str]
+    tokens: Array
+    """i4 [sum(prompt_lens) + C]: each row's prompt, then its completion"""
+    prompt_lens: Array
+    """i4 [R]"""
+    completion_lens: Array
+    """i4 [R]"""
+    behavior_logprob: Array
+    """f4 [C]: log μ"""
+    token_step: Array
+    """i4 [C]: step of the version each token was sampled from, mapped into the trainer's lineage; that of the
+    batch where the teacher wrote"""
+    teacher: Array
+    """i4 [R]: index into TrainerWelcome.teachers"""
+    teacher_logprob: Array
+    """f4 [C]: log q(y_t)"""
+    teacher_topk_ids: Array | None = None
+    """i4 [C, K]"""
+    teacher_topk_logprob: Array | None = None
+    """f2 or f4 [C, K]"""
+    student_topk_ids: Array | None = None
+    """i4 [C, K]; -1 where fewer"""
+    student_topk_teacher_logprob: Array | None = None
+    """f2 or f4 [C, K]: log q at student_topk_ids"""
+    teacher_hidden: Array | None = None
+    """bf16 or f4 [C, H]"""
+    teacher_entropy: Array | None = None
+    """f4 [C]"""
+    reward: Array | None = None
+    """f4 [R]: the task's reward; None: these rows have none"""
+    truncated: Array | None = None
+    """u1 [R]: 1 where the completion ended at the token or time limit"""
+    weight: Array | None = None
+    """f4 [R], in (0, 1]: what the row's loss is multiplied by, for its freshness; None: 1 for all"""
+    baseline: Array | None = None
+    """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
+    by_teacher: Array | None = None
+    """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
+
+
+class TrainBatch(Message, frozen=True):
+    """One rank's share of one optimizer step."""
+
+    version: Version
+    """The weights this batch is trained on top of; the step makes version.step + 1."""
+    denominator: int
+    """Supervised tokens of the whole step over all ranks and micro-batches: divide loss sums by this."""
+    micro_batches: list[Rows]
+    """As many on every rank; a rank short of rows gets an empty Rows (R = 0)."""
+
+
+class Wait(Message, frozen=True):
+    """No batch yet; ask again."""
+
+    publish: bool = False
+    """First broadcast the current weights again: a replica waits for them."""
+
+
+class Stop(Message, frozen=True):
+    """No more batches: save what is asked and leave."""
+
+    reason: str
+    checkpoint: bool
+    """Save a checkpoint before leaving."""
+
+
+class StepReport(Message, frozen=True):
+    """Rank 0, after each optimizer step."""
+
+    version: Version
+    """After the step."""
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    """wait, train, publish, checkpoint: wall seconds of this step; `publish` only what the step waited for"""
+
+
+class Published(Message, frozen=True):
+    """Rank 0, when a version can be read by every replica."""
+
+    version: Version
+    kind: Literal["full", "delta", "lora", "broadcast"]
+    bytes: int
+    full_bytes: int
+    """What a full snapshot of the same weights takes."""
+    seconds: float
+    rendezvous: str | None = None
+    """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
+
+
+class Audience(Message, frozen=True):
+    """Controller's answer to Published of kind "broadcast": who is being told to receive it."""
+
+    group: str
+    world_size: int
+    """1 + replicas; 1: nobody listens, send nothing."""
+
+
+class Seats(Message, frozen=True):
+    """Controller's answer to GET /v1/broadcasts/GROUP, while rank 0 sends."""
+
+    lost: dict[str, str]
+    """Replica → why it will not receive this broadcast to its end; empty: all seats are taken."""
+
+
+class CheckpointSaved(Message, frozen=True):
+    """Rank 0, when a checkpoint is whole on disk."""
+
+    version: Version
+    path: str
+
+
+class FinalDigests(Message, frozen=True):
+    """Rank 0, before leaving: what every replica must hold (proof (a) of docs/weight-sync.md)."""
+
+    version: Version
+    digests: dict[str, str]
+    """Checkpoint tensor name → BLAKE3 hex of its bytes."""
+
+
+class Ok(Message, frozen=True):
+    """Received and acted on."""
