@@ -9,72 +9,27 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_run import NAME, command
 
 from distill.bench.patient import Patient
-from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
-ROOT = Path(__file__).parents[2]
-CONFIG = """
-[run]
-name = "survivor"
-folder = "{folder}"
-steps = {steps}
-grace_seconds = 30
-start_seconds = 240
-[student]
-path = "{folder}/student"
-replicas = {replicas}
-engine_args = {{ max-model-len = 64, max-num-seqs = 32, enforce-eager = true }}
-[teachers.only]
-path = "{folder}/teacher"
-threads = 1
-env = {{ OMP_NUM_THREADS = "1" }}
-[prompts]
-type = "task"
-task = "both_ends"
-[rollout]
-batch = 8
-max_tokens = 12
-max_in_flight = 32
-[buffer]
-max_staleness = 2
-[weights]
-road = "broadcast"
-timeout_seconds = 3600.0
-[trainer]
-ranks = 2
-deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
-overrides = {{ "optimizer.params.lr" = 1e-4 }}
-threads = 1
-[tracking]
-wandb = "disabled"
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Holds random models."""
-    torch.manual_seed(0)
-    for name, recipe in {"student": STUDENT, "teacher": TEACHER}.items():
-        untaught(recipe).to(torch.bfloat16).save_pretrained(tmp_path / name)
-        letter_tokenizer().save_pretrained(tmp_path / name)
-    return tmp_path
+BROADCASTS = (
+    'weights={road="broadcast", timeout_seconds=3600.0}',
+    "trainer.checkpoint_every=0",
+    'trainer.overrides={"optimizer.params.lr"=1e-4}',
+)
 
 
 def running(folder: Path, steps: int, replicas: int) -> Patient:
-    """`distill run` of such a configuration."""
-    path = folder / "survivor.toml"
-    path.write_text(CONFIG.format(folder=folder, root=ROOT, steps=steps, replicas=replicas))
-    command = [sys.executable, "-m", "distill.cli.main", "run", str(path), "--set", "evaluation=false"]
-    return Patient(command, folder / "survivor")
+    """`distill run` over broadcasts."""
+    words = command(folder, steps, *BROADCASTS, f"student.replicas={replicas}")
+    return Patient(words, folder / NAME)
 
 
 def said(patient: Patient, words: str) -> int:
@@ -101,9 +56,9 @@ def kill_in_a_broadcast(patient: Patient, victim: str, audience: int) -> None:
 
 
 @pytest.fixture
-def pair(folder: Path) -> Iterator[Patient]:
+def pair(tmp_path: Path) -> Iterator[Patient]:
     """A run that goes on until it is stopped."""
-    with running(folder, 100_000, replicas=2) as patient:
+    with running(tmp_path, 100_000, replicas=2) as patient:
         yield patient
 
 
@@ -127,8 +82,8 @@ def test_the_trainer_goes_on_with_the_other_replica_and_takes_the_lost_one_back(
     assert pair.orphans() == 0
 
 
-def test_the_only_replica_comes_back_and_the_run_completes(folder: Path) -> None:
-    with running(folder, 24, replicas=1) as patient:
+def test_the_only_replica_comes_back_and_the_run_completes(tmp_path: Path) -> None:
+    with running(tmp_path, 24, replicas=1) as patient:
         patient.start()
         patient.wait(lambda: patient.step() >= 2, "step 2")
         kill_in_a_broadcast(patient, "student-0", audience=1)

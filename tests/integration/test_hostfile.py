@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from replica_server import save_model
 from thin_link import INTERFACE, ThinLink, missing
+from words_run import ROOT, over, prepare
 
 REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
 ]
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 SSH = """#!/bin/sh
 while :; do
@@ -41,39 +40,6 @@ case "$host" in {cases} *) exit 255 ;; esac
 echo "$host $*" >> {log}
 exec ip netns exec "$name" env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
 """
-SETTINGS = """
-[run]
-name = "two-trainers"
-folder = "{folder}"
-steps = {steps}
-start_seconds = 280
-[student]
-path = "{folder}/student"
-[student.engine_args]
-max-model-len = 64
-enforce-eager = true
-[teachers.teacher]
-path = "{folder}/teacher"
-dtype = "float32"
-threads = 1
-[prompts]
-type = "jsonl"
-path = "{folder}/prompts.jsonl"
-template = "plain"
-[rollout]
-batch = 16
-max_tokens = 16
-[trainer]
-ranks = 1
-hostfile = "{folder}/hostfile"
-deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
-threads = 1
-env = {{ GLOO_SOCKET_IFNAME = "{interface}" }}
-[controller]
-host = "{a}"
-[tracking]
-wandb = "disabled"
-"""
 
 
 def enter_namespaces(folder: Path, link: ThinLink) -> Path:
@@ -87,21 +53,22 @@ def enter_namespaces(folder: Path, link: ThinLink) -> Path:
 
 
 def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
-    for seed, name in enumerate(("student", "teacher")):
-        save_model("Qwen3", seed, tmp_path / name, end=True)
-    prompts = (json.dumps({"prompt": f"w{2 + i % 60} w{2 + i * 7 % 60}"}) + "\n" for i in range(100))
-    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    config = prepare(tmp_path, "two-trainers", STEPS)
     (tmp_path / "token").write_text("a token of the tests\n")
     with ThinLink(delay=0.0002, rate=1e9) as link:
         (tmp_path / "hostfile").write_text("".join(f"{host.address} slots=1\n" for host in link.hosts))
-        where = {"folder": tmp_path, "root": ROOT, "a": link.hosts[0].address, "interface": INTERFACE}
-        (tmp_path / "run.toml").write_text(SETTINGS.format(steps=STEPS, **where))
+        settings = over(
+            f"trainer.hostfile={tmp_path}/hostfile",
+            f'trainer.env={{GLOO_SOCKET_IFNAME="{INTERFACE}"}}',
+            f"controller.host={link.hosts[0].address}",
+            "evaluation=false",
+        )
         path = f"{enter_namespaces(tmp_path, link)}:{os.environ['PATH']}"
         environment = {name: value for name, value in os.environ.items() if name != "DISTILL_TOKEN"}
         environment |= {"PATH": path, "PYTHONPATH": str(ROOT), "DISTILL_TOKEN_FILE": str(tmp_path / "token")}
-        line = [sys.executable, "-P", "-m", "distill.cli.main", "run", "run.toml"]
+        line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(config), *settings]
         done = subprocess.run(
-            link.hosts[0].command([*line, "--set", "evaluation=false"]),
+            link.hosts[0].command(line),
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -112,13 +79,13 @@ def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
         crossed = link.carried
     assert done.returncode == 0, done.stdout + done.stderr
     assert crossed > 1000, "the ranks spoke over the link"
-    log = (tmp_path / "two-trainers/logs/trainer.log").read_text()
+    log = (tmp_path / "runs/two-trainers/logs/trainer.log").read_text()
     assert "rank0" in log
     assert "rank1" in log
     assert {line.split()[0] for line in (tmp_path / "ssh.log").read_text().splitlines()} >= {
         host.address for host in link.hosts
     }
     assert "a token of the tests" not in (tmp_path / "ssh.log").read_text() + log
-    summary = json.loads((tmp_path / "two-trainers/summary.json").read_text())
+    summary = json.loads((tmp_path / "runs/two-trainers/summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["steps"] == STEPS

@@ -12,6 +12,7 @@ import pytest
 import torch
 from replica_server import Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
+from words_run import ROOT, prepare
 
 from distill.adapters import merged
 from sync.errors import RemoteError
@@ -24,7 +25,6 @@ from sync.wire import ReplicaState, Version, VersionSpan, unpack
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 RANK, STEPS, TOLERANCE = 4, 5, 0.12
-ROOT = Path(__file__).parents[2]
 SEQUENCES = [np.random.default_rng(i).integers(2, 64, 30).tolist() for i in range(16)]
 
 
@@ -147,37 +147,7 @@ async def test_an_altered_adapter_keeps_the_old_one(setup):
         assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
 
 
-def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
-    for seed, name in enumerate(("student", "teacher")):
-        save_model("Qwen3", seed, tmp_path / name, end=True)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"w{2 + i % 60} w{2 + i * 7 % 60}"}) + "\n" for i in range(160))
-    )
-    config = f"""
-[run]
-name = "lora"
-folder = "{tmp_path}/runs"
-steps = {STEPS}
-[student]
-path = "{tmp_path}/student"
-[student.engine_args]
-max-model-len = 64
-enforce-eager = true
-[teachers.teacher]
-path = "{tmp_path}/teacher"
-dtype = "float32"
-threads = 1
-[prompts]
-type = "jsonl"
-path = "{tmp_path}/prompts.jsonl"
-template = "plain"
-[rollout]
-batch = 16
-max_tokens = 16
-[trainer]
-ranks = 2
-deepspeed = "{ROOT}/configs/deepspeed/zero3_cpu.json"
-threads = 1
+MORE = f"""
 [trainer.overrides]
 "optimizer.params.lr" = 2e-2
 [trainer.lora]
@@ -187,10 +157,11 @@ alpha = 8
 prompts = 16
 batch = 16
 threads = 1
-[tracking]
-wandb = "disabled"
 """
-    (tmp_path / "lora.toml").write_text(config)
+
+
+def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
+    config = prepare(tmp_path, "lora", STEPS, ranks=2, more=MORE)
     distill = [sys.executable, "-P", "-m", "distill.cli.main"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -201,7 +172,7 @@ wandb = "disabled"
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
-    call("run", str(tmp_path / "lora.toml"))
+    call("run", str(config))
     run = tmp_path / "runs/lora"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from replica_server import save_model
 from thin_link import ThinLink, missing
+from words_run import ROOT, over, prepare
 
 REASON = missing()
 pytestmark = [
@@ -26,44 +26,13 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
 ]
-ROOT = Path(__file__).parents[2]
 CUT_SECONDS = float(os.environ.get("DISTILL_CUT_SECONDS", "10"))
 STEPS, CUT_AT = 40, 5
-SETTINGS = """
-[run]
-name = "two-hosts"
-folder = "{folder}"
-steps = {steps}
-start_seconds = 280
-[student]
-path = "{folder}/student"
-host = "{b}"
-port = 8100
-{urls}
-[student.engine_args]
-max-model-len = 64
-enforce-eager = true
-[teachers.teacher]
-path = "{folder}/teacher"
-dtype = "float32"
-threads = 1
-[prompts]
-type = "jsonl"
-path = "{folder}/prompts.jsonl"
-template = "plain"
-[rollout]
-batch = 16
-max_tokens = 16
-[trainer]
-ranks = 1
-deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
-threads = 1
+STORE = """
 [weights.store]
 type = "object"
 url = "s3://bucket/run"
 options = {{ endpoint = "http://{a}:9000", region = "us-east-1" }}
-[tracking]
-wandb = "disabled"
 """
 
 
@@ -115,28 +84,23 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], say: 
 def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(
     tmp_path: Path, processes: Processes
 ) -> None:
-    for seed, name in enumerate(("student", "teacher")):
-        save_model("Qwen3", seed, tmp_path / name, end=True)
-    prompts = (json.dumps({"prompt": f"w{2 + i % 60} w{2 + i * 7 % 60}"}) + "\n" for i in range(800))
-    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
     distill = [sys.executable, "-P", "-m", "distill.cli.main"]
-    steps = tmp_path / "two-hosts/metrics.jsonl"
+    steps = tmp_path / "runs/two-hosts/metrics.jsonl"
 
     def reached(step: int) -> bool:
         return steps.is_file() and len(steps.read_text().splitlines()) >= step
 
     with ThinLink() as link:
         a, b = link.hosts
-        where = {"folder": tmp_path, "steps": STEPS, "root": ROOT, "a": a.address, "b": b.address}
-        for name, urls in (("generate", ""), ("train", f'urls = ["http://{b.address}:8100"]')):
-            (tmp_path / f"{name}.toml").write_text(SETTINGS.format(urls=urls, **where))
+        config = str(prepare(tmp_path, "two-hosts", STEPS, more=STORE.format(a=a.address)))
+        there = over(f"student.host={b.address}", "student.port=8100", f"run.folder={tmp_path}/elsewhere")
+        here = over(f'student.urls=["http://{b.address}:8100"]', "evaluation=false")
         processes.start(
             "moto", a.command([sys.executable, "-m", "moto.server", "-H", a.address, "-p", "9000"])
         )
         make_bucket(a.command, a.address)
-        elsewhere = ["--set", f"run.folder={tmp_path}/elsewhere"]
-        processes.start("student", b.command([*distill, "student", "generate.toml", *elsewhere]))
-        run = processes.start("run", a.command([*distill, "run", "train.toml", "--set", "evaluation=false"]))
+        processes.start("student", b.command([*distill, "student", config, *there]))
+        run = processes.start("run", a.command([*distill, "run", config, *here]))
         until(lambda: reached(CUT_AT), run, lambda: processes.log("run") + processes.log("student"))
         link.up = False
         time.sleep(CUT_SECONDS)
@@ -146,10 +110,10 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(
         assert run.wait(400) == 0, processes.log("run") + processes.log("student")
         assert link.lost > 0
 
-    summary = json.loads((tmp_path / "two-hosts/summary.json").read_text())
+    summary = json.loads((tmp_path / "runs/two-hosts/summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["steps"] == STEPS
-    audit = [*distill, "audit", str(tmp_path / "two-hosts")]
+    audit = [*distill, "audit", str(tmp_path / "runs/two-hosts")]
     done = subprocess.run(
         audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
