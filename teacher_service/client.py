@@ -49,7 +49,6 @@ class Counters:
     """Prompt and completion; of writing, as many as were allowed."""
     seconds: float = 0.0
     """Sum of the requests' times, retries included."""
-    sent_bytes: int = 0
     received_bytes: int = 0
 
 
@@ -194,7 +193,7 @@ class TeacherClient:
             found = decode(answer, WriteReply).results
             self._check_ids([one.id for one in found], [prompt.id for prompt in part])
             refused = sum(isinstance(one, ScoreRefused) for one in found)
-            self._count(len(body), len(answer), tokens, time.monotonic() - started, len(found), refused)
+            self._count(len(answer), tokens, time.monotonic() - started, len(found), refused)
             results += found
         return results
 
@@ -252,7 +251,7 @@ class TeacherClient:
                     part.future.set_exception(error)
             return
         refused = sum(isinstance(result, ScoreRefused) for result in results)
-        self._count(len(body), len(answer), tokens, time.monotonic() - started, len(results), refused)
+        self._count(len(answer), tokens, time.monotonic() - started, len(results), refused)
         first = 0
         for part in parts:
             if not part.future.done():
@@ -268,16 +267,13 @@ class TeacherClient:
         if found != asked:
             raise WireError(f"teacher {self.name!r} answered {len(found)} results for others than asked")
 
-    def _count(
-        self, sent: int, received: int, tokens: int, seconds: float, results: int, refused: int
-    ) -> None:
+    def _count(self, received: int, tokens: int, seconds: float, results: int, refused: int) -> None:
         counters = self.counters
         counters.requests += 1
         counters.sequences += results
         counters.refused += refused
         counters.tokens += tokens
         counters.seconds += seconds
-        counters.sent_bytes += sent
         counters.received_bytes += received
 
 

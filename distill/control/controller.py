@@ -67,6 +67,7 @@ class Controller:
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
         )
         self._hooks = hooks
+        self._teachers = parts.teachers
         self._changed, self._tidy = Signal(), Signal()
         self._left = False
         self._stop_reason: str | None = None
@@ -290,7 +291,7 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Where the run stands, by name."""
-        return gauges(self.books.state, self.fleet, self.timeline)
+        return gauges(self.books.state, self.fleet, self.timeline, self._teachers)
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""

@@ -50,6 +50,7 @@ from sync.wire import (
     decode,
     pack,
 )
+from teacher_service.client import Counters
 
 
 class MemoryPrompts:
@@ -165,6 +166,7 @@ class MemoryTeacher:
     """Ids whose whole request is refused."""
     wrote: list[str] = field(default_factory=list)
     """Ids that it completed."""
+    counters: Counters = field(default_factory=Counters)
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
@@ -175,6 +177,8 @@ class MemoryTeacher:
         if any(self.rejects(sequence.id) for sequence in sequences):
             raise RemoteError("one sequence cannot be read")
         self.requests.append(len(sequences))
+        self.counters.requests += 1
+        self.counters.sequences += len(sequences)
         return [self._marks(sequence, want) for sequence in sequences]
 
     def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:

@@ -27,6 +27,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from teacher_service.client import Counters
 
 Transform = Callable[[Prompt], Sequence[int]]
 Answer = Scored | ScoreRefused
@@ -38,6 +39,9 @@ class Teacher(Protocol):
     `score` and `write` answer in the order asked; they retry, and raise Unreachable when the teacher is
     really gone, RemoteError when the whole request was refused (as `write` is by a teacher that cannot).
     """
+
+    @property
+    def counters(self) -> Counters: ...
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None

@@ -13,6 +13,7 @@ import msgspec
 from distill.control.evaluations import best
 from distill.control.records import VersionApplied, VersionPublished
 from distill.control.replicas import Fleet
+from distill.control.scoring import Teacher
 from distill.control.state import RunState
 from distill.control.timeline import Timeline
 from sync.wire import EvalReport, StepReport
@@ -30,7 +31,9 @@ def token_shares(state: RunState) -> dict[str, float]:
     }
 
 
-def gauges(state: RunState, fleet: Fleet, timeline: Timeline) -> dict[str, float]:
+def gauges(
+    state: RunState, fleet: Fleet, timeline: Timeline, teachers: Mapping[str, Teacher]
+) -> dict[str, float]:
     """Where the run stands, by name."""
     counters, waited = state.counters, timeline.waited_seconds()
     return {
@@ -45,6 +48,18 @@ def gauges(state: RunState, fleet: Fleet, timeline: Timeline) -> dict[str, float
         **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
         **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
         **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
+        **{f"teachers/{name}/{what}": v for name, t in teachers.items() for what, v in _work(t).items()},
+    }
+
+
+def _work(teacher: Teacher) -> dict[str, float]:
+    """What a teacher was asked since this controller started, and how long a request took on average."""
+    done = teacher.counters
+    return {
+        "sequences": float(done.sequences),
+        "tokens": float(done.tokens),
+        "refused": float(done.refused),
+        "request_seconds": done.seconds / max(1, done.requests),
     }
 
 

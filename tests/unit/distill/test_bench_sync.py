@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,8 @@ def test_turns_give_the_median_of_every_work(monkeypatch: pytest.MonkeyPatch) ->
     def work(given: list[float]) -> None:
         clock[0] += given.pop(0)
 
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(timing.time, "thread_time", lambda: clock[0] / 2)
+    clocks = SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: clock[0] / 2)
+    monkeypatch.setattr(timing, "time", clocks)
     left = [1.0, 8.0, 2.0]
     rates = timing.interleaved({"it": (lambda: left, work)}, 3, 2 * 10**9)
     assert rates == {"it": timing.Rate(wall=1.0, cpu=2.0)}

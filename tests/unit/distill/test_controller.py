@@ -66,6 +66,18 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
     assert rollouts["issued"] == 48 + rollouts["open"] + sum(rollouts["dropped"].values())
 
 
+async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(controller) -> None:
+    teacher = MemoryTeacher()
+    run = controller(teachers={"t": teacher})
+    await complete(run, MemoryTrainer(run.desk))
+    teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
+    metrics = run.metrics()
+    assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
+    assert metrics["teachers/t/request_seconds"] == 3.0
+    assert metrics["teachers/t/tokens"] == 77
+    assert metrics["teachers/t/refused"] == 0
+
+
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
     run = controller(config(buffer={"max_staleness": 0}))
     trainer = MemoryTrainer(run.desk)

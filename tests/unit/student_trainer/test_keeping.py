@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +178,8 @@ def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
 ) -> None:
     saved(tmp_path, 2)
     seen: list[Path | None] = []
-    monkeypatch.setattr(room.time, "sleep", lambda _: seen.append(checkpoint.find(tmp_path, None)))
+    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, None)))
+    monkeypatch.setattr(room, "time", found)
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
@@ -199,7 +201,7 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
             if len(seen) == 2:
                 free(disk)
 
-        monkeypatch.setattr(room.time, "sleep", wait)
+        monkeypatch.setattr(room, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
         assert seen == [disk / str(Version(0, 2))] * 2
         engine, path = FileEngine(), checkpoint.find(disk, None)

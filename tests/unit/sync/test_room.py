@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_version_is_written_when_there_is_room_and_said_once(
         if len(waits) == 3:
             free(small)
 
-    monkeypatch.setattr(room.time, "sleep", wait)
+    monkeypatch.setattr(room, "time", SimpleNamespace(sleep=wait))
     with caplog.at_level("WARNING"):
         store.create("run/file", b"x" * 9000)
     assert store.read("run/file") == b"x" * 9000
