@@ -5,14 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test coverage setup lint types lock clean
+.PHONY: quickstart test test-runs test-rest coverage setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP) lint types  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine"
-	$(BIN)/python -m pytest -m engine
+test: $(STAMP) lint types  ## the whole test suite, whole runs beside the rest; each half is shown when it is over
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-runs test-rest
+
+test-runs test-rest: $(STAMP)
+	$(BIN)/python -m pytest -m "$(if $(filter %-rest,$@),not )run"
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ FULL_ARRAYS: Final = 6
 """[tokens, vocabulary] fp32 arrays that full logits may need at once, to judge what fits."""
 FREE_SHARE: Final = 0.35
 """Of the free memory that a measurement may take."""
+KEEPING: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Variables that make glibc keep what is freed, as torch does on GPUs: else both ways pay for fresh pages."""
 OBJECTIVES: Final = ("sampled", "topk", "full")
 
 Measure = Callable[[Case], Cost]
@@ -33,7 +36,7 @@ Measure = Callable[[Case], Cost]
 def in_child(case: Case) -> Cost:
     """Measure one case in a process of its own. Raises DistillError with its last words when it fails."""
     command = [sys.executable, "-P", "-m", "distill.bench.loss_cost", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | KEEPING)
     if done.returncode != 0:
         raise DistillError(f"{case} could not be measured:\n{done.stderr[-2000:]}")
     return Cost(**json.loads(done.stdout))

@@ -155,6 +155,10 @@ class Patient:
                 raise DistillError(f"{what} {why}; the end of {self._log}:\n{self._said()}")
             time.sleep(POLL_SECONDS)
 
+    def wait_replaced(self, role: str) -> None:
+        """Until a role that was killed has a new process; whether that one works is another matter."""
+        self.wait(lambda: bool(set(self._players().get(role, ())) - self._dead), f"another {role}")
+
     def wait_at_work(self, roles: Iterable[str]) -> None:
         """Until every one of these roles has a new process that has done work."""
         since: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Real runs over gloo whose replicas are killed −9 in the middle of a broadcast, and between two.
+"""A real run over gloo whose replicas are killed −9 in the middle of a broadcast.
 
 A broadcast of a tiny model takes milliseconds, so the victim is stopped (SIGSTOP) as soon as the trainer has
 announced one, and killed when that broadcast has not come to its end. Time-outs are an hour: what is waited
@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,18 @@ from tiny_run import NAME, command
 
 from distill.bench.patient import Patient
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
 BROADCASTS = (
     'weights={road="broadcast", timeout_seconds=3600.0}',
     "trainer.checkpoint_every=0",
     'trainer.overrides={"optimizer.params.lr"=1e-4}',
+    "student.replicas=2",
 )
-
-
-def running(folder: Path, steps: int, replicas: int) -> Patient:
-    """`distill run` over broadcasts."""
-    words = command(folder, steps, *BROADCASTS, f"student.replicas={replicas}")
-    return Patient(words, folder / NAME)
 
 
 def said(patient: Patient, words: str) -> int:
@@ -55,41 +54,26 @@ def kill_in_a_broadcast(patient: Patient, victim: str, audience: int) -> None:
     raise AssertionError("every broadcast was over before its replica could be stopped")
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Patient]:
-    """A run that goes on until it is stopped."""
-    with running(tmp_path, 100_000, replicas=2) as patient:
-        yield patient
-
-
-def test_the_trainer_goes_on_with_the_other_replica_and_takes_the_lost_one_back(pair: Patient) -> None:
-    pair.start()
-    pair.wait(lambda: pair.step() >= 2, "step 2")
-    kill_in_a_broadcast(pair, "student-1", audience=2)
-    step = pair.step()
-    pair.wait(lambda: pair.step() >= step + 3, "three steps more")
-    assert said(pair, "went to 1 replicas") > 0
-    pair.wait_at_work(["student-1"])
-    pair.kill("student-0", random.Random(0))  # between two broadcasts, or wherever that is
-    step = pair.step()
-    pair.wait(lambda: pair.step() >= step + 3, "three steps with the one that came back")
-    pair.wait_at_work(["student-0"])
-    pair.stop()
-    summary = pair.summary()
+def test_a_run_outlives_replicas_killed_in_a_broadcast_even_the_last_one(tmp_path: Path) -> None:
+    """One of two, then the other before the first is back: its successor is held until that happened."""
+    words = command(tmp_path, 100_000, *BROADCASTS)
+    with Patient(words, tmp_path / NAME) as pair:
+        pair.start()
+        pair.wait(lambda: pair.step() >= 2, "step 2")
+        kill_in_a_broadcast(pair, "student-1", audience=2)
+        pair.wait_replaced("student-1")
+        pair.signal("student-1", signal.SIGSTOP)
+        step = pair.step()
+        pair.wait(lambda: pair.step() >= step + 3, "three steps with the other one")
+        assert said(pair, "went to 1 replicas") > 0
+        kill_in_a_broadcast(pair, "student-0", audience=1)
+        pair.signal("student-1", signal.SIGCONT)
+        pair.wait_at_work(["student-0", "student-1"])
+        step = pair.step()
+        pair.wait(lambda: pair.step() >= step + 3, "three steps with both")
+        pair.stop()
+        summary = pair.summary()
     assert summary["weights_identical_by_replica"] == {"student-0": True, "student-1": True}
     assert summary["weights_identical"] is True
     assert summary["replica_joins"] == {"student-0": 2, "student-1": 2}
     assert pair.orphans() == 0
-
-
-def test_the_only_replica_comes_back_and_the_run_completes(tmp_path: Path) -> None:
-    with running(tmp_path, 24, replicas=1) as patient:
-        patient.start()
-        patient.wait(lambda: patient.step() >= 2, "step 2")
-        kill_in_a_broadcast(patient, "student-0", audience=1)
-        patient.end()
-        summary = patient.summary()
-    assert summary["completed"]
-    assert summary["steps"] == 24
-    assert summary["weights_identical"] is True
-    assert summary["replica_joins"] == {"student-0": 2}

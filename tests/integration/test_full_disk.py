@@ -19,7 +19,12 @@ from distill.bench.patient import Patient
 from distill.control.audit import AuditReport, audit
 from student_trainer import checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
 STEPS = 40
 SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""

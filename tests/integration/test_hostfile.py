@@ -21,6 +21,7 @@ from words_run import ROOT, over, prepare
 REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.run,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),

@@ -5,7 +5,7 @@
 | finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
 | roles alone | what `finished` left | task, in groups | topk and reward | snapshots | by URL, 1 rank |
 | broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
-| interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank |
+| interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank, then 2 |
 | experts | Qwen3-MoE, fused in memory | JSONL, text | topk | snapshots | 2 ranks |
 """
 
@@ -40,11 +40,11 @@ from distill.proof import prove
 from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.transport import TOKEN_VARIABLE, BlockingPeer
 from sync.weights.tensors import digest, read_folder
-from sync.wire import ReplicaLeaves, Replicas
+from sync.wire import ReplicaLeaves, Replicas, Version
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH, MANY = 5, 8, 200
+STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 200, 20
 BOTH_ENDS = {"type": "task", "task": "both_ends"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -53,7 +53,7 @@ SETTINGS = """
 name = "run"
 folder = "{folder}"
 steps = 5
-grace_seconds = 20
+grace_seconds = {grace}
 start_seconds = 240
 [student]
 path = "{models}/{student}"
@@ -192,7 +192,7 @@ class Run:
 
     def __init__(self, folder: Path, models: Path, student: str, prompts: Mapping[str, Any]) -> None:
         self.folder, self.run_dir, self.config = folder, folder / "run", folder / "run.toml"
-        text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT)
+        text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT, grace=GRACE_SECONDS)
         values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in prompts.items())
         self.config.write_text(f"{text}\n[prompts]\n{values}\n")
 
@@ -415,25 +415,45 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
     assert not [path for path in (run.run_dir / "store").rglob("*") if path.is_file()]
 
 
-def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed(
+def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
     run = Run(tmp_path, models, "qwen2", prompts["dataset"])
-    settings = ('objective={type="student_topk", k=4}', "evaluation=false")
+    settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4", "evaluation.threads=1")
     with run.command("run", *settings, "run.steps=100000") as running:
         wait_for(lambda: run.steps() >= 2, running)
         os.killpg(running.process.pid, signal.SIGINT)
-        assert running.end(20.0) == 130, run.logs(running)
+        assert running.end(GRACE_SECONDS + 5.0) == 130, run.logs(running)
         assert "go on with --resume" in running.said
     assert left_behind(str(tmp_path)) == []
     reached = run.summary()["steps"]
     assert (run.run_dir / "checkpoints/latest").read_text().strip() == f"L000-v{reached:08d}"
 
-    summary = run.finish(*settings, f"run.steps={reached + 2}", more=("--resume",))
+    summary = run.finish(*settings, "trainer.ranks=2", f"run.steps={reached + 2}", more=("--resume",))
     assert summary["lineages"] == 2
     assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
     check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})
     assert summary["steps"] == reached + 2
+    assert summary["before"]["version"] == str(Version(0, 0))
+    assert summary["after"]["reverse_kl"] > 0
+    assert summary["staleness"]["max"] <= summary["staleness"]["limit"]
+    for name in ("best/config.json", "report.png", "timeline.jsonl"):
+        assert (run.run_dir / name).is_file(), name
+    checked = audit(run.run_dir)
+    assert checked.ok, checked
+    assert checked.trained == (reached + 2) * BATCH
+
+
+def test_a_child_that_cannot_start_ends_the_run_with_its_last_lines(
+    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
+) -> None:
+    run = Run(tmp_path, models, "qwen3", prompts["plain"])
+    with run.command("run", "student.engine_args.no-such-flag=1", "evaluation=false") as running:
+        assert running.end() == 1, run.logs(running)
+        assert "student-0 ended with status 2" in running.said
+        assert "unrecognized arguments: --no-such-flag=1" in running.said
+        assert "Traceback" not in running.said
+    assert left_behind(str(tmp_path)) == []
 
 
 def test_fused_experts_go_out_under_their_checkpoint_names(

@@ -18,7 +18,12 @@ from distill.control.audit import AuditReport, audit
 from distill.control.records import Checkpointed, LineageOpened, Record
 from distill.control.segments import read_all
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+]
 STEPS = 32
 SERVERS = ["student-0", "teacher-only"]
 
@@ -44,12 +49,12 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
     with Patient(command(folder, STEPS), folder / NAME) as patient:
         patient.start()
         patient.wait(lambda: patient.step() >= 2, "step 2")
-        for victims in (SERVERS, ["trainer"]):
-            for victim in victims:
-                patient.kill(victim, random.Random(0))
-            patient.wait_at_work(victims)
-        left = sum(patient.kill_guardian(role) for role in ("student-0", "trainer"))
-        patient.wait_at_work(["student-0", "trainer"])
+        left = 0
+        for killed, unguarded in ((SERVERS, "trainer"), (["trainer"], "student-0")):
+            for role in killed:
+                patient.kill(role, random.Random(0))
+            left += patient.kill_guardian(unguarded)
+            patient.wait_at_work([*killed, unguarded])
         patient.kill_launcher()
         patient.start(resume=True)
         patient.wait_at_work([*SERVERS, "trainer"])

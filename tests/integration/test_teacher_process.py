@@ -19,6 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from written import check_written_are_marked_alike
 
 from distill.bench.fuzz import flood, fuzz
 from distill.evaluate.evaluation import LanguageModel
@@ -37,7 +38,6 @@ from sync.wire import (
     Want,
     WritePrompt,
     WriteRequest,
-    Written,
     pack,
     unpack,
 )
@@ -172,31 +172,8 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
 
 async def test_it_writes_what_it_then_marks_alike_and_the_same_for_the_same_seed(teacher: Process) -> None:
     await up(teacher)
-    rng = np.random.default_rng(5)
-    prompts = [
-        WritePrompt(str(i), pack(rng.integers(1, VOCAB, 2 + i).astype(np.int32)), 10 + i) for i in range(6)
-    ]
     async with TeacherClient("toy", [teacher.url], "secret") as client:
-        texts, alone = await client.write(prompts, 8, [3]), await client.write(prompts[4:5], 8, [3])
-        wholes = [
-            ScoreSequence(
-                one.id, pack(np.concatenate([unpack(one.token_ids), unpack(text.token_ids)])), 2 + i
-            )
-            for i, (one, text) in enumerate(zip(prompts, texts, strict=True))
-            if isinstance(text, Written)
-        ]
-        marks = await client.score(wholes)
-    assert len(wholes) == 6
-    assert isinstance(alone[0], Written)
-    assert isinstance(texts[4], Written)
-    assert alone[0].token_ids == texts[4].token_ids
-    for text, mark in zip(texts, marks, strict=True):
-        assert isinstance(text, Written)
-        assert isinstance(mark, Scored)
-        np.testing.assert_allclose(unpack(text.logprob), unpack(mark.logprob), atol=1e-4)
-        ids = unpack(text.token_ids).tolist()
-        assert (text.finish_reason == "stop") == (ids[-1] in (0, 3))  # its own end, and the one asked for
-        assert not {0, 3} & set(ids[:-1])
+        await check_written_are_marked_alike(client, VOCAB)
 
 
 async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(

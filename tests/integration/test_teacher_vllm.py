@@ -17,6 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from written import END, MAX_TOKENS, STOP, check_written_are_marked_alike
 
 from sync.errors import RemoteError
 from sync.transport import Peer
@@ -25,7 +26,7 @@ from teacher_service.batching import split
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Writer
 from teacher_service.replies import scored
 
 pytestmark = pytest.mark.engine
@@ -151,6 +152,29 @@ async def test_vllm_inside_the_process_equals_a_plain_forward_pass(
             gather = ScoreSequence("a", pack(np.zeros(3, np.int32)), 2, pack(np.zeros((1, 2), np.int32)))
             with pytest.raises(RemoteError, match="cannot give 'gather'"):
                 await client.score([gather])
+
+
+async def test_vllm_inside_the_process_writes_what_it_then_marks_alike(urls: tuple[str, str]) -> None:
+    async with TeacherClient("v", [urls[1]]) as client:
+        await check_written_are_marked_alike(client, VOCAB)
+
+
+def test_a_stock_server_by_url_writes_with_the_log_probabilities_that_it_marks(
+    urls: tuple[str, str],
+) -> None:
+    config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})
+    teacher = build(config, VOCAB)
+    assert isinstance(teacher, Writer)
+    drafts = [Draft(np.array([5 + i, 6], np.int32), seed=i) for i in range(6)]
+    *_, texts = teacher.write(drafts, Manner(MAX_TOKENS, 1.0, (STOP,)))
+    items = [
+        Item(np.concatenate([draft.token_ids_P, text.token_ids_T]), 2)
+        for draft, text in zip(drafts, texts, strict=True)
+    ]
+    marks = teacher.score(items, Asked())
+    np.testing.assert_allclose(np.concatenate([text.logprob_T for text in texts]), marks.logprob_C, atol=1e-4)
+    assert [text.ended for text in texts] == [text.token_ids_T[-1] in (END, STOP) for text in texts]
+    teacher.close()
 
 
 @pytest.mark.parametrize(("engine", "k"), [("vllm", 5), ("openai", 0)])

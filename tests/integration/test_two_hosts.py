@@ -22,6 +22,7 @@ from words_run import ROOT, over, prepare
 REASON = missing()
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.run,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
