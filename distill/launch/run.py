@@ -155,15 +155,10 @@ class _Launcher:
     async def _supervise(self) -> None:
         seconds = self._config.run.start_seconds
         await self._supervisor.ready(seconds)
-        if TRAINER in self._supervisor.children:
-            ended = asyncio.create_task(self._supervisor.ended(TRAINER))
-            ended.add_done_callback(self._trainer_ended)
-        await self._supervisor.watch(seconds)
-        if TRAINER in self._supervisor.children:
-            self._controller.trainer_left()
+        await self._supervisor.watch(seconds, self._left)
 
-    def _trainer_ended(self, task: asyncio.Task[int]) -> None:
-        if not task.cancelled() and task.result() == 0:
+    def _left(self, child: str) -> None:
+        if child == TRAINER:
             self._controller.trainer_left()
 
     async def _trainer_end(self) -> None:
