@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Times rollout.straggler_seconds within which a replica must have answered a request. It ends completions at
 that time itself, so one that has not is stuck."""
+Holder = Literal["disk", "guard", "end"]
+"""Who holds rollouts back: a disk that is nearly full, bad steps, the end of the run."""
 
 
 @dataclass
@@ -85,8 +87,8 @@ class Feeder:
         )
         self._again: deque[Asked] = deque()
         self._closing = False
-        self.held = False
-        """No new request is sent while set."""
+        self.holders: set[Holder] = set()
+        """Who wants no new request to be sent."""
 
     async def run(self) -> None:
         """Feed until cancelled."""
@@ -102,7 +104,7 @@ class Feeder:
                 self._closing = True
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
-        while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
+        while not self.holders and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
             prompts = self._for_student(self._next(count))
             if not prompts:
                 continue

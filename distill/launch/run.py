@@ -197,9 +197,11 @@ class _Launcher:
             where, free = self._folder.fullest()
             full = free / GIB < least
             if full and not held:
-                self._controller.hold(f"{where} has less than run.min_free_disk_gib = {least:g} GiB free")
+                self._controller.hold(
+                    "disk", f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
+                )
             elif held and not full:
-                self._controller.release()
+                self._controller.release("disk")
             held = full
 
     @contextlib.contextmanager
