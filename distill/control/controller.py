@@ -39,7 +39,7 @@ from distill.control.timeline import Timeline
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
-from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
+from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -277,17 +277,12 @@ class Controller:
         """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
         if event.kind == "broadcast" and not self.broadcasts.listening() and self._stop_reason is None:
             raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
-        self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
         if event.kind == "broadcast":
             return self.broadcasts.seat(event)
         self.fleet.published()
         return None
-
-    def _saved(self, event: CheckpointSaved) -> None:
-        self._hooks.saved(event)
-        self._tidy.wake()
 
     # --- figures ------------------------------------------------------------------------------------------
 
@@ -355,7 +350,7 @@ class Controller:
                 opened=self._opened,
                 reported=self._reported,
                 published=self._published,
-                saved=self._saved,
+                saved=self._tidy.wake,
                 wants_broadcast=self.broadcasts.wanted,
                 lost_seats=self.broadcasts.lost_seats,
             ),
