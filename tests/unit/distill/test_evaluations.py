@@ -82,6 +82,24 @@ async def test_versions_are_evaluated_every_so_many_steps(
     assert [version.step for version in evaluator.seen] == seen
 
 
+async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
+    evaluator = MemoryEvaluator()
+    evaluations, books = bench(tmp_path, evaluator, 4)
+    task = asyncio.create_task(evaluations.run())
+    await books.open_lineage(None, "model")
+    published = [Version(0, step) for step in (0, 4, 8)]
+    for version in published:
+        evaluations.due(version)
+        await asyncio.sleep(0.01)
+    await books.open_lineage(None, "model", without=[])
+    for step in (0, 4):
+        evaluations.due(Version(1, step))
+        await asyncio.sleep(0.01)
+    assert evaluator.seen == [*published, Version(1, 4)]
+    task.cancel()
+    books.journal.close()
+
+
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
     class Slow(MemoryEvaluator):
         async def evaluate(self, version: Version) -> EvalReport:
