@@ -27,7 +27,7 @@ class RunConfigSection(Settings):
     steps: int = Field(ge=1)
     """Optimizer steps."""
     seed: int = 0
-    """Of prompts' order, sampling and training."""
+    """Of prompts' order, evaluation, what teachers write, and training; replica I samples with seed I."""
     grace_seconds: float = Field(60.0, gt=0)
     """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
     start_seconds: float = Field(900.0, gt=0)

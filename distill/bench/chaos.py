@@ -41,7 +41,8 @@ STEPS_PER_KILL = 24
 """Length of the quickstart that is killed: enough that it still runs at the last kill."""
 PATIENCE = 4.0
 """Times run.start_seconds that anything may take before the run counts as stuck."""
-_BROKEN = ("lost", "trained_twice", "too_old", "issued_twice", "not_as_composed", "unrecorded")
+_OTHERWISE = ("issued_twice", "not_as_composed", "unrecorded", "misweighed", "other_author")
+_BROKEN = ("lost", "trained_twice", "too_old", *_OTHERWISE)
 
 
 def run(
@@ -175,7 +176,7 @@ def table(figures: dict[str, Any]) -> str:
         "lost": figures["lost"],
         "trained twice": figures["trained_twice"],
         "over age": figures["too_old"],
-        "otherwise wrong": figures["issued_twice"] + figures["not_as_composed"] + figures["unrecorded"],
+        "otherwise wrong": sum(figures[name] for name in _OTHERWISE),
         "weights identical": figures["weights_identical"],
         "orphans": figures["orphans"],
         "steps": figures["steps"],

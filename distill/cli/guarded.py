@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ def guarded(command: Callable[[], Any]) -> int:
         if isinstance(error, Interrupted):
             return EXIT_STOPPED
         return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, CancelledError):  # the latter: a run that was told to stop twice
         console.print("distill: stopped", style="red")
         return EXIT_STOPPED
     except SystemExit as leaving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
 from distill.control.journal import Journal
 from distill.control.records import (
@@ -49,23 +50,23 @@ class Books:
         """Rebuild the state from the journal (empty: a new run).
 
         `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
-        Raises DataError when it is damaged, ConfigError when it is another run's.
+        Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
         """
-        state = RunState(rules)
+        state, bound = RunState(rules), rules.bound
+        now = Opened(
+            run, seed, rules.batch, bound.limit, bound.hard, bound.half_life, rules.group,
+            prompts.per_prompt, prompts.rows,
+        )  # fmt: skip
         for location, record in journal.replay():
-            if isinstance(record, Opened) and (record.run, record.seed) != (run, seed):
-                raise ConfigError(
-                    f"the journal in {journal.folder} is of run {record.run!r} with seed {record.seed}, this "
-                    f"is {run!r} with seed {seed}: its prompts come in another order; start a new run"
-                )
+            if isinstance(record, Opened):
+                _check_same_prompts(journal.folder, record, now)
             state.apply(record, location if isinstance(record, Issued | Rollout) else None)
             if isinstance(record, Rollout):
                 state.unload(record.id)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
         books = cls(journal, state, prompts, author)
-        bound = rules.bound
-        books.write(Opened(run, seed, rules.batch, bound.limit, bound.hard, bound.half_life, rules.group))
+        books.write(now)
         books._drop_broken()
         return books
 
@@ -160,3 +161,19 @@ class Books:
         """Shrink the segments that the kept checkpoints cover."""
         needed = self.state.forget_covered(keep_checkpoints)
         self._compacted |= await self.journal.compact(needed, self._compacted)
+
+
+def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:
+    """Raise ConfigError when the cursor on record would give out ids that were given out before."""
+    if (before.run, before.seed) != (now.run, now.seed):
+        raise ConfigError(
+            f"the journal in {folder} is of run {before.run!r} with seed {before.seed}, this is {now.run!r} "
+            f"with seed {now.seed}: its prompts come in another order; start a new run"
+        )
+    if (before.per_prompt, before.rows) != (now.per_prompt, now.rows):
+        raise ConfigError(
+            f"the journal in {folder} is of {before.rows or 'endless'} prompts, {before.per_prompt} of each, "
+            f"and these are {now.rows or 'endless'} prompts, {now.per_prompt} of each: some would be asked "
+            "twice; undo the change of the prompts, rollout.per_prompt, evaluation or evaluation.prompts, or "
+            "start a new run"
+        )

@@ -31,15 +31,15 @@ from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
-from distill.control.rollout import Feeder
+from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.control.timeline import Timeline
-from distill.control.waiting import cancel
+from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
-from sync.wire import Audience, CheckpointSaved, Published, StepReport, TrainerWelcome, unpack
+from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +130,14 @@ class Controller:
         self.desk.withheld = False
         self._changed.wake()
 
-    def hold(self, reason: str) -> None:
-        """Start no further rollouts until `release`."""
+    def hold(self, who: Holder, reason: str) -> None:
+        """Start no further rollouts until everybody who holds them has let go."""
         logger.warning("no rollouts are started: %s", reason)
-        self.feeder.held = True
+        self.feeder.holders.add(who)
 
-    def release(self) -> None:
-        self.feeder.held = False
+    def release(self, who: Holder) -> None:
+        """`who` no longer holds them."""
+        self.feeder.holders.discard(who)
         self.fleet.wake.wake()
 
     # --- the run ------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Controller:
                 workers = [asyncio.create_task(part) for part in self._parts()]
                 try:
                     await self._first_of(workers)
-                    self.feeder.held = True
+                    self.feeder.holders.add("end")
                     await self._conclude()
                 finally:
                     await cancel(workers)
@@ -176,7 +177,8 @@ class Controller:
         finally:
             over.cancel()
         for worker in done:
-            worker.result()
+            if error := worker.exception():
+                raise first_error(error)
 
     async def _watch_end(self) -> None:
         """Until the trainer said its last word, or has left without one."""
@@ -232,7 +234,7 @@ class Controller:
             back = retreat(state, self._guard.since, self.config.trainer.keep_checkpoints, problem)
         if back is None:
             self.withhold()
-            self.hold(f"{problem}; no batch is handed out either: look at it, then stop the run")
+            self.hold("guard", f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
         self.books.write(back)
@@ -275,17 +277,12 @@ class Controller:
         """Raises Overloaded for a broadcast that nobody would hear yet, unless the run is about to end."""
         if event.kind == "broadcast" and not self.broadcasts.listening() and self._stop_reason is None:
             raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
-        self._hooks.published(event)
         if self.evaluations is not None:
             self.evaluations.due(event.version)
         if event.kind == "broadcast":
             return self.broadcasts.seat(event)
         self.fleet.published()
         return None
-
-    def _saved(self, event: CheckpointSaved) -> None:
-        self._hooks.saved(event)
-        self._tidy.wake()
 
     # --- figures ------------------------------------------------------------------------------------------
 
@@ -353,7 +350,7 @@ class Controller:
                 opened=self._opened,
                 reported=self._reported,
                 published=self._published,
-                saved=self._saved,
+                saved=self._tidy.wake,
                 wants_broadcast=self.broadcasts.wanted,
                 lost_seats=self.broadcasts.lost_seats,
             ),

@@ -51,7 +51,7 @@ class Listener:
     opened: Callable[[TrainerWelcome], None]
     reported: Callable[[StepReport], None]
     published: Callable[[Published], Audience | None]
-    saved: Callable[[CheckpointSaved], None]
+    saved: Callable[[], None]
     wants_broadcast: Callable[[], bool]
     """Whether a replica can only go on when the trainer broadcasts what it holds."""
     lost_seats: Callable[[str], dict[str, str]]
@@ -228,7 +228,7 @@ class Desk:
         elif isinstance(event, CheckpointSaved):
             if event.version not in self._books.state.checkpoints[-1:]:
                 self._books.write(Checkpointed(event.version, event.path))
-                self._listener.saved(event)
+                self._listener.saved()
         else:
             self.final = event
         await self._books.journal.commit()

@@ -75,20 +75,24 @@ class Evaluations:
         self._stop = stop
         self._retry_seconds = retry_seconds
         self._waiting: Version | None = None
-        self._newest = -1
-        """Step of the newest version that was due."""
+        self._newest: Version | None = None
+        """The newest version that was due."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
     def due(self, version: Version) -> None:
-        """A version was published: evaluate it when its turn has come."""
-        known = [report.version.step for report in self._books.state.evaluations]
-        last = max([*known, self._newest])
-        every = self._config.every
+        """A version was published: evaluate it when its turn has come.
+
+        Versions that the current lineage did not pass, since it was rolled back, do not count as evaluated.
+        """
+        state, every = self._books.state, self._config.every
+        known = [report.version for report in state.evaluations]
+        known += [] if self._newest is None else [self._newest]
+        last = max((one.step for one in known if state.step_of(one) == one.step), default=-1)
         if (version.step == 0 and last < 0) or (
             every and version.step > last and version.step // every > max(last, 0) // every
         ):
-            self._waiting, self._newest = version, version.step
+            self._waiting = self._newest = version
             self._changed.wake()
 
     async def run(self) -> None:

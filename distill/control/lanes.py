@@ -36,8 +36,8 @@ class Lanes(Generic[W, A]):
 
     A request carries up to `batch` pieces of work. While one is under way a further one is sent only when it
     is full, at most PARALLEL at once; an idle teacher is asked after `linger` seconds with what there is. A
-    teacher that is gone is asked again until it is back. Nothing is bounded here: the capacity rule bounds
-    what can wait.
+    teacher that is gone is asked again until it is back, for half as much each time: one that is too slow for
+    a whole request answers a part of it. Nothing is bounded here: the capacity rule bounds what can wait.
 
     `ask` gives one answer per piece of work and may raise what a `Teacher` raises; a request that is refused
     as a whole is halved to find the culprit, which `settle` gets with the refusal's text for its answer.
@@ -118,8 +118,13 @@ class Lanes(Generic[W, A]):
                 logger.warning("teacher %s is asked again in %.1f s: %s", lane.name, pause, error)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5.0)
+                if len(work) > 1:
+                    return await self._ask_in_halves(lane, work)
             except (RemoteError, WireError) as error:
                 if len(work) == 1:
                     return [str(error)]
-                half = len(work) // 2
-                return await self._ask(lane, work[:half]) + await self._ask(lane, work[half:])
+                return await self._ask_in_halves(lane, work)
+
+    async def _ask_in_halves(self, lane: _Lane[W], work: list[W]) -> list[A | str]:
+        half = len(work) // 2
+        return await self._ask(lane, work[:half]) + await self._ask(lane, work[half:])

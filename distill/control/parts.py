@@ -14,7 +14,7 @@ from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
-from sync.wire import CheckpointSaved, EvalReport, Published, TrainerWelcome, Version, Want
+from sync.wire import EvalReport, TrainerWelcome, Version, Want
 
 
 def _ignore(*_: Any) -> None:
@@ -39,11 +39,9 @@ class Hooks:
     step: Callable[[Version, dict[str, float]], None] = _ignore
     """After each optimizer step, with the trainer's and the controller's metrics."""
     evaluated: Callable[[EvalReport, bool], None] = _ignore
-    """A report, and whether it is the best so far (then export that version: the store will not keep it)."""
+    """A report, and whether it is the best so far."""
     opened: Callable[[TrainerWelcome], None] = _ignore
     """A trainer has said hello."""
-    published: Callable[[Published], None] = _ignore
-    saved: Callable[[CheckpointSaved], None] = _ignore
     quarantined: Callable[[Quarantined], None] = _ignore
     """A completion was put aside: a line of quarantine.jsonl."""
     set_back: Callable[[Version | None], None] | None = None

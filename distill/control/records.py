@@ -46,6 +46,10 @@ class Opened(Record, frozen=True):
     """Versions beyond max_staleness that halve a rollout's weight."""
     group: int = 1
     """Completions of a prompt that go into a batch together."""
+    per_prompt: int = 1
+    """Completions of each prompt."""
+    rows: int | None = None
+    """Prompts of an epoch; None: they have no end."""
 
 
 class Issued(Record, frozen=True):

@@ -49,7 +49,7 @@ class Replica:
         self.in_flight = 0
         """Completions it works on."""
         self.joined = 0
-        """How often it has joined."""
+        """How often it has begun to serve."""
         self.streams: set[asyncio.Task[None]] = set()
         """Tasks that read completions from it."""
         self.refusals = 0
@@ -204,7 +204,6 @@ class Fleet:
                 if await replica.engine.alive():
                     replica.version = (await replica.engine.state()).version
                     replica.lost.clear()
-                    replica.joined += 1
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
                     break
@@ -214,6 +213,7 @@ class Fleet:
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._retry_seconds)
         replica.phase = Phase.SERVING
+        replica.joined += 1
         logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
         self.wake.wake()
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Times rollout.straggler_seconds within which a replica must have answered a request. It ends completions at
 that time itself, so one that has not is stuck."""
+Holder = Literal["disk", "guard", "end"]
+"""Who holds rollouts back: a disk that is nearly full, bad steps, the end of the run."""
 
 
 @dataclass
@@ -84,9 +86,11 @@ class Feeder:
             max_seconds=config.straggler_seconds,
         )
         self._again: deque[Asked] = deque()
+        self._waiting: set[str] = set()
+        """Replicas that wait for the trainer."""
         self._closing = False
-        self.held = False
-        """No new request is sent while set."""
+        self.holders: set[Holder] = set()
+        """Who wants no new request to be sent."""
 
     async def run(self) -> None:
         """Feed until cancelled."""
@@ -102,7 +106,7 @@ class Feeder:
                 self._closing = True
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
-        while not self.held and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
+        while not self.holders and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
             prompts = self._for_student(self._next(count))
             if not prompts:
                 continue
@@ -117,9 +121,10 @@ class Feeder:
     def _note_waiting(self) -> None:
         """A replica without work waits for the trainer when the bound is reached, for nobody else."""
         idle = {replica.name for replica in self._fleet.serving() if replica.in_flight == 0}
-        full = bool(idle) and not self._again and not self._books.state.room(self._fleet.slowest())
-        for name in self._fleet.replicas:
-            self._timeline.waits(name, TRAINER if full and name in idle else None)
+        full = not self._again and not self._books.state.room(self._fleet.slowest())
+        before, self._waiting = self._waiting, idle if full else set()
+        for name in before | self._waiting:  # one that waited may have been removed
+            self._timeline.waits(name, TRAINER if name in self._waiting else None)
 
     def _for_student(self, prompts: list[Asked]) -> list[Asked]:
         """`prompts` without those that a teacher completes, which are handed on."""

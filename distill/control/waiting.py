@@ -23,6 +23,13 @@ async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -
         await cancel([task, watch])
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The error itself; of a task group's, the first that one of its tasks ended with."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel and wait; errors of the tasks are not raised."""
     live = [task for task in tasks if task is not None]

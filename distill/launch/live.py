@@ -20,9 +20,8 @@ from distill.config import RunConfig
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Transform, score_sequence
 from distill.launch import probes
-from distill.launch.preflight import context_length, lacking_marks, shares_template
+from distill.launch.preflight import lacking_marks, shares_template, student_limit
 from distill.launch.probes import Finding
-from distill.launch.student import flag_name
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
 from sync import tokenizers
@@ -237,14 +236,6 @@ def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]
     if "score_gap" in figures:
         findings.append(probes.scores_match(figures["score_gap"], settings.score_tolerance or 0.1))
     return findings
-
-
-def student_limit(config: RunConfig) -> int:
-    """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
-    asked = [
-        int(value) for key, value in config.student.engine_args.items() if flag_name(key) == "max-model-len"
-    ]
-    return min([context_length(config.student), *asked])
 
 
 def _sampling(config: RunConfig) -> Sampling:

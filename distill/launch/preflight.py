@@ -10,7 +10,7 @@ from distill.config import RunConfig, TaskPrompts
 from distill.control import lateness
 from distill.launch.probes import Finding
 from distill.launch.student import flag_name
-from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, open_prompts
+from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
@@ -37,7 +37,7 @@ def check(config: RunConfig) -> PromptSplit:
     _check_tokenizers(config, tokenizer)
     _check_topk(config, tokenizers.vocab_size(tokenizer))
     split = open_prompts(config, tokenizer, longest_sequence(config))
-    router.check({prompt.source for prompt in split.held_out} or {"default"})
+    router.check(data_sources(split))
     _check_reward(config, split)
     if config.evaluation is not None and not split.held_out:
         raise ConfigError(NOTHING_HELD_OUT)
@@ -71,15 +71,27 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
-    limits = [context_length(config.student)]
-    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
-    engine_limit = given.get("max-model-len")
-    if isinstance(engine_limit, int) and engine_limit > 0:
-        limits.append(engine_limit)
+    limits = [student_limit(config)]
     for teacher in config.teachers.values():
         if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
             limits.append(teacher.max_length or context_length(teacher))
     return min(limits)
+
+
+def student_limit(config: RunConfig) -> int:
+    """Longest sequence of a replica: the model's own limit, or max-model-len when that is less.
+
+    Raises ConfigError for a max-model-len that is no number.
+    """
+    own = context_length(config.student)
+    given = {flag_name(key): value for key, value in config.student.engine_args.items()}
+    asked = given.get("max-model-len", own)
+    if not isinstance(asked, int):
+        raise ConfigError(
+            f"student.engine_args has max-model-len = {asked!r}, and prompts are measured against it: write "
+            "the number of tokens"
+        )
+    return min(own, asked) if asked > 0 else own
 
 
 def context_length(source: ModelSource) -> int:

@@ -155,15 +155,10 @@ class _Launcher:
     async def _supervise(self) -> None:
         seconds = self._config.run.start_seconds
         await self._supervisor.ready(seconds)
-        if TRAINER in self._supervisor.children:
-            ended = asyncio.create_task(self._supervisor.ended(TRAINER))
-            ended.add_done_callback(self._trainer_ended)
-        await self._supervisor.watch(seconds)
-        if TRAINER in self._supervisor.children:
-            self._controller.trainer_left()
+        await self._supervisor.watch(seconds, self._left)
 
-    def _trainer_ended(self, task: asyncio.Task[int]) -> None:
-        if not task.cancelled() and task.result() == 0:
+    def _left(self, child: str) -> None:
+        if child == TRAINER:
             self._controller.trainer_left()
 
     async def _trainer_end(self) -> None:
@@ -202,9 +197,11 @@ class _Launcher:
             where, free = self._folder.fullest()
             full = free / GIB < least
             if full and not held:
-                self._controller.hold(f"{where} has less than run.min_free_disk_gib = {least:g} GiB free")
+                self._controller.hold(
+                    "disk", f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
+                )
             elif held and not full:
-                self._controller.release()
+                self._controller.release("disk")
             held = full
 
     @contextlib.contextmanager

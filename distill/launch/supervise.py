@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -175,13 +175,13 @@ class Supervisor:
             for task in (*waiting, alarm):
                 task.cancel()
 
-    async def watch(self, seconds: float, restarted: Callable[[str], Awaitable[None]] | None = None) -> None:
+    async def watch(self, seconds: float, left: Callable[[str], None] = lambda name: None) -> None:
         """Mend deaths until cancelled; returns when every child has come to an orderly end.
 
-        A restarted child has `seconds` to come up; then `restarted` is awaited with its name. Raises
+        `left` is called with the name of each that has. A restarted child has `seconds` to come up. Raises
         ChildFailed when the budget is spent.
         """
-        tasks = [asyncio.create_task(self._tend(c, seconds, restarted)) for c in self.children.values()]
+        tasks = [asyncio.create_task(self._tend(child, seconds, left)) for child in self.children.values()]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -277,13 +277,12 @@ class Supervisor:
             if peer is not None:
                 await peer.aclose()
 
-    async def _tend(
-        self, child: Child, seconds: float, restarted: Callable[[str], Awaitable[None]] | None
-    ) -> None:
+    async def _tend(self, child: Child, seconds: float, left: Callable[[str], None]) -> None:
         while True:
             await self.ended(child.spec.name)
             if child.phase is Phase.ENDED or (child.spec.ends and child.status == 0):
                 child.phase = Phase.ENDED
+                left(child.spec.name)
                 return
             await self._start_again(child)
             try:
@@ -291,9 +290,6 @@ class Supervisor:
             except ChildFailed:
                 if child.status is None:
                     raise
-                continue
-            if restarted is not None:
-                await restarted(child.spec.name)
 
     async def _start_again(self, child: Child) -> None:
         pause = self._spend(child)

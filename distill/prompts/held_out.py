@@ -43,6 +43,11 @@ class Subset:
         return len(self._rows)
 
     @property
+    def sources(self) -> set[str]:
+        """Data sources of the whole table, so of what is held out as well."""
+        return self._table.sources
+
+    @property
     def longest(self) -> int:
         """Tokens of its longest prompt."""
         return max(self._table.length(int(row)) for row in self._rows)
@@ -61,6 +66,13 @@ def longest_prompt(split: PromptSplit) -> int:
     """Tokens of the longest prompt: of all in a table, of a sample where there is no end to them."""
     known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
     return max(known, split.train.longest) if isinstance(split.train, Subset) else known
+
+
+def data_sources(split: PromptSplit) -> set[str]:
+    """Every data source of a table's prompts; of prompts without end, those of a sample."""
+    if isinstance(split.train, Subset):
+        return split.train.sources
+    return {prompt.source for prompt in sample_prompts(split)}
 
 
 def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit:

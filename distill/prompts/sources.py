@@ -68,6 +68,11 @@ class TableSource:
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def sources(self) -> set[str]:
+        """Data sources of its rows."""
+        return {source for _, source, _, _ in self._names}
+
     def length(self, index: int) -> int:
         """Tokens of a row."""
         return self._ends[index + 1] - self._ends[index]

@@ -54,10 +54,11 @@ class PromptStream:
         self.cursor = Cursor(0, 0)
         self._source = source
         self._seed = seed
-        self._per_prompt = per_prompt
-        self._length = len(source) if isinstance(source, Sized) else None
+        self.per_prompt = per_prompt
+        self.rows = len(source) if isinstance(source, Sized) else None
+        """Of an epoch; None: they have no end."""
         self._order: tuple[int, np.ndarray] | None = None
-        if self._length == 0:
+        if self.rows == 0:
             raise DataError("0 prompts were found: a run needs at least one; check the path and the field")
 
     def take(self, count: int) -> list[Prompt]:
@@ -66,16 +67,16 @@ class PromptStream:
 
     def _next(self) -> Prompt:
         epoch, position = self.cursor
-        if self._length is not None and position >= self._length * self._per_prompt:
+        if self.rows is not None and position >= self.rows * self.per_prompt:
             epoch, position = epoch + 1, 0
-        place, copy = divmod(position, self._per_prompt)
+        place, copy = divmod(position, self.per_prompt)
         row = self._source[self._row(epoch, place)]
         self.cursor = Cursor(epoch, position + 1)
         return msgspec.structs.replace(row, id=f"{epoch}:{row.id}:{copy}")
 
     def _row(self, epoch: int, place: int) -> int:
-        if self._length is None:
+        if self.rows is None:
             return place
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._length)
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.rows)
         return int(self._order[1][place])

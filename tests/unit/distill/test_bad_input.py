@@ -201,6 +201,12 @@ def test_a_prompt_longer_than_the_engine_or_the_teacher_takes_is_refused(
     assert "lower rollout.max_tokens" in said
 
 
+def test_a_limit_of_the_engine_that_is_no_number_is_refused(distill: Distill) -> None:
+    message = distill('student.engine_args.max-model-len="8k"')
+    assert "student.engine_args has max-model-len = '8k'" in message
+    assert "write the number of tokens" in message
+
+
 def test_nucleus_sampling_is_refused(distill: Distill) -> None:
     assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
 

@@ -288,6 +288,37 @@ async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
         Books.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 
 
+class Table(MemoryPrompts):
+    """So many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+
+@pytest.mark.parametrize(("rows", "per_prompt"), [(100, 2), (99, 1)])
+async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
+    tmp_path: Path, rows: int, per_prompt: int
+) -> None:
+    def begun(prompts: PromptStream) -> Books:
+        return Books.open(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
+
+    books = begun(PromptStream(Table(100), seed=0))
+    first = {asked.prompt.id for asked in books.issue(40)}
+    await books.journal.commit()
+    books.journal.close()
+    other = PromptStream(Table(rows), seed=0, per_prompt=per_prompt)
+    other.cursor = books.state.cursor
+    assert first & {prompt.id for prompt in other.take(40)}, "the same ids again"
+    with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
+        begun(other)
+    again = begun(PromptStream(Table(100), seed=0))
+    assert not first & {asked.prompt.id for asked in again.issue(40)}
+    again.journal.close()
+
+
 async def test_a_journal_names_its_run(tmp_path: Path) -> None:
     books = opened(tmp_path)
     await books.journal.commit()

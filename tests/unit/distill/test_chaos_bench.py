@@ -42,6 +42,13 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
     assert not holds(whole | {"completed": False})
 
 
+@pytest.mark.parametrize("broken", ["not_as_composed", "misweighed", "other_author"])
+def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
+    found = figures(AuditReport(**{broken: ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED
+    assert not holds(found)
+    assert "otherwise wrong    1" in table(found).splitlines()
+
+
 def test_every_kind_dies_once_before_any_dies_again_whatever_the_number_of_its_processes() -> None:
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
     chosen = list(itertools.islice(_targets(random.Random(1), roles), 60))

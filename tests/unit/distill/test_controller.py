@@ -20,7 +20,8 @@ from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica
 from distill.control.parts import Hooks
 from distill.control.records import Rollout, Trace
 from distill.control.segments import read_all
-from distill.prompts.stream import PromptStream, group_of
+from distill.prompts.stream import Prompt, PromptStream, group_of
+from sync.errors import DataError
 from sync.wire import (
     Generated,
     GeneratePrompt,
@@ -498,3 +499,21 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
             assert written.token_ids == record.tokens
             texts += 1
     assert texts > 0
+
+
+async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller) -> None:
+    def judge(prompt: Prompt, completion: list[int]) -> float:
+        raise DataError(f"the judge cannot read {prompt.id}")
+
+    run = controller(judge=judge)
+    with pytest.raises(DataError, match="cannot read 0:0"):
+        await complete(run, MemoryTrainer(run.desk))
+
+
+async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:
+    run = controller(config(guard={"max_grad_norm": 1.0, "patience": 1}))
+    run._distrust("step 3: grad_norm is 9")
+    run.hold("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
+    run.release("disk")
+    assert run.feeder.holders == {"guard"}
+    run.close()

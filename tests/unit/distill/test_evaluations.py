@@ -58,6 +58,12 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
     return silent, books
 
 
+async def settle() -> None:
+    """Let everything run that waits for no clock."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(
     ("every", "published", "seen"),
     [
@@ -75,11 +81,29 @@ async def test_versions_are_evaluated_every_so_many_steps(
     task = asyncio.create_task(evaluations.run())
     for step in published:
         evaluations.due(Version(0, step))
-        await asyncio.sleep(0.005)
+        await settle()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     books.journal.close()
     assert [version.step for version in evaluator.seen] == seen
+
+
+async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
+    evaluator = MemoryEvaluator()
+    evaluations, books = bench(tmp_path, evaluator, 4)
+    task = asyncio.create_task(evaluations.run())
+    await books.open_lineage(None, "model")
+    published = [Version(0, step) for step in (0, 4, 8)]
+    for version in published:
+        evaluations.due(version)
+        await settle()
+    await books.open_lineage(None, "model", without=[])
+    for step in (0, 4):
+        evaluations.due(Version(1, step))
+        await settle()
+    assert evaluator.seen == [*published, Version(1, 4)]
+    task.cancel()
+    books.journal.close()
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
@@ -105,8 +129,11 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
 async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     tmp_path: Path, error: Exception, times: int
 ) -> None:
+    asked = asyncio.Queue[Version]()
+
     class Failing(MemoryEvaluator):
         async def evaluate(self, version: Version) -> EvalReport:
+            asked.put_nowait(version)
             if not self.seen:
                 self.seen.append(version)
                 raise error
@@ -116,7 +143,9 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     evaluations, books = bench(tmp_path, evaluator, 1)
     task = asyncio.create_task(evaluations.run())
     evaluations.due(Version(0, 1))
-    await asyncio.sleep(0.05)
+    for _ in range(times):
+        await asyncio.wait_for(asked.get(), 5)
+    await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     books.journal.close()

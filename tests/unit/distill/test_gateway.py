@@ -244,6 +244,8 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
     ("path", "body", "message"),
     [
         ("join", ReplicaJoins(url="b:1"), r"'b:1' cannot join: give its URL, http://host:port"),
+        ("join", ReplicaJoins(url="http://b:80a0"), r"'http://b:80a0' cannot join: give its URL"),
+        ("join", ReplicaJoins(url="http://"), r"'http:' cannot join: give its URL"),
         ("join", ReplicaJoins(url="http://a:1/"), "replica r0 is a member already: remove it first"),
         ("join", ReplicaJoins(url="http://c:1", name="r0"), "replica r0 is a member already"),
         ("leave", ReplicaLeaves(name="zz"), "no replica 'zz': there are r0"),

@@ -165,7 +165,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
             await trainer.run()
         trainer.checkpoint = back[0]
         training = asyncio.create_task(trainer.run())
-        await until(lambda: second.feeder.held)
+        await until(lambda: second.feeder.holders)
         assert back == [Version(0, 4)], "the one rollback of this run was used up before the restart"
         second.request_stop("enough")
         await asyncio.gather(training, running)
@@ -178,7 +178,7 @@ async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: A
     trainer.checkpoint_every = 1
     running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(20):
-        await until(lambda: made.feeder.held)
+        await until(lambda: made.feeder.holders)
         made.request_stop("enough")
         await asyncio.gather(training, running)
 
@@ -188,7 +188,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(20):
-        await until(lambda: made.feeder.held)
+        await until(lambda: made.feeder.holders)
         await asyncio.sleep(0.1)
         assert made.books.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")

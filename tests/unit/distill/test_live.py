@@ -242,6 +242,24 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     assert preflight.check(configure(models, prompts=judged, **sections)).judge is not None
 
 
+def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc>", "from": "math"}\n' * 40)
+    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
+    config = configure(
+        models,
+        teachers={"t": {"path": str(models / "teacher"), "route": ["math"]}},
+        prompts={"type": "jsonl", "path": str(path), "template": "plain", "source_field": "from"},
+        trainer={"deepspeed": str(json_file)},
+        evaluation=None,
+    )
+    assert len(preflight.check(config).train) == 40
+    with path.open("a") as file:
+        file.write('{"prompt": "abc>", "from": "law"}\n')
+    with pytest.raises(ConfigError, match="no teacher for data source 'law'"):
+        preflight.check(config)
+
+
 def test_the_best_version_by_pass_rate_needs_a_judge(tmp_path: Path, models: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "abc>"}\n' * 20)

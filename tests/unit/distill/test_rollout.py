@@ -51,8 +51,9 @@ class Bench:
         fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
         self.finished: list[Finished] = []
         settings = RolloutConfig(**fields)
+        self.timeline = Timeline()
         self.feeder = Feeder(
-            self.books, self.fleet, settings, steps, self.finished.append, Timeline(), student_topk=2
+            self.books, self.fleet, settings, steps, self.finished.append, self.timeline, student_topk=2
         )
 
     @asynccontextmanager
@@ -80,6 +81,19 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     assert bench.finished[0].answer.topk_ids.shape[1] == 2
 
 
+async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, MemoryReplica(), MemoryReplica(seed=1))
+    async with bench.running():
+        await bench.until(lambda: set(bench.timeline.waited_seconds()) == {"r0", "r1"})
+        await bench.fleet.remove("r0")
+        await asyncio.sleep(0.02)
+        before = bench.timeline.waited_seconds()
+        await asyncio.sleep(0.02)
+        after = bench.timeline.waited_seconds()
+    assert after["r0"] == before["r0"]
+    assert after["r1"]["trainer"] > before["r1"]["trainer"]
+
+
 async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica(), steps=1)
     async with bench.running():
@@ -103,10 +117,10 @@ async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: P
         Counting(seed=1, token_seconds=0.002),
         max_in_flight=4,
     )
-    bench.feeder.held = True
+    bench.feeder.holders.add("disk")
     async with bench.running():
         await bench.until(lambda: len(bench.fleet.serving()) == 2)
-        bench.feeder.held = False
+        bench.feeder.holders.clear()
         bench.wake.wake()
         await bench.until(lambda: len(sizes) >= 2)
         assert sorted(sizes[:2]) == [(0, 4), (1, 4)]
@@ -289,7 +303,7 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
 
 async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica())
-    bench.feeder.held = True
+    bench.feeder.holders.add("disk")
     async with bench.running():
         await bench.until(lambda: bool(bench.fleet.serving()))
         await asyncio.sleep(0.02)

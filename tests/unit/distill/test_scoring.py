@@ -17,7 +17,7 @@ from distill.control.signals import Signal
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
 from distill.prompts.stream import Prompt
-from sync.errors import Overloaded
+from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
     Generated,
@@ -223,3 +223,17 @@ async def test_a_busy_teacher_gets_full_requests_only() -> None:
             await asyncio.sleep(0)
         await bench.until(lambda: len(bench.rollouts) == 6)
     assert sorted(teacher.requests) == [1, 1, 4]
+
+
+async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_of_it() -> None:
+    class Slow(MemoryTeacher):
+        async def score(self, sequences, want, deadline=None):
+            if len(sequences) > 2:
+                raise Unreachable("it did not answer within 300 s")
+            return await super().score(sequences, want)
+
+    teacher = Slow()
+    bench = Bench({"t": teacher}, batch=8)
+    await bench.score(*(finished(i) for i in range(8)))
+    assert teacher.requests == [2, 2, 2, 2]
+    assert [one.id for one in bench.rollouts] == [f"p{i}" for i in range(8)]

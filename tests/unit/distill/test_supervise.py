@@ -122,19 +122,20 @@ async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=2, first_pause=0.01)
     await supervisor.start()
     await supervisor.ready(60)
-    restarted: list[str] = []
+    child, lives = supervisor.children["flaky"], set[int]()
 
-    def murder() -> None:
-        os.killpg(supervisor.children["flaky"].process.pid, signal.SIGKILL)
+    async def murder() -> None:
+        while True:
+            if child.process.pid not in lives:
+                lives.add(child.process.pid)
+                os.killpg(child.process.pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
 
-    async def note(name: str) -> None:
-        restarted.append(name)
-        murder()
-
-    murder()
+    murderer = asyncio.create_task(murder())
     with pytest.raises(ChildFailed, match=r"run\.restarts is used up"):
-        await supervisor.watch(10, note)
-    assert restarted == ["flaky", "flaky"]
+        await supervisor.watch(10)
+    assert len(lives) == 3
+    murderer.cancel()
     await supervisor.stop(1)
 
 
@@ -168,8 +169,22 @@ async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path:
 async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("trainer", ["true"], ends=True)], tmp_path, 0)
     await supervisor.start()
-    await supervisor.watch(10)
+    left: list[str] = []
+    await supervisor.watch(10, left.append)
     assert await supervisor.ended("trainer") == 0
+    assert left == ["trainer"]
+    await supervisor.stop(1)
+
+
+async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(tmp_path: Path):
+    mark, left = tmp_path / "died once", asyncio.Queue[str]()
+    once = ["sh", "-c", f"test -e '{mark}' && exit 0; touch '{mark}'; exit 1"]
+    children = [ChildSpec("trainer", once, ends=True), ChildSpec("server", SLEEPER)]
+    supervisor = Supervisor(children, tmp_path, 1, first_pause=0.01)
+    await supervisor.start()
+    watching = asyncio.create_task(supervisor.watch(10, left.put_nowait))
+    assert await asyncio.wait_for(left.get(), 20) == "trainer"
+    watching.cancel()
     await supervisor.stop(1)
 
 
@@ -224,16 +239,11 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("hangs", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
     await supervisor.ready(60)
-    first, back = supervisor.children["hangs"].process, asyncio.Event()
-
-    async def note(name: str) -> None:
-        back.set()
-
-    watching = asyncio.create_task(supervisor.watch(60, note))
+    first = supervisor.children["hangs"].process
+    watching = asyncio.create_task(supervisor.watch(60))
     supervisor.kill_child("somebody else's")
     supervisor.kill_child("hangs")
-    await asyncio.wait_for(back.wait(), 60)
-    assert supervisor.children["hangs"].process is not first
+    await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
     assert first.returncode == -signal.SIGKILL
     watching.cancel()
     await supervisor.stop(5)

@@ -11,6 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+CANCELLED = """
+import asyncio, sys
+from distill.cli.guarded import guarded
+async def stopped_twice():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+sys.exit(guarded(lambda: asyncio.run(stopped_twice())))
+"""
 SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
 SCRIPT = f"""
 import subprocess, sys, time
@@ -51,3 +59,9 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -
         for child in children:
             if child.is_running():
                 child.kill()
+
+
+def test_a_run_that_is_killed_by_a_second_signal_says_so_without_a_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 130
+    assert ended.stderr == "distill: stopped\n"
