@@ -25,8 +25,8 @@ runs into the time-out by itself (NCCL: is aborted), and what it finds is not he
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
 rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
 ways are heeded: a buffer that is complete on one rank may still be on its way from there to the next, so a
-group ends by torch's `shutdown`, which flushes, unless the broadcast failed; and torch ends a process in which
-a collective passes its group's own time-out, so that one is longer than ours, and a failed group is aborted.
+group ends by torch's `shutdown`, which flushes, unless the broadcast failed; and torch ends a process where a
+collective passes its group's own time-out, so that one is longer than ours, and a failed group is aborted.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Seat:
         self.used()
 
     def _free(self, asked: set[Path]) -> tuple[Path, int] | None:
-        """A seat that nobody holds, and nobody asks for unless this process does too, and what holds it now."""
+        """A seat that nobody holds, nor asks for unless this process does too, and what holds it now."""
         for path in self._paths:
             others_ask = _request(path).exists() and _request(path) not in asked
             if not others_ask and (descriptor := _lock(path)) is not None:
