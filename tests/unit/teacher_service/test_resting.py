@@ -167,7 +167,8 @@ def test_a_text_that_is_being_written_keeps_the_model_and_the_seat_to_its_end(tm
             time.sleep(0.01)
         time.sleep(4 * seats_module.POLL_SECONDS)  # time to close it, if that were done
         assert (loads.loaded, loads.closed) == (1, 0)
-        texts = next(step for step in steps if step is not None)
+        *_, texts = steps  # to its end: it holds the model until then
+        assert texts is not None
         assert [len(text.token_ids_T) for text in texts] == [2, 2, 2]
         other = second.result()
     assert (loads.loaded, loads.closed) == (2, 1)
