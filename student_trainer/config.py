@@ -59,7 +59,8 @@ class TrainerSettings(Settings):
     threads: int | None = Field(None, ge=1)
     """torch's threads per rank; None: its default."""
     init_timeout_seconds: float = Field(600.0, gt=0)
-    """Time the ranks have to find each other, and rank 0 the controller."""
+    """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
+    for one another."""
 
 
 class TrainerConfig(Settings):

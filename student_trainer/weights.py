@@ -26,6 +26,7 @@ from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
 from sync.weights.codec import Bits
 from sync.weights.publish import Slice
+from sync.weights.tensors import tensor_bytes
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
@@ -109,7 +110,7 @@ class Weights:
         hasher = blake3(max_threads=blake3.AUTO)
         for name, parameter in self.parameters.items():
             for part, at in self._slices(name):
-                hasher.update(bits(_local(parameter)[at : at + part.count]).view(np.uint8).data)
+                hasher.update(tensor_bytes(_local(parameter)[at : at + part.count].cpu()))
         return hasher.hexdigest(16)
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:

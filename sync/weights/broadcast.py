@@ -20,10 +20,13 @@ verified before anything touches a model.
 
 Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
 done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
-runs into the time-out by itself, and what it finds is not heard any more.
+runs into the time-out by itself (NCCL: is aborted), and what it finds is not heard any more.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
-rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it.
+rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
+ways are heeded: a buffer that is complete on one rank may still be on its way from there to the next, so a
+group ends by torch's `shutdown`, which flushes, unless the broadcast failed; and torch ends a process where a
+collective passes its group's own time-out, so that one is longer than ours, and a failed group is aborted.
 """
 
 from __future__ import annotations
@@ -60,13 +63,14 @@ T = TypeVar("T")
 
 
 class _Group:
-    """A process group of one broadcast, over a TCP store. Leave it with `close`."""
+    """A process group of one broadcast, over a TCP store; see `_used`."""
 
     def __init__(
         self, store: Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
     ) -> None:
         self._timeout = timeout
         self._backend = _backend(store, rank, size, address, timeout, device)
+        self._nccl = self._backend.name() == "nccl"
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Send from rank 0, or receive, one buffer; returns when it is complete here."""
@@ -76,13 +80,17 @@ class _Group:
 
     def abort(self) -> None:
         """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
-        if self._backend.name() == "nccl":
-            self._backend.abort()
+        if self._nccl and (backend := self._backend) is not None:
+            backend.abort()
+
+    def flush(self) -> None:
+        """End in order: what is complete here reaches the ranks that get it from here."""
+        if self._nccl:
+            self._backend.shutdown()
 
     def close(self) -> None:
-        """Let go of the connections."""
-        self.abort()
-        del self._backend
+        """Let go of the connections, after `flush` or `abort`."""
+        self._backend = None
 
 
 def _backend(
@@ -90,13 +98,34 @@ def _backend(
 ) -> Any:
     """torch's process group for `device`, apart from any default group. NCCL was not run here."""
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device is a thread's own
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
+        nccl._timeout = 2 * timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+@contextlib.contextmanager
+def _used(group: _Group, groups: list[_Group], given_up: Callable[[], bool]) -> Iterator[None]:
+    """Use `group`, among `groups` as long as it is open, so that whoever gives up can abort it.
+
+    It is closed at the end, in order unless the block fails. Raises RuntimeError when nobody waits any more.
+    """
+    groups.append(group)
+    try:
+        if given_up():
+            raise RuntimeError("the broadcast was given up")
+        yield
+        group.flush()
+    except BaseException:
+        group.abort()
+        raise
+    finally:
+        groups.remove(group)
+        group.close()
 
 
 def own_address(host: str, port: int) -> str:
@@ -204,19 +233,15 @@ class BroadcastSender:
         groups: list[_Group],
         given_up: Callable[[], bool],
     ) -> None:
-        """All of one broadcast; what it opens is put into `groups` as long as it is open."""
+        """All of one broadcast; see `_used` for `groups`."""
         ranks = range(1, audience.world_size)
         store = PrefixStore(audience.group, _client(self._host, self._store.port, self._timeout))
         store.set("plan", msgspec.json.encode(metas).decode())
         _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
         store.set("go", "1")
         group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
-        groups.append(group)
-        try:
+        with _used(group, groups, given_up):
             digests = self._send_buckets(group, plan(metas), tensors)
-        finally:
-            groups.remove(group)
-            group.close()
         store.set("digests", msgspec.json.encode(digests).decode())
         _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
         for key in ("plan", "digests"):
@@ -266,6 +291,7 @@ class Reception:
     def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
         self.bytes_received = 0
         self._device, self._given_up = torch.device(device), threading.Event()
+        self._groups: list[_Group] = []
         limit = timedelta(seconds=timeout)
         self._received = _in_thread(lambda: self._receive(ticket, limit))
         threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
@@ -296,13 +322,17 @@ class Reception:
             while not wait([self._received], _GLANCE_SECONDS).done:
                 if store.check(["given up"]):
                     _fail(self._received, SnapshotError(store.get("given up").decode()))
-                    self._given_up.set()
+                    self._give_up()
         except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._given_up.set()
+        for group in self._groups:
+            group.abort()
 
     def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device is a thread's own
         host, _, port = ticket.address.rpartition(":")
         store = PrefixStore(ticket.group, _client(host, int(port), timeout))
         if store.check(["given up"]):
@@ -312,10 +342,8 @@ class Reception:
         store.set(f"here/{ticket.rank}", "1")
         _await(store, ["go"], timeout, self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
-        try:
+        with _used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan(metas))
-        finally:
-            group.close()
         sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
         if digests != sent:

@@ -117,7 +117,7 @@ class Publisher:
         """
         start = time.monotonic()
         with self._lock:
-            self._base = None
+            self._base = self._held = None  # the old copy goes before a new one is made
             self._check(shards)
             total, held = self._shard_bytes, Held(self._slices, shards)
             if self._rank == 0:

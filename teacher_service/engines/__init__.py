@@ -54,6 +54,7 @@ def _following(config: TeacherConfig, vocab_size: int, every: int) -> Engine:
 
     def load_folder(folder: Path | None) -> Engine:
         placed = {} if folder is None else {"path": str(folder), "revision": None}
-        return load(config.model_copy(update=placed), vocab_size)
+        # the mirror writes into the folder when it makes room for a later version
+        return load(config.model_copy(update=placed), vocab_size, leave_files=True)
 
     return FollowingEngine(load_folder, Followed(ReplicaConfig.from_environment()), every)

@@ -23,7 +23,8 @@ class RestingEngine:
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
     It is loaded once at the start, so that a teacher that cannot serve says so, and for its facts. With a
-    `seat` it is loaded only while it holds one, and closes early when another teacher wants that.
+    `seat` it is loaded only while it holds one, and closes early when another teacher wants that. It never
+    closes while a text is written: whoever writes holds the model until the last step.
     """
 
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, seat: Seat | None = None) -> None:
@@ -31,6 +32,8 @@ class RestingEngine:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._engine: Engine | None = None
         self._used = time.monotonic()
+        self._texts = 0
+        """Batches of texts under way."""
         self.facts = self._wake().facts
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -46,8 +49,15 @@ class RestingEngine:
 
     def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
         """See `Writer.write`; it is no time without work until the last step."""
-        steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
-        yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
+        with self._lock:
+            if self._wanted:
+                self._rest("for another teacher")
+            self._texts += 1
+        try:
+            steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
+            yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
+        finally:
+            self._texts -= 1
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
@@ -82,9 +92,14 @@ class RestingEngine:
         """Close the engine when it was idle for long, or when its seat is wanted; between two batches."""
         while not self._over.wait(min(POLL_SECONDS, self._idle_seconds)):
             idle = time.monotonic() - self._used >= self._idle_seconds
-            if self._engine is not None and (idle or (self._seat is not None and self._seat.wanted)):
+            if self._engine is not None and (idle or self._wanted):
                 with self._lock:
-                    self._rest("without work" if idle else "for another teacher")
+                    if not self._texts:
+                        self._rest("without work" if idle else "for another teacher")
+
+    @property
+    def _wanted(self) -> bool:
+        return self._seat is not None and self._seat.wanted
 
     def _rest(self, why: str) -> None:
         if self._engine is not None:

@@ -105,8 +105,9 @@ class _Drawn:
     """Draws by inverting each row's cumulative distribution at numbers that its seed gives."""
 
     def __init__(self, drafts: Sequence[Draft], manner: Manner, device: torch.device) -> None:
-        numbers_BS = np.stack([np.random.default_rng(d.seed).random(manner.max_tokens) for d in drafts])
-        self._numbers_BS = torch.from_numpy(numbers_BS.astype(np.float32)).to(device)
+        count = manner.max_tokens  # drawn as float32: rounded to it, a double below 1 may become 1
+        rows = [np.random.default_rng(draft.seed).random(count, dtype=np.float32) for draft in drafts]
+        self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
         self._temperature = manner.temperature
         self.logprobs: list[Tensor] = []
         """float32 [B] of every step"""

@@ -2,8 +2,8 @@
 
 A process that needs a seat and finds none asks for the one that was used the longest time ago, by writing the
 file NAME.wanted beside it; its holder gives it up between two batches, yet not before it has held it as long
-as loading took, so that teachers that take turns spend at most half of their time loading. A process that
-dies gives its seat up by dying.
+as loading took, so that teachers that take turns spend at most half of their time loading. It leaves the seat
+to whoever asked before it takes one again. A process that dies gives its seat up by dying.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Seat:
     def take(self) -> None:
         """Wait for a seat, asking for the least recently used one."""
         asked: set[Path] = set()
-        while (held := self._free()) is None:
+        while (held := self._free(asked)) is None:
             if not asked:
                 log.info("all %d seats are taken: asking for one", len(self._paths))
             request = _request(min(self._paths, key=lambda path: path.stat().st_mtime_ns))
@@ -82,10 +82,11 @@ class Seat:
             request.unlink(missing_ok=True)
         self.used()
 
-    def _free(self) -> tuple[Path, int] | None:
-        """A seat that nobody holds, and what holds it now; None: there is none."""
+    def _free(self, asked: set[Path]) -> tuple[Path, int] | None:
+        """A seat that nobody holds, nor asks for unless this process does too, and what holds it now."""
         for path in self._paths:
-            if (descriptor := _lock(path)) is not None:
+            others_ask = _request(path).exists() and _request(path) not in asked
+            if not others_ask and (descriptor := _lock(path)) is not None:
                 return path, descriptor
         return None
 

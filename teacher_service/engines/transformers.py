@@ -197,8 +197,12 @@ def _packed(weight: np.ndarray) -> Any:
 # --- loading ----------------------------------------------------------------------------------------------
 
 
-def load(config: Any, vocab_size: int) -> TransformersEngine:
-    """Engine of a TeacherConfig. Raises ConfigError when it cannot be loaded or served."""
+def load(config: Any, vocab_size: int, leave_files: bool = False) -> TransformersEngine:
+    """Engine of a TeacherConfig. Raises ConfigError when it cannot be loaded or served.
+
+    `leave_files`: nothing that is written into its folder later changes it. On a CPU, weights loaded in the
+    precision of their file are else the file's own memory.
+    """
     from transformers import AutoModelForCausalLM
 
     if config.threads:
@@ -214,8 +218,12 @@ def load(config: Any, vocab_size: int) -> TransformersEngine:
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"teacher model {config.path!r} cannot be loaded: {error}") from error
+    model = model.to(device)
+    if leave_files and device.type == "cpu":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     return TransformersEngine(
-        model.to(device),
+        model,
         vocab_size,
         name=config.path,
         revision=getattr(model.config, "_commit_hash", None) or config.revision,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sync.errors import SnapshotError, Unreachable
+from sync.weights import broadcast
 from sync.weights.broadcast import BroadcastSender, Reception
 from sync.weights.buckets import plan
 from sync.weights.tensors import TensorMeta, digest, meta_of
@@ -151,6 +152,68 @@ def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_on
     sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
+
+
+class LikeNccl:
+    """gloo's group under NCCL's name; notes how it ends, and a broadcast of it hangs when asked to."""
+
+    def __init__(self, inner, rank: int, ends: list[str], hang: threading.Event | None) -> None:
+        self._inner, self._rank, self._ends, self._hang = inner, rank, ends, hang
+
+    def name(self) -> str:
+        return "nccl"
+
+    def broadcast(self, tensors, options):
+        if self._hang is not None and not self._hang.wait(30.0):
+            raise AssertionError("nobody aborted the group")
+        return self._inner.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self._ends.append(f"{self._rank} aborted")
+        if self._hang is not None:
+            self._hang.set()
+
+    def shutdown(self) -> None:
+        self._ends.append(f"{self._rank} flushed")
+
+
+def like_nccl(monkeypatch, ends: list[str], hanging: int | None = None) -> None:
+    gloo = broadcast._backend
+
+    def backend(store, rank, *rest):
+        return LikeNccl(gloo(store, rank, *rest), rank, ends, threading.Event() if rank == hanging else None)
+
+    monkeypatch.setattr(broadcast, "_backend", backend)
+
+
+def test_a_group_that_did_its_work_is_flushed_on_every_rank_and_never_cut_off(monkeypatch, sender):
+    ends: list[str] = []
+    like_nccl(monkeypatch, ends)
+    receptions = [receive(sender, "whole", rank, 3) for rank in (1, 2)]
+    sender.send(Audience(group="whole", world_size=3), METAS, WEIGHTS.items())
+    assert all(set(reception.result().tensors) == set(WEIGHTS) for reception in receptions)
+    assert sorted(ends) == ["0 flushed", "1 flushed", "2 flushed"]
+
+
+def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
+    monkeypatch, sender_with_patience
+):
+    """Left in it, torch would end the whole replica when the group's time-out is over."""
+    ends: list[str] = []
+    like_nccl(monkeypatch, ends, hanging=1)
+    reception = receive(sender_with_patience, "hangs", 1, 2, timeout=3600.0)
+    news = iter([None, None, "student-2: it was killed"])
+    with pytest.raises(Unreachable, match="student-2"):
+        sender_with_patience.send(
+            Audience(group="hangs", world_size=2), METAS, WEIGHTS.items(), lambda: next(news)
+        )
+    with pytest.raises(SnapshotError, match="student-2: it was killed"):
+        reception.result()
+    deadline = time.monotonic() + 10
+    while "1 aborted" not in ends and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "1 aborted" in ends
+    assert "1 flushed" not in ends
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -360,6 +361,23 @@ def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_p
     with pytest.raises(AlreadyPublished):
         rival.delta(v(1))
     assert rival.publishers[0].anchor_due
+
+
+def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    """On a GPU the shard fills memory that training needs."""
+    trainer = Trainer(store, tmp_path / "saved")
+    trainer.anchor(v(0))
+    (publisher,), held = trainer.publishers, weakref.ref(trainer.publishers[0]._held)
+
+    class Watched(dict[str, np.ndarray]):
+        def __getitem__(self, name: str) -> np.ndarray:
+            assert held() is None
+            return super().__getitem__(name)
+
+    publisher.anchor(v(1), None, trainer.save(), Watched(trainer.shards(0)))
+    assert held() is None
 
 
 def test_a_delta_needs_an_anchor_first(store: MemoryStore, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Engine, Item
+from teacher_service.engines import seats as seats_module
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner
 from teacher_service.engines.resting import RestingEngine
 from teacher_service.engines.seats import Seat, SeatsConfig
 from teacher_service.engines.table import TableEngine, random_table
@@ -125,6 +128,54 @@ def test_a_seat_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     assert seat.wanted
     seat.leave()
     assert not seat.taken
+
+
+def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a teacher with work to do takes it again at once, and loads its model for nothing."""
+    seat, path = Seat(SeatsConfig(folder=tmp_path, seats=1)), tmp_path / "seat-0"
+    seat.take()
+    (tmp_path / "seat-0.wanted").touch()
+    held: list[int] = []
+
+    def meanwhile(_: float) -> None:
+        if held:
+            os.close(held.pop())
+        elif (descriptor := seats_module._lock(path)) is not None:
+            held.append(descriptor)
+            turns.append("whoever asked")
+
+    turns: list[str] = []
+    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile, time_ns=time.time_ns))
+    seat.leave()
+    seat.take()
+    assert turns == ["whoever asked"]
+    assert seat.taken
+    seat.leave()
+
+
+def test_a_text_that_is_being_written_keeps_the_model_and_the_seat_to_its_end(tmp_path: Path) -> None:
+    loads = Loads()
+    first = seated(loads, tmp_path)
+    drafts = [Draft(np.array([1, 2], np.int32), seed) for seed in range(3)]
+    steps = first.write(drafts, Manner(2, 1.0, ()))
+    assert next(steps) is None
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(seated, loads, tmp_path)
+        while not (tmp_path / "seat-0.wanted").exists():
+            time.sleep(0.01)
+        time.sleep(4 * seats_module.POLL_SECONDS)  # time to close it, if that were done
+        assert (loads.loaded, loads.closed) == (1, 0)
+        *_, texts = steps  # to its end: it holds the model until then
+        assert texts is not None
+        assert [len(text.token_ids_T) for text in texts] == [2, 2, 2]
+        other = second.result()
+    assert (loads.loaded, loads.closed) == (2, 1)
+    assert not first.awake
+    assert other.awake
+    first.close()
+    other.close()
 
 
 def test_a_load_that_fails_gives_its_seat_back(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from transformers import (
 
 from sync.errors import ConfigError
 from sync.wire import unpack
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.head import OutputHead
-from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.engines.transformers import TransformersEngine, load
 
 VOCAB = 37
 """Ids of the tokenizer; the model has PADDED rows."""
@@ -256,6 +258,21 @@ def widen(bits: np.ndarray) -> np.ndarray:
 def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
     with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
         TransformersEngine(qwen, VOCAB, max_length=65)
+
+
+def test_a_teacher_that_left_its_files_does_not_change_with_them(
+    qwen: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    qwen.save_pretrained(tmp_path)
+    config = TeacherConfig(path=str(tmp_path), device="cpu")
+    engine = load(config, VOCAB, leave_files=True)
+    items = random_items(3, LENGTHS)
+    before = engine.score(items, Asked()).logprob_C
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = np.memmap(file, np.uint8, "r+", offset=file.stat().st_size // 2)
+    weights[:] = 0
+    weights.flush()
+    np.testing.assert_array_equal(engine.score(items, Asked()).logprob_C, before)
 
 
 def texts_of(engine: TransformersEngine, drafts: list[Draft], manner: Manner) -> list[Text]:
