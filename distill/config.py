@@ -14,6 +14,7 @@ from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.settings import ModelSource, Placement, Settings
 from sync.stores.config import WeightsConfig
+from sync.urls import Url
 from teacher_service.config import TeacherConfig
 
 
@@ -276,7 +277,7 @@ class ControllerConfig(Settings):
     """Address to listen on; anything but loopback needs a token."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free one."""
-    url: str | None = None
+    url: Url | None = None
     """How the trainer reaches it; None: http://host:port."""
     trainer: Literal["launch", "external"] = "launch"
     """external: the trainer is started elsewhere with `distill train`."""

@@ -98,7 +98,8 @@ def _explain(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return f"{key} is missing: {_doc(section, str(last)) or 'it has no default'}"
     given = repr(detail["input"])
-    rule = detail["msg"][0].lower() + detail["msg"][1:]
+    said = detail["msg"].removeprefix("Value error, ")
+    rule = said[0].lower() + said[1:]
     about = _doc(section, str(last))
     return f"{key} = {given:.120}: {rule}" + (f" ({about})" if about else "")
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.settings import ModelSource, Settings
 from sync.stores.config import WeightsConfig
+from sync.urls import Url
 
 
 class LoRAConfig(Settings):
@@ -70,7 +71,7 @@ class TrainerConfig(Settings):
     """Name of the run."""
     run_dir: Path
     """Its folder, shared by all ranks."""
-    controller_url: str
+    controller_url: Url
     """Where batches are asked for."""
     student: ModelSource
     """What training starts from."""

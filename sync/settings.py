@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sync.urls import Url
+
 
 class Settings(BaseModel):
     """A section of a configuration file."""
@@ -29,7 +31,7 @@ class ModelSource(Settings):
 class Placement(Settings):
     """Where a role's processes run."""
 
-    urls: list[str] = []
+    urls: list[Url] = []
     """Processes that run already; when given, none is started here."""
     host: str = "127.0.0.1"
     """Address to listen on; anything but loopback needs a token."""

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
+from sync.urls import checked_url
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
 TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
@@ -95,12 +96,13 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
 class Peer:
     """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
 
+    Raises ConfigError when made with a URL where no server can be.
     `call` retries with doubling pauses what is safe to retry (no connection, 502-504, 429 as told) until
     `timeout` seconds have passed in all, then raises Unreachable (Overloaded for 429).
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -209,10 +211,10 @@ class Peer:
 
 
 class BlockingPeer:
-    """Synchronous client of one process, for code that has no event loop. Retries like `Peer`."""
+    """Synchronous client of one process, for code that has no event loop. Made, and retries, like `Peer`."""
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
         self._http = httpx.Client(
             base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False

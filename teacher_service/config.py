@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sync.settings import ModelSource, Placement
+from sync.urls import Url
 
 
 class TeacherConfig(ModelSource, Placement):
@@ -16,7 +17,7 @@ class TeacherConfig(ModelSource, Placement):
     """transformers: everything. vllm: for teachers that need its parallelism. sglang: a server's own route,
     sampled token, top-k and given ids (not run against a real SGLang). openai: any server that returns prompt
     log-probabilities, sampled token only."""
-    engine_url: str | None = None
+    engine_url: Url | None = None
     """A server that runs already, for "vllm", "sglang" and "openai"; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
     """Processes started on this machine."""

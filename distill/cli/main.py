@@ -16,7 +16,7 @@ from distill.cli import bench as cli_bench
 from distill.cli import replicas as cli_replicas
 from distill.cli import sync as cli_sync
 from distill.cli.guarded import guarded
-from distill.cli.options import Config, JsonFile, Overrides, Resume, RunDir, write_figures
+from distill.cli.options import Config, Controller, JsonFile, Overrides, Resume, RunDir, write_figures
 from sync.errors import DistillError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def evaluator(config: Config, overrides: Overrides) -> None:
 def train(
     config: Config,
     overrides: Overrides,
-    controller: Annotated[str, typer.Option(help="URL of the controller", metavar="URL")],
+    controller: Controller,
 ) -> None:
     """Train; the controller's configuration has controller.trainer = "external"."""
     from distill.launch import alone

@@ -23,7 +23,16 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's las
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too")]
 Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")]
 Published = Annotated[str, typer.Option("--version", help="Such as L000-v00000120; default: the newest")]
+Controller = Annotated[
+    str, typer.Option(help="URL of the run's controller", metavar="URL", callback=lambda url: _checked(url))
+]
 Unmerged = Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")]
+
+
+def _checked(controller: str) -> str:
+    from sync.urls import checked_url
+
+    return checked_url(controller, "--controller")
 
 
 def write_figures(path: Path | None, figures: Any) -> None:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distill.cli.options import Controller
+
 if TYPE_CHECKING:
     from sync.wire import Message, Replicas
 
 app = typer.Typer(help="Let student replicas join and leave a run that goes on.", no_args_is_help=True)
-Controller = Annotated[str, typer.Option(help="URL of the run's controller", metavar="URL")]
 ASK_SECONDS = 30.0
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.replicas import Fleet
 from sync.errors import RemoteError
+from sync.urls import url_problem
 from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
 
 
@@ -36,7 +36,7 @@ class Members:
     def join(self, wanted: ReplicaJoins) -> Replicas:
         """Take a replica in. Raises RemoteError for a name or URL that is taken, or no HTTP URL."""
         url, known = wanted.url.rstrip("/"), self._fleet.replicas
-        if self._connect is None or not _is_http(url):
+        if self._connect is None or url_problem(url):
             raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
         taken = [one.name for one in known.values() if one.engine.url == url or one.name == wanted.name]
         if taken:
@@ -52,12 +52,3 @@ class Members:
             raise RemoteError(f"no replica {wanted.name!r}: there are {known}")
         await self._fleet.remove(wanted.name)
         return self.listing()
-
-
-def _is_http(url: str) -> bool:
-    """Whether a URL names a server that HTTP reaches."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, or half an IPv6 address
-        return False

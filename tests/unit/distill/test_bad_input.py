@@ -322,3 +322,15 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
 def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
     message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
     assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message
+
+
+@pytest.mark.parametrize("url", ["http://h:port", "h:1"])
+def test_a_controller_at_no_servers_url_is_refused(
+    distill: Distill, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    expected = f"--controller '{url}' is not a server's URL"
+    assert expected in distill(name="train", more=("--controller", url))
+    with pytest.raises(SystemExit) as leaving:
+        main(["replicas", "ls", "--controller", url])
+    assert leaving.value.code == 2
+    assert expected in capsys.readouterr().err

@@ -56,6 +56,8 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
             "teachers.t.engine=x",
             "teachers.t.engine = 'x': input should be 'transformers', 'vllm', 'sglang' or 'openai'",
         ),
+        ("teachers.t.engine_url=h:1", "teachers.t.engine_url = 'h:1': not a server's URL: write http://host"),
+        ("controller.url=h:1", "controller.url = 'h:1': not a server's URL: write http://host:port"),
         ("student.devices=3", "student.devices = 3: input should be a valid list"),
     ],
 )
@@ -63,6 +65,12 @@ def test_a_wrong_value_is_shown_with_its_rule_and_what_the_field_is_for(override
     message = problem(override)
     assert expected in message
     assert message.endswith(")")
+
+
+def test_a_url_of_several_is_named_by_its_place() -> None:
+    message = problem('student.urls=["http://h:1","http://h:l"]')
+    rule = "not a server's URL (Invalid port: 'l'): write http://host:port"
+    assert message == f"my.toml: student.urls.1 = 'http://h:l': {rule}"
 
 
 def test_a_missing_key_is_named() -> None:

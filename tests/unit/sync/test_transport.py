@@ -18,6 +18,7 @@ from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireE
 from sync.transport import BlockingPeer, Peer, TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import EvalRequest, Ok, Version, Wait, encode, frame
 
+BAD_URLS = ["", "h", "h:1", "ftp://h", "http://", "http://h:port", "http://h:0", "http://h:70000", "http://[::1"]
 REQUEST = EvalRequest(version=Version(0, 1))
 
 
@@ -167,3 +168,18 @@ async def test_concurrent_calls_share_one_client() -> None:
     with serving(Scripted()) as url:
         async with Peer(url, "secret") as peer:
             assert await asyncio.gather(*[peer.call("/x", REQUEST, Ok) for _ in range(20)]) == [Ok()] * 20
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+@pytest.mark.parametrize("peer", [Peer, BlockingPeer])
+def test_a_client_of_no_servers_url_is_refused_with_value_rule_and_remedy(
+    peer: type[Peer] | type[BlockingPeer], url: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"not a server's URL.*: write http://host:port") as caught:
+        peer(url)
+    assert str(caught.value).startswith(f"URL {url!r} is ")
+
+
+@pytest.mark.parametrize("url", ["http://h", "https://h:1/below/", "HTTP://[::1]:80", "http://u:p@h:65535"])
+def test_a_servers_url_is_taken(url: str) -> None:
+    assert BlockingPeer(url).url == url.rstrip("/")
