@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
-from teacher_service.transform import load_function
+from teacher_service.transform import load_function, own_code
 
 
 class Router:
@@ -19,7 +19,7 @@ class Router:
         self._default: str | None = None
         for name, config in teachers.items():
             if config.route_by is not None:
-                self._takers[name] = load_function(config.route_by, "route_by")
+                self._takers[name] = _taker(config.route_by, f"teachers.{name}.route_by")
             elif not config.route:
                 self._claim_rest(name)
             for source in config.route:
@@ -38,7 +38,10 @@ class Router:
         self._default = name
 
     def route(self, source: str) -> str:
-        """Name of the teacher for samples of `source`. Raises ConfigError when there is none."""
+        """Name of the teacher for samples of `source`.
+
+        Raises ConfigError when there is none, DataError when a function of the user's raises.
+        """
         if (named := self._by_source.get(source)) is not None:
             return named
         takers = [name for name, takes in self._takers.items() if takes(source)]
@@ -58,3 +61,13 @@ class Router:
         """Raise ConfigError unless every source has a teacher; call it before the run starts."""
         for source in sources:
             self.route(source)
+
+
+def _taker(name: str, field: str) -> Callable[[str], bool]:
+    function = load_function(name, field)
+
+    def takes(source: str) -> bool:
+        with own_code(f"{field} {name!r}", f"data source {source!r}", "return whether it takes the source"):
+            return bool(function(source))
+
+    return takes

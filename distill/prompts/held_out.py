@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill import tasks
 from distill.config import JsonlPrompts, RunConfig, TaskPrompts
-from distill.prompts.judges import Judge, load_judge, try_judge
+from distill.prompts.judges import Judge, load_judge, reward, try_judge
 from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
@@ -127,4 +128,5 @@ def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) 
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
         held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
-    return PromptSplit(TaskSource(task, seed, encode), held_out, task.passes)
+    judge = partial(reward, f"prompts.task {config.prompts.task!r}, passes()", task.passes)
+    return PromptSplit(TaskSource(task, seed, encode), held_out, judge)

@@ -10,16 +10,20 @@ All read the completion's text without special tokens. Above 0 a completion pass
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from distill.config import DatasetPrompts, JsonlPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
+from teacher_service.transform import load_function, own_code
+
+Completion = TypeVar("Completion", str, Sequence[int])
 
 Judge = Callable[[Prompt, Sequence[int]], float]
 """Reward of a completion (token ids, end token included); above 0: it answers its prompt."""
@@ -75,25 +79,28 @@ def load_judge(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> Judge |
             f"prompts.judge is {name!r} and compares with a reference answer: name its field in "
             "prompts.answer_field"
         )
-    read = BUILT_IN.get(name) or _named(name)
+    read = BUILT_IN.get(name) or load_function(name, "prompts.judge", tuple(BUILT_IN))
 
     def judge(prompt: Prompt, completion: Sequence[int]) -> float:
         text = tokenizer.decode(list(completion), skip_special_tokens=True)
-        try:
-            reward = read(prompt, text)
-        except Exception as error:  # the user's own code
-            raise DataError(
-                f"prompts.judge {name!r} raised {type(error).__name__} ({error}) for prompt {prompt.id}, "
-                f"completion {text!r:.80}: give 0 for what it cannot judge"
-            ) from error
-        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
-            raise DataError(
-                f"prompts.judge {name!r} gave {reward!r:.80} for prompt {prompt.id}, completion {text!r:.80}"
-                ": it must return a bool or a finite number"
-            )
-        return float(reward)
+        return reward(f"prompts.judge {name!r}", read, prompt, text)
 
     return judge
+
+
+def reward(
+    name: str, function: Callable[[Prompt, Completion], Any], prompt: Prompt, completion: Completion
+) -> float:
+    """What a function of the user's gives for a completion.
+
+    Raises DataError with `name`, prompt and completion when it raises, or gives no finite number.
+    """
+    about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
+    with own_code(name, about, "give 0 for what it cannot judge"):
+        found = function(prompt, completion)
+    if not isinstance(found, bool | int | float | np.bool | np.number) or not math.isfinite(found):
+        raise DataError(f"{name} gave {found!r:.80} for {about}: it must return a bool or a finite number")
+    return float(found)
 
 
 def try_judge(judge: Judge, prompt: Prompt) -> None:
@@ -102,19 +109,3 @@ def try_judge(judge: Judge, prompt: Prompt) -> None:
         judge(prompt, [])
     except DataError as error:
         raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
-
-
-def _named(name: str) -> ReadJudge:
-    module, colon, function = name.partition(":")
-    try:
-        if not colon:
-            raise ImportError("no ':' in it")
-        found = getattr(importlib.import_module(module), function)
-        if not callable(found):
-            raise ImportError(f"{function} is a {type(found).__name__} and cannot be called")
-    except Exception as error:  # importing runs the user's own code
-        raise ConfigError(
-            f"prompts.judge {name!r} cannot be loaded ({type(error).__name__}: {error}): say "
-            f'{", ".join(BUILT_IN)}, or "package.module:function" of a module that can be imported here'
-        ) from error
-    return found

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from distill import tasks
+from distill.loading import validate
+from distill.prompts.held_out import open_prompts
+from distill.prompts.stream import Prompt
 from distill.tasks import both_ends
 from distill.tasks.both_ends import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
-from sync.errors import ConfigError
+from distill.tasks.making import letter_tokenizer
+from sync.errors import ConfigError, DataError
 
 
 class Asked(NamedTuple):
@@ -101,3 +106,64 @@ def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
         tasks.load("distill.config")
     with pytest.raises(ConfigError, match=r"prompts\.options do not fit"):
         tasks.load("both_ends", {"digits": 3})
+
+
+NOTHING_HELD_OUT = {
+    "run": {"name": "r", "steps": 1},
+    "student": {"path": "s/s"},
+    "teachers": {"t": {"path": "t/t"}},
+    "prompts": {"type": "task", "task": "tasks_of_mine.broken"},
+    "rollout": {"max_tokens": 8},
+    "trainer": {"deepspeed": "d.json"},
+    "evaluation": False,
+}
+
+
+class Broken:
+    """A task of the user's that raises wherever it is called."""
+
+    def prompt(self, seed: int, index: int) -> tasks.TaskPrompt:
+        raise KeyError("prompt")
+
+    def held_out(self, seed: int, index: int) -> tasks.TaskPrompt:
+        raise KeyError("held out")
+
+    def passes(self, prompt: tasks.Asked, completion: list[int]) -> bool:
+        raise KeyError("passes")
+
+
+def make(unlucky: bool = False) -> Broken:
+    """What this module would be asked for as a task."""
+    return Broken() if not unlucky else 1 / 0
+
+
+def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tasks_of_mine").mkdir()
+    (tmp_path / "tasks_of_mine" / "raises.py").write_text("raise RuntimeError('at import')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"'tasks_of_mine\.raises' cannot be loaded \(RuntimeError: at import\)"
+    ):
+        tasks.load("tasks_of_mine.raises")
+    (tmp_path / "tasks_of_mine" / "broken.py").write_text(f"from {__name__} import make")
+    with pytest.raises(
+        ConfigError, match=r"do not fit task .*broken' \(ZeroDivisionError: division by zero\)"
+    ):
+        tasks.load("tasks_of_mine.broken", {"unlucky": True})
+    task = tasks.load("tasks_of_mine.broken")
+    with pytest.raises(
+        DataError, match=r"broken', prompt\(\) raised KeyError \('prompt'\) for index 7, seed 3"
+    ):
+        task.prompt(3, 7)
+    with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
+        task.held_out(3, 8)
+    judge = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).judge
+    assert judge is not None
+    passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
+    with pytest.raises(
+        DataError, match=passes + r" raised KeyError \('passes'\) for prompt 0:4:1, completion \[5"
+    ):
+        judge(Prompt("0:4:1", [1]), [5])
+    monkeypatch.setattr(Broken, "passes", lambda *_: None)
+    with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a finite number"):
+        judge(Prompt("0:4:1", [1]), [5])

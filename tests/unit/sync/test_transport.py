@@ -18,7 +18,17 @@ from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireE
 from sync.transport import BlockingPeer, Peer, TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import EvalRequest, Ok, Version, Wait, encode, frame
 
-BAD_URLS = ["", "h", "h:1", "ftp://h", "http://", "http://h:port", "http://h:0", "http://h:70000", "http://[::1"]
+BAD_URLS = [
+    "",
+    "h",
+    "h:1",
+    "ftp://h",
+    "http://",
+    "http://h:port",
+    "http://h:0",
+    "http://h:70000",
+    "http://[::1",
+]
 REQUEST = EvalRequest(version=Version(0, 1))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DataError
 from teacher_service.config import TeacherConfig
 from teacher_service.router import Router
-from teacher_service.transform import load_function
+from teacher_service.transform import load_function, load_transforms
 
 
 def teacher(*route: str) -> TeacherConfig:
@@ -47,3 +51,38 @@ def test_named_functions_are_loaded_or_refused_with_the_field() -> None:
     for name in ("math:nothing", "no_such_module:f", "math", "math:pi", ":"):
         with pytest.raises(ConfigError, match="prompt_transform"):
             load_function(name, "prompt_transform")
+
+
+def forgets(prompt: Any) -> None:
+    """Returns nothing."""
+
+
+def fails(prompt: Any) -> list[int]:
+    raise KeyError("solution")
+
+
+def test_a_module_that_raises_when_it_is_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no key is set')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(RuntimeError: no key is set\)"):
+        load_function("raises_at_import:f", "prompt_transform")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"), [("fails", r"KeyError \('solution'\)"), ("forgets", r"TypeError \('NoneType'")]
+)
+def test_a_transform_that_fails_names_itself_and_the_prompt(function: str, problem: str) -> None:
+    config = TeacherConfig(path="m", prompt_transform=f"{__name__}:{function}")
+    transform = load_transforms({"t": config})["t"]
+    with pytest.raises(
+        DataError, match=rf"t\.prompt_transform '.*:{function}' raised {problem}.* for prompt 3:1:0"
+    ):
+        transform(SimpleNamespace(id="3:1:0"))
+
+
+def test_a_route_that_fails_names_itself_and_the_source() -> None:
+    router = Router({"t": TeacherConfig(path="m", route_by="math:sqrt")})
+    with pytest.raises(DataError, match=r"t\.route_by 'math:sqrt' raised TypeError .* for data source 'a'"):
+        router.route("a")
