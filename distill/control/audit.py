@@ -169,6 +169,7 @@ def _note(books: _Books, record: AnyRecord, bound: Bound) -> None:
         books.bound[record.version] = bound
     elif isinstance(record, LineageOpened):
         books.opened.append(record)
+        books.dropped.update(dict.fromkeys(record.without, "rolled_back"))
     elif isinstance(record, Stepped):
         books.reached[record.version.lineage] = record.version.step
 

@@ -140,10 +140,8 @@ class Books:
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        record = self.state.plan_lineage(checkpoint, fingerprint, anew=without is not None)
+        record = self.state.plan_lineage(checkpoint, fingerprint, without)
         self.write(record)
-        if bad := [rollout for rollout in without or () if rollout in self.state.buffer]:
-            self.drop(bad, "rolled_back", f"trained on in bad steps after {checkpoint or 'the model folder'}")
         self._drop_broken()
         await self.journal.commit(durable=True)
         return record

@@ -140,6 +140,8 @@ class LineageOpened(Record, frozen=True):
     origin: int | None
     branch: int
     fingerprint: str
+    without: list[str] = []
+    """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
 
 
 class Stepped(Record, frozen=True):

@@ -7,7 +7,7 @@ again), `buffer`, a batch of `batches`, or dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -193,14 +193,18 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
-    def plan_lineage(self, checkpoint: Version | None, fingerprint: str, anew: bool = False) -> LineageOpened:
-        """What a trainer starting from `checkpoint` opens; `anew`: no batch is handed out again."""
+    def plan_lineage(
+        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+    ) -> LineageOpened:
+        """What a trainer starting from `checkpoint` opens; `without` as in `Books.open_lineage`."""
         start = checkpoint.step if checkpoint else 0
         origin, branch = self.lineages.origin_of(checkpoint), start
-        if origin is not None and not anew:
+        if origin is not None and without is None:
             while self.available(Version(self.lineages.owner(origin, branch), branch)):
                 branch += 1
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint)
+        batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
+        left = [rollout for rollout in without or () if rollout in batched]
+        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left)
 
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""
@@ -306,6 +310,8 @@ class RunState:
             for step in [step for step in tokens if step >= record.start]:
                 del tokens[step]
         self._take_back_lost_batches(record.lineage)
+        if record.without:
+            self._dropped(Dropped(record.without, "rolled_back", 0), None)
 
     def _take_back_lost_batches(self, lineage: int) -> None:
         """Rollouts of batches that are not on the way of `lineage` wait in the buffer again."""

@@ -77,8 +77,8 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
         return _Named(name, make(**(options or {})))
     except Exception as error:
         raise ConfigError(
-            f"prompts.options do not fit task {name!r} ({type(error).__name__}: {error}): give those that its "
-            "make(**options) takes"
+            f"prompts.options do not fit task {name!r} ({type(error).__name__}: {error}): give those that "
+            "its make(**options) takes"
         ) from error
 
 

@@ -22,6 +22,7 @@ from distill.control.records import (
     Checkpointed,
     Composed,
     Dropped,
+    LineageOpened,
     Opened,
     Rollout,
     Stepped,
@@ -392,6 +393,31 @@ async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_
     again = opened(tmp_path, GROUPS)
     assert again.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert again.state.outstanding == 0
+    again.journal.close()
+
+
+async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_back(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.open_lineage(None, "model")
+    for step in range(2):
+        for asked in books.issue(BATCH):
+            await books.admit([rollout(asked, Version(0, step))])
+        await books.compose()
+    good, bad = (books.state.batches[Version(0, step)].entries for step in range(2))
+    await books.open_lineage(None, "model", without=[entry.id for entry in bad])
+    books.journal.close()
+    places = [(s, o) for s, o, record in read_all(tmp_path) if isinstance(record, LineageOpened)]
+    behind = min([(s, o) for s, o, _ in read_all(tmp_path) if (s, o) > places[-1]], default=None)
+    if behind is not None:  # the cut: nothing after that one record reached the disk
+        os.truncate(segment_path(tmp_path, behind[0]), behind[1])
+        for number in segment_numbers(tmp_path)[behind[0] + 1 :]:
+            segment_path(tmp_path, number).unlink()
+
+    again = opened(tmp_path)
+    assert again.state.buffer.ids() == [entry.id for entry in good]
+    assert again.state.counters.dropped == {"rolled_back": BATCH}
+    report = check([(Location(s, o), record) for s, o, record in read_all(tmp_path)], {})
+    assert (report.lost, report.dropped) == ([], {"rolled_back": BATCH})
     again.journal.close()
 
 
