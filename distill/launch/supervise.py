@@ -85,13 +85,15 @@ class Child:
         """One soon after the other."""
         self.ready_since = math.inf
         """Monotonic time since which it is healthy."""
+        self.pause: float | None = None
+        """Seconds before its next start, once its death is taken from the budget."""
         self.process: asyncio.subprocess.Process | None = None
         self._log_begins = 0
         """Byte of the log at which its last start begins."""
 
     async def start(self, pipe: int) -> None:
         """Start it; its output is appended to its log."""
-        self.phase = Phase.STARTING
+        self.phase, self.pause = Phase.STARTING, None
         self.spec.prepare()
         guardian = [sys.executable, "-P", "-m", GUARDIAN, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
@@ -292,9 +294,11 @@ class Supervisor:
                     raise
 
     async def _start_again(self, child: Child) -> None:
-        pause = self._spend(child)
-        log.warning("%s\nstarted again in %.0f s", child.describe_end(), pause)
-        await asyncio.sleep(pause)
+        """Pause and start; when cancelled in its pause it can be called again, and costs no second death."""
+        if child.pause is None:
+            child.pause = self._spend(child)
+            log.warning("%s\nstarted again in %.0f s", child.describe_end(), child.pause)
+        await asyncio.sleep(child.pause)
         await child.start(self._read_end)
 
     def _spend(self, child: Child) -> float:

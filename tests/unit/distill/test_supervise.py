@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Supervisor
+from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -156,6 +156,28 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     await waiting
     assert lives[0] != lives[1]
     await supervisor.stop(1)
+
+
+async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(tmp_path: Path):
+    late = asyncio.Event()
+    specs = [ChildSpec("early", SLEEPER), ChildSpec("late", SLEEPER, joined=late.is_set)]
+    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=2.0)
+    await supervisor.start()
+    await spoke(supervisor, "early", "late")
+    early = supervisor.children["early"]
+    waiting, first = asyncio.create_task(supervisor.ready(60)), early.process
+    await asyncio.to_thread(until, lambda: early.phase is Phase.READY)
+    os.killpg(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: early.deaths == 1)
+    late.set()
+    await waiting
+    assert early.process is first, "still in its pause"
+    watching = asyncio.create_task(supervisor.watch(60))
+    await asyncio.to_thread(until, lambda: early.process is not first or watching.done())
+    assert early.process is not first, watching
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await supervisor.stop(5)
 
 
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
