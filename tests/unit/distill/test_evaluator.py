@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from distill.control.gateway import listen, serving
+from distill.evaluate import client as evaluator_client
+from distill.evaluate.client import HttpEvaluator
 from distill.evaluate.service import BestKeeper, app
 from distill.loading import validate
-from sync.errors import ConfigError, SnapshotError
+from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
 from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, decode, encode
 
 
@@ -144,3 +150,64 @@ async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
         assert decode(empty.content, ProbeReply).teachers == {}
         refused = await client.post("/v1/probe", content=encode(ProbeRequest(student=[], teachers={"x": []})))
         assert (refused.status_code, refused.json()["error"]) == (409, "no such teacher")
+
+
+@asynccontextmanager
+async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
+    bound = listen("127.0.0.1", 0, None)
+    async with serving(app(evaluate, "", no_probe), bound):
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
+    asked: list[Version] = []
+
+    def evaluate(version: Version) -> EvalReport:
+        asked.append(version)
+        time.sleep(1.0)
+        return report(version, 0.5)
+
+    async with behind_a_url(evaluate) as url:
+        evaluator = HttpEvaluator(url, silent_seconds=0.5, look_seconds=0.05)
+        assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
+        await evaluator.aclose()
+    assert asked == [Version(0, 3)]
+
+
+async def test_an_evaluation_that_goes_on_is_told_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def evaluate(version: Version) -> EvalReport:
+        time.sleep(0.5)
+        return report(version, 0.5)
+
+    monkeypatch.setattr(evaluator_client, "SAY_SECONDS", 0.1)
+    async with behind_a_url(evaluate) as url:
+        evaluator = HttpEvaluator(url, look_seconds=0.05)
+        await evaluator.evaluate(Version(0, 3))
+        await evaluator.aclose()
+    assert "the evaluation of L000-v00000003 has taken 0 s and goes on" in caplog.messages
+
+
+async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
+    bound = listen("127.0.0.1", 0, None)
+    bound.listen()  # connections are taken, and never answered
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    evaluator = HttpEvaluator(url, silent_seconds=0.2, look_seconds=0.05)
+    with pytest.raises(
+        Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
+    ):
+        await evaluator.evaluate(Version(0, 3))
+    await evaluator.aclose()
+    bound.close()
+
+
+async def test_a_version_that_the_evaluator_refuses_is_refused_at_once() -> None:
+    def evaluate(version: Version) -> EvalReport:
+        raise SnapshotError(f"{version} is not in the store")
+
+    async with behind_a_url(evaluate) as url:
+        evaluator = HttpEvaluator(url)
+        with pytest.raises(RemoteError, match="L000-v00000003 is not in the store"):
+            await evaluator.evaluate(Version(0, 3))
+        await evaluator.aclose()
