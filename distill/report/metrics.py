@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -59,13 +60,17 @@ class Lines:
 
 
 class JsonLines:
-    """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}."""
+    """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}.
+
+    A figure that is not finite, as the loss of a step that was left out, is null: JSON has no NaN.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._lines.write(json.dumps({"step": step, "time": time.time(), **figures}))
+        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}))
 
     def close(self) -> None:
         self._lines.close()

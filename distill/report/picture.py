@@ -44,8 +44,7 @@ def draw(run_dir: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "eval/reverse_kl" not in line]
-    evaluations = [line for line in read_lines(run_dir / "metrics.jsonl") if "eval/reverse_kl" in line]
+    steps, evaluations = _figures(read_lines(run_dir / "metrics.jsonl"))
     spans = read_lines(run_dir / "timeline.jsonl")
     if not steps and not evaluations:
         raise DataError(f"{run_dir} holds no metrics.jsonl with figures: name the folder of a run")
@@ -80,6 +79,13 @@ def read_lines(path: Path) -> list[Line]:
             if number + 1 < len(lines):
                 raise DataError(f"{path}:{number + 1}: not JSON: the file was altered") from None
     return found
+
+
+def _figures(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Steps and evaluations, without figures that are null: they were not finite."""
+    finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    steps = [few for line, few in zip(lines, finite, strict=True) if "eval/reverse_kl" not in line]
+    return steps, [line for line in finite if "eval/reverse_kl" in line]
 
 
 def _summary(run_dir: Path) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,24 @@ def test_figures_go_to_every_sink_without_what_is_no_number(tmp_path: Path) -> N
     line = json.loads((tmp_path / "m.jsonl").read_text())
     assert line.pop("time") > 0
     assert line == {"step": 3, "a": 1.0, "c": 0.5, "d": 1.0}
+
+
+def not_json(word: str) -> float:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_picture(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=5)
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = JsonLines(path)
+    for figure in (math.nan, math.inf, -math.inf):
+        lines.log(6, {"loss": figure, "reverse_kl": figure, "staleness/max": figure, "skipped": 1.0})
+    lines.log(6, {"eval/reverse_kl": math.nan, "eval/pass_rate": 0.5})
+    lines.close()
+    read = [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
+    assert [line["loss"] for line in read[-4:-1]] == [None] * 3
+    assert read[-2]["skipped"] == 1.0
+    assert draw(tmp_path / "run").is_file()
 
 
 def test_the_table_shows_what_is_known() -> None:
