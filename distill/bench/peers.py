@@ -3,17 +3,19 @@
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `distill bench async`; TRL gets both cores
 for its one process, and at each size the precision that is faster in a few steps before. Both are timed from
-the end of their first step. TRL lives in an environment of its own inside the folder, made once.
+the end of their first step. TRL lives in an environment of its own inside the folder, made once. A finished
+trial is kept there too, and made again when anything that decides it has changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import pairwise
@@ -81,6 +83,8 @@ class Trial:
     who: str
     size: str
     seed: int
+    settings: str
+    """Digest of everything that decides it."""
     steps: int
     step_ms: float
     """Median wall time between two steps, after the settled ones."""
@@ -126,10 +130,15 @@ def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) 
     return report
 
 
+def requirements() -> list[str]:
+    """What TRL is run with."""
+    return [*(f"{name}=={metadata.version(name)}" for name in SAME), *REQUIREMENTS]
+
+
 def environment(folder: Path) -> Path:
     """The Python of an environment with TRL, made by pip as it is configured here unless it is there."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = [*(f"{name}=={metadata.version(name)}" for name in SAME), *REQUIREMENTS]
+    wanted = requirements()
     if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
         return python
     log.info("installing %s", ", ".join(wanted))
@@ -181,16 +190,17 @@ def config_of(size: Size, seed: int) -> RunConfig:
 
 def ours(folder: Path, size: Size, seed: int) -> Trial:
     """Our run, or what is kept of it."""
-    name = f"{size.name}-ours-{seed}"
+    name, words = f"{size.name}-ours-{seed}", settings_of(size, seed)
+    settings = digest(asdict(size), words, config_of(size, seed).model_dump(mode="json"))
 
     def make() -> Trial:
-        words = settings_of(size, seed)
         seen = watched.run(pipeline.arguments(folder, name, seed, size.steps, words))
         one = pipeline.measure(folder / name, name, seed, words, seen, size.learns, size.settled)
         return Trial(
             "ours",
             size.name,
             seed,
+            settings,
             one.steps,
             one.step_ms,
             one.trained_tokens_per_second,
@@ -200,19 +210,24 @@ def ours(folder: Path, size: Size, seed: int) -> Trial:
             one.curve,
         )
 
-    return _kept(folder / f"{name}.json", make)
+    return kept(folder / f"{name}.json", settings, make)
 
 
 def theirs(python: Path, folder: Path, size: Size, seed: int, precision: str) -> Trial:
     """TRL's run, or what is kept of it."""
-    name = f"{size.name}-trl-{precision}-{seed}"
-    return _kept(folder / f"{name}.json", lambda: _theirs(python, folder / name, size, seed, precision))
+    name, config = f"{size.name}-trl-{precision}-{seed}", config_of(size, seed)
+    save_at = [*range(pipeline.EVERY, size.steps, pipeline.EVERY), size.steps] if size.learns else []
+    told = job(config, folder / name, size.steps, precision) | {"save_at": save_at}
+    settings = digest(asdict(size), requirements(), {**told, "output": None})
+    return kept(
+        folder / f"{name}.json", settings, lambda: _theirs(python, config, told, size, seed, settings)
+    )
 
 
-def _theirs(python: Path, output: Path, size: Size, seed: int, precision: str) -> Trial:
-    config, last = config_of(size, seed), size.steps
-    save_at = [*range(pipeline.EVERY, last, pipeline.EVERY), last] if size.learns else []
-    lines = train(python, job(config, output, last, precision) | {"save_at": save_at})
+def _theirs(
+    python: Path, config: RunConfig, told: dict[str, Any], size: Size, seed: int, settings: str
+) -> Trial:
+    lines, output, save_at = train(python, told), Path(told["output"]), told["save_at"]
     began, settled = lines[0]["time"], lines[size.settled :]
     wall, times = settled[-1]["time"] - settled[0]["time"], [line["time"] for line in settled]
     folders = Folders({step: output / f"step-{step}" for step in save_at})
@@ -222,7 +237,8 @@ def _theirs(python: Path, output: Path, size: Size, seed: int, precision: str) -
         "trl",
         size.name,
         seed,
-        last,
+        settings,
+        size.steps,
         1000 * median(b - a for a, b in pairwise(times)),
         pipeline.rise(settled, "generated") / wall,
         crossing([point[:2] for point in curve], pipeline.TARGET_KL),
@@ -232,27 +248,37 @@ def _theirs(python: Path, output: Path, size: Size, seed: int, precision: str) -
     )
 
 
-def _kept(path: Path, make: Any) -> Trial:
-    if not path.is_file():
-        trial = make()
-        log.info("%s: %.0f ms a step, %.0f tokens/s", path.stem, trial.step_ms, trial.tokens_per_second)
-        path.write_text(json.dumps(asdict(trial), indent=2))
-    return Trial(**json.loads(path.read_text()))
+def digest(*what: Any) -> str:
+    """Of JSON values: it changes when they do."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def kept(path: Path, settings: str, make: Callable[[], Trial]) -> Trial:
+    """The trial of these settings in `path`; what is not there, or was of others, is made."""
+    if path.is_file():
+        found = json.loads(path.read_text())
+        if found.get("settings") == settings:
+            return Trial(**found)
+        log.info("%s was made with other settings: it is made again", path.stem)
+    trial = make()
+    log.info("%s: %.0f ms a step, %.0f tokens/s", path.stem, trial.step_ms, trial.tokens_per_second)
+    path.write_text(json.dumps(asdict(trial), indent=2))
+    return trial
 
 
 def faster_precision(python: Path, folder: Path, size: Size) -> str:
     """In which TRL makes its steps faster at this size, tried once."""
-    kept = folder / f"{size.name}-trl-precision.json"
-    if not kept.is_file():
-        config, took = config_of(size, 0), {}
-        for precision in PRECISIONS:
-            output = folder / f"{size.name}-trl-try-{precision}"
-            lines = train(python, job(config, output, PROBE_STEPS, precision) | {"save_at": []})
-            times = [line["time"] for line in lines[PROBE_STEPS // 4 :]]
-            took[precision] = median(b - a for a, b in pairwise(times))
-        kept.write_text(json.dumps(took))
-    took = json.loads(kept.read_text())
-    return min(PRECISIONS, key=lambda one: took[one])
+    path, config = folder / f"{size.name}-trl-precision.json", config_of(size, 0)
+    told = {one: job(config, folder / f"{size.name}-trl-try-{one}", PROBE_STEPS, one) for one in PRECISIONS}
+    settings = digest(requirements(), [{**one, "output": None} for one in told.values()])
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if found.get("settings") != settings:
+        found = {"settings": settings}
+        for precision, one in told.items():
+            times = [line["time"] for line in train(python, one | {"save_at": []})[PROBE_STEPS // 4 :]]
+            found[precision] = median(b - a for a, b in pairwise(times))
+        path.write_text(json.dumps(found))
+    return min(PRECISIONS, key=lambda one: found[one])
 
 
 def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What the benches of whole runs make of a finished run's files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from distill.bench import peers, pipeline
 from distill.bench.marks import crossing
 from distill.bench.watched import Watched
+from distill.config import RunConfig
+from distill.loading import load
 
 SETTLED = pipeline.SETTLED
 
@@ -118,10 +121,10 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
 
 def test_the_table_of_peers_says_how_much_better_ours_is_in_each_direction() -> None:
     trials = [
-        peers.Trial("ours", "toy", 0, 240, 150.0, 7000.0, 20.0, 0.19, 0.88),
-        peers.Trial("trl", "toy", 0, 240, 300.0, 3500.0, 40.0, 0.18, 0.89),
-        peers.Trial("ours", "large", 0, 24, 1000.0, 1500.0),
-        peers.Trial("trl", "large", 0, 24, 1500.0, 1000.0),
+        peers.Trial("ours", "toy", 0, "s", 240, 150.0, 7000.0, 20.0, 0.19, 0.88),
+        peers.Trial("trl", "toy", 0, "s", 240, 300.0, 3500.0, 40.0, 0.18, 0.89),
+        peers.Trial("ours", "large", 0, "s", 24, 1000.0, 1500.0),
+        peers.Trial("trl", "large", 0, "s", 24, 1500.0, 1000.0),
     ]
     report = {
         "trl": "trl==1.16.0",
@@ -136,3 +139,52 @@ def test_the_table_of_peers_says_how_much_better_ours_is_in_each_direction() -> 
     assert "| tokens generated and trained on a second | 7,000 | 3,500 | 2.00 |" in lines
     assert "| tokens generated and trained on a second | 1,500 | 1,000 | 1.50 |" in lines
     assert sum("reverse KL" in line for line in lines) == 1, "large models are not evaluated"
+
+
+def test_a_finished_trial_beside_trl_is_made_again_when_its_settings_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate, ran = 0.1, []
+
+    def config_of(size: peers.Size, seed: int) -> RunConfig:
+        overrides = [f'trainer.overrides."optimizer.params.lr"={rate}', f"run.seed={seed}", "run.folder=/r"]
+        return load(Path("configs/quickstart.toml"), [*size.settings, *overrides])
+
+    def made(words: list[str]) -> Watched:
+        ran.append(words[words.index("run.name=toy-ours-0") :])
+        return Watched()
+
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setattr(peers, "config_of", config_of)
+    monkeypatch.setattr(peers.watched, "run", made)
+    monkeypatch.setattr(pipeline, "measure", lambda *_: trial("ours", 0, 100.0 * len(ran)))
+    longer = replace(peers.TOY, steps=300)
+    assert [peers.ours(tmp_path, size, 0).step_ms for size in (peers.TOY, peers.TOY, longer)] == [
+        100,
+        100,
+        200,
+    ]
+    rate = 0.2
+    assert [peers.ours(tmp_path, longer, 0).step_ms for _ in range(2)] == [300, 300]
+    (tmp_path / "toy-ours-0.json").write_text('{"who": "ours", "step_ms": 1.0}')  # of an earlier release
+    assert peers.ours(tmp_path, longer, 0).step_ms == 400
+
+
+def test_trl_is_run_again_when_what_it_is_told_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Path] = []
+    told = {"steps": 24, "prompts": ["a"]}
+
+    def train(python: Path, job: dict) -> list[dict[str, float]]:
+        ran.append(Path(job["output"]))
+        return [{"time": float(step), "generated": 10.0 * step} for step in range(30)]
+
+    monkeypatch.setattr(peers, "config_of", lambda size, seed: None)
+    monkeypatch.setattr(peers, "job", lambda _, output, steps, precision: {**told, "output": str(output)})
+    monkeypatch.setattr(peers, "train", train)
+    for prompts in (["a"], ["a"], ["b"]):
+        told["prompts"] = prompts
+        assert peers.theirs(Path("python"), tmp_path, peers.LARGE, 0, "fp32").step_ms == 1000.0
+        assert peers.faster_precision(Path("python"), tmp_path, peers.LARGE) == "fp32"
+    assert [path.name for path in ran] == 2 * ["large-trl-fp32-0", "large-trl-try-fp32", "large-trl-try-bf16"]
