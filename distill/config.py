@@ -80,6 +80,8 @@ class JsonlPrompts(Settings):
     "contains": when the answer stands in it as words of its own; "number": when both end on the same number.
     "package.module:function": what function(prompt, completion) returns, a bool or a finite number, of
     `prompt.answer`, `prompt.text` and the completion's text. Above 0 passes. None: no reward, no pass rate.
+    The controller calls the function in its event loop and does nothing else meanwhile: let it take
+    milliseconds. The evaluator calls it in a thread, where signals (so `signal.alarm`) do not work.
     """
     template: Literal["chat", "plain"] = "chat"
     """chat: the student's chat template, applied once. plain: the text as it is."""
