@@ -98,7 +98,8 @@ def reward(
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     with own_code(name, about, "give 0 for what it cannot judge"):
         found = function(prompt, completion)
-    if not isinstance(found, bool | int | float | np.bool | np.number) or not math.isfinite(found):
+    is_number = isinstance(found, bool | int | float | np.bool | np.integer | np.floating)
+    if not is_number or not math.isfinite(found):
         raise DataError(f"{name} gave {found!r:.80} for {about}: it must return a bool or a finite number")
     return float(found)
 

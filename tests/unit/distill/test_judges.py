@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distill.config import JsonlPrompts
@@ -120,6 +121,14 @@ def test_a_function_of_the_users_reads_prompt_and_completion(tmp_path: Path) -> 
     split = open_rows(tmp_path, rows, answer_field="gold", judge=f"{__name__}:length_of_answer")
     assert split.judge is not None
     assert split.judge(split.train[0], Letters().encode("xy")) == 2.5
+
+
+def half(prompt: Prompt, completion: str) -> np.float32:
+    return np.float32(0.5)
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    assert judged(f"{__name__}:half", "x", "y") == 0.5
 
 
 @pytest.mark.parametrize(
