@@ -130,15 +130,28 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
         )
         state = repartition.restore(engine, path / _TAG, saved, ranks)
     if "rng" in state:
-        torch.set_rng_state(state["rng"]["cpu"])
-        if ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        _draw_on(state["rng"], path, ranks)
     return Version.parse(index["version"])
 
 
 def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
+
+
+def _draw_on(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
+    """Set the random states that `_rng` saved, as far as this rank's device has one."""
+    torch.set_rng_state(states["cpu"])
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    elif on_gpu or "cuda" in states:
+        log.warning(
+            "%s was saved on %s and goes on on %s: random numbers of the device (dropout of adapters) are not "
+            "those that would have come",
+            path,
+            *(("CPUs", "GPUs") if on_gpu else ("GPUs", "CPUs")),
+        )
 
 
 def _digests(folder: Path) -> dict[str, dict[str, Any]]:
