@@ -116,15 +116,11 @@ def join(config: TrainerConfig) -> Ranks:
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
     """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
 
-    Rank 0 verifies the files of all ranks. Collective.
+    Collective.
     """
-    folder, found = config.run_dir / "checkpoints", None
-    if ranks.rank == 0:
-        found = checkpoint.find(folder, config.checkpoint)
-    name = ranks.broadcast(b"" if found is None else found.name.encode()).decode()
-    if not name:
+    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint, ranks)
+    if path is None:
         return None
-    path = folder / name
     version = checkpoint.load(engine, path, fingerprint, ranks)
     log.info("resumed from %s", path)
     return version
@@ -232,8 +228,8 @@ def save(
 def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: Any, outcome: Outcome) -> None:
     """Publish what is not yet out, prove what it is, and leave a model folder. Collective.
 
-    Raises StoreError behind all that when the last version could not be published and the run was not merely
-    interrupted: nothing is claimed of it then. Another start publishes it from its checkpoint under a new name.
+    When the last version could not be published, nothing is claimed of it, and StoreError is raised behind
+    all that unless the run was interrupted: another start publishes it from its checkpoint, newly named.
     """
     trainer.source.close()
     if trainer.road.newest != trainer.version:
@@ -248,8 +244,8 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     trainer.controller.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
     if not is_out:
         problem = (
-            f"the last version {trainer.version} was not published, so no replica can be compared with it: mend "
-            "what its publication met and start the trainer again"
+            f"the last version {trainer.version} was not published, so no replica can be compared with it: "
+            "mend what its publication met and start the trainer again"
         )
         if outcome is not Outcome.INTERRUPTED:
             raise StoreError(problem)

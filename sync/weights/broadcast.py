@@ -365,8 +365,8 @@ class Reception:
         own = _backend_name(self._device)
         if sent != own:
             raise SnapshotError(
-                f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, which "
-                f'receives with {own}: set weights.road = "snapshot", or run both on GPUs, or both on CPUs'
+                f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, "
+                f'which receives with {own}: set weights.road = "snapshot", or run both on the same kind'
             )
 
     def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:

@@ -104,7 +104,8 @@ def write(
 def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
     """The first id whose cumulative probability is above each number's share of the row's sum.
 
-    An id that adds nothing to the sum is never drawn, whatever the number in [0, 1]: 1 gives the last that does.
+    An id that adds nothing to the sum is never drawn, whatever the number in [0, 1]: 1 gives the last one
+    that does.
     """
     total_B1 = sum_BV[:, -1:]
     share_B1 = torch.minimum(number_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))

@@ -329,7 +329,7 @@ def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
-    """A run of one step, from its first version to its end; `failures` of the publications after the first."""
+    """A run of one step from its first version to its end; so many publications after the first fail."""
     story, publisher = Story(tmp_path, [batch(0)]), FakePublisher()
     story.trainer.road = SnapshotRoad(
         publisher, FakeWeights(), _export, tmp_path / "scratch", story.controller, 0
