@@ -53,7 +53,7 @@ class Trainer:
     save: Callable[[Version], Path | None]
     """Write a checkpoint; its folder. None: the disk is full, and the run was asked to stop. Collective."""
     shown: Callable[[], str]
-    """Digest of this rank's shards as they are now."""
+    """Checksum of this rank's shards as they are now."""
     source: BatchSource
     controller: Controller
     road: Road
