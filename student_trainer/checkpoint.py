@@ -6,7 +6,8 @@
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves. While
 the disk is full all ranks wait, `latest` names the one before, and what was half-written is removed.
-DeepSpeed reads its files with torch.load; their digests are checked first.
+DeepSpeed reads its files with torch.load; their digests are checked first. Every rank digests the files that
+bear its number, rank 0 all others: ranks wait for each other no longer than for the largest share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial as bind
@@ -32,6 +34,7 @@ from sync.wire import Version
 log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
 _INDEX: Final = "checkpoint.json"
+_OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def save(
@@ -49,11 +52,21 @@ def save(
     None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
     """
     partial, final = folder / f".partial-{version}", folder / str(version)
-    index = {"version": str(version), "world_size": ranks.world_size, "fingerprint": fingerprint}
+    index: dict[str, Any] = {
+        "version": str(version),
+        "world_size": ranks.world_size,
+        "fingerprint": fingerprint,
+    }
+    own: dict[str, Any] = {}
     write = bind(_write_all, engine, partial, ranks)
-    finish = bind(_finish, partial, final, index, keep) if ranks.rank == 0 else _nothing
     what = f"checkpoint {version}"
-    done = all_done(ranks, what, write, give_up) and all_done(ranks, what, finish, give_up)
+    done = all_done(ranks, what, write, give_up)
+    done = done and all_done(ranks, what, lambda: own.update(_digests(partial, ranks)), give_up)
+    if done:
+        parts = [json.loads(part) for part in ranks.collect(json.dumps(own).encode())]
+        index["files"] = {name: entry for part in parts for name, entry in part.items()}
+        finish = bind(_finish, partial, final, index, keep) if ranks.rank == 0 else _nothing
+        done = all_done(ranks, what, finish, give_up)
     if not done and ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return final if done else None
@@ -82,32 +95,39 @@ def _nothing() -> None:
 def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
     """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
     if partial.exists():
-        _write(partial / _INDEX, json.dumps({**index, "files": _digests(partial)}, indent=1))
+        _write(partial / _INDEX, json.dumps(index, indent=1))
         partial.rename(final)
     _write(final.parent / "latest", final.name)
     _retain(final.parent, keep)
 
 
-def find(folder: Path, wanted: str | None) -> Path | None:
+def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     """The checkpoint to start from: `wanted`, else what `latest` names; None when there is none at all.
 
-    Raises DataError when it was named and is not there, or is not complete and unaltered.
+    Raises DataError on every rank when it was named and is not there, or is not complete and unaltered; an
+    older one is then named by its files' sizes, and verified when it is used. Collective.
     """
-    latest = folder / "latest"
-    if wanted is None and not latest.exists():
+    named = (wanted or _latest(folder)).encode() if ranks.rank == 0 else b""
+    name = ranks.broadcast(named).decode()
+    if not name:
         return None
-    name = wanted or latest.read_text().strip()
     path = folder / name
-    problem = _problem(path)
-    if problem:
-        others = sorted(other.name for other in folder.glob("L*") if other != path and not _problem(other))
+    problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
+    if any(problems):
+        others = sorted(other.name for other in folder.glob("L*") if other != path and not _index(other)[1])
         remedy = (
             f'to start from an older one set checkpoint = "{others[-1]}"'
             if others
             else "no other one is whole"
         )
-        raise DataError(f"checkpoint {path} cannot be used: {problem}; {remedy}")
+        raise DataError(f"checkpoint {path} cannot be used: {next(filter(None, problems))}; {remedy}")
     return path
+
+
+def _latest(folder: Path) -> str:
+    """What `latest` names; empty: there is none."""
+    latest = folder / "latest"
+    return latest.read_text().strip() if latest.exists() else ""
 
 
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
@@ -130,9 +150,7 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
         )
         state = repartition.restore(engine, path / _TAG, saved, ranks)
     if "rng" in state:
-        torch.set_rng_state(state["rng"]["cpu"])
-        if ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        _draw_on(state["rng"], path, ranks)
     return Version.parse(index["version"])
 
 
@@ -141,36 +159,66 @@ def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
     return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
 
 
-def _digests(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file below `folder`, each forced to disk."""
+def _draw_on(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
+    """Set the random states that `_rng` saved, as far as this rank's device has one."""
+    torch.set_rng_state(states["cpu"])
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    elif on_gpu or "cuda" in states:
+        log.warning(
+            "%s was saved on %s and goes on on %s: the device's random numbers (dropout of adapters) are not "
+            "those that would have come",
+            path,
+            *(("CPUs", "GPUs") if on_gpu else ("GPUs", "CPUs")),
+        )
+
+
+def _digests(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Size and digest of this rank's files below `folder`, each forced to disk."""
     found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         found[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake3": _digest(path)}
     return found
 
 
+def _is_own(name: str, ranks: Ranks) -> bool:
+    """Whether this rank digests a file: those of DeepSpeed's bear the number of the rank that wrote them."""
+    number = _OF_RANK.search(name)
+    return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
+
+
 def _digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def _problem(path: Path) -> str | None:
-    """Why a checkpoint must not be used; None: it is whole."""
+def _problem(path: Path, ranks: Ranks) -> str | None:
+    """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
+    digests, problem = _index(path)
+    if problem:
+        return problem
+    own = (name for name in digests if _is_own(name, ranks))
+    return next((f"{name} was altered" for name in own if _digest(path / name) != digests[name]), None)
+
+
+def _index(path: Path) -> tuple[dict[str, str], str | None]:
+    """Digests of a checkpoint's files by name, and what is wrong with index or sizes; None: nothing."""
     try:
         index = json.loads((path / _INDEX).read_text())
         Version.parse(str(index["version"])), int(index["world_size"]), str(index["fingerprint"])
+        digests = {}
         for name, entry in dict(index["files"]).items():
             file = path / name
             if not file.is_file() or file.stat().st_size != entry["size"]:
-                return f"{name} is missing or cut short"
-            if _digest(file) != entry["blake3"]:
-                return f"{name} was altered"
+                return {}, f"{name} is missing or cut short"
+            digests[name] = str(entry["blake3"])
     except (FileNotFoundError, NotADirectoryError):
-        return f"it has no {_INDEX}"
+        return {}, f"it has no {_INDEX}"
     except (ValueError, KeyError, TypeError):  # no JSON or text at all, or other fields
-        return f"its {_INDEX} is damaged"
-    return None
+        return {}, f"its {_INDEX} is damaged"
+    return digests, None
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
-from sync.errors import RemoteError, Unreachable
+from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.transport import BlockingPeer
 from sync.wire import Audience, Head, Message, Ok, Published, Seats, TrainerHello, TrainerWelcome
 
@@ -90,7 +90,10 @@ class HttpController:
                     f"{self._peer.url} did not say within {LAST_WORDS_SECONDS:.0f} s of the stop signal who "
                     f"listens to {published.version}: is the controller running?"
                 )
-        return answer.result()
+        try:
+            return answer.result()
+        except Overloaded as error:
+            raise Unreachable(f"nobody listened to {published.version} for an hour: {error}") from error
 
     def lost(self, group: str) -> str | None:
         try:

@@ -64,6 +64,11 @@ def _check(config: dict[str, Any], source: str) -> None:
         )
     if fp16.get("enabled"):
         raise ConfigError(f"{source}: fp16 skips steps that overflow: enable bf16, or neither for fp32")
+    if _table(zero, "offload_param").get("device") == "nvme":
+        raise ConfigError(
+            f"{source}: zero_optimization.offload_param.device is 'nvme': weights are published from "
+            "shards in memory, set cpu, or leave offload_param out"
+        )
     for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         if config.get(name, 1) != 1:
             raise ConfigError(

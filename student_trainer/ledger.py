@@ -5,7 +5,7 @@
 
 A line is written before its step is reported, so the files prove that nothing was trained on twice: a rollout
 may appear in two lineages only when the step that trained on it was left behind by the branch. "weights" is
-the digest of the rank's shards after the step: trained again after a resume, the step must show it again.
+the checksum of the rank's shards after the step: trained again after a resume, the step must show it again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Lineage:
     steps: dict[int, list[str]]
     """Step after it → ids it trained on."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
-    """Step after it → rank → its ids in order, and the digest of its weights."""
+    """Step after it → rank → its ids in order, and the checksum of its weights."""
 
 
 def read(folder: Path) -> dict[int, Lineage]:

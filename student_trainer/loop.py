@@ -53,7 +53,7 @@ class Trainer:
     save: Callable[[Version], Path | None]
     """Write a checkpoint; its folder. None: the disk is full, and the run was asked to stop. Collective."""
     shown: Callable[[], str]
-    """Digest of this rank's shards as they are now."""
+    """Checksum of this rank's shards as they are now."""
     source: BatchSource
     controller: Controller
     road: Road
@@ -143,17 +143,29 @@ def record(trainer: Trainer, ids: list[str]) -> None:
 
 
 def publish(trainer: Trainer) -> None:
-    """Send the weights on their way once the version before has arrived or failed. Collective.
+    """Send the weights on their way once the version before has arrived or failed. Collective."""
+    trainer.road.publish(trainer.version, settle(trainer))
+
+
+def arrived(trainer: Trainer) -> bool:
+    """Whether the newest version is out, once all that was sent has arrived or failed. Collective."""
+    settle(trainer)
+    missing = trainer.ranks.rank == 0 and trainer.road.arrived != trainer.version
+    return not trainer.ranks.highest(missing)
+
+
+def settle(trainer: Trainer) -> bool:
+    """Wait until nothing is on its way; whether the next version should be an anchor. Collective.
 
     Ranks that wait for one whose disk is full stay in touch: no collective runs into its time-out.
     """
     while (vote := trainer.ranks.highest(_settled(trainer.road))) == _UNSETTLED:
-        log.info("the version before %s is still on its way", trainer.version)
-    trainer.road.publish(trainer.version, bool(vote))
+        log.info("a version up to %s is still on its way", trainer.version)
+    return bool(vote)
 
 
 def _settled(road: Road) -> float:
-    """Whether an anchor is due, or that the version before is still on its way."""
+    """Whether an anchor is due, or that a version is still on its way."""
     return float(road.anchor_due) if road.settle(SETTLE_SECONDS) else _UNSETTLED
 
 

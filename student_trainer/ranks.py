@@ -29,6 +29,17 @@ class Ranks:
         """Largest of a value over the ranks. Collective."""
         return float(self.gather(torch.tensor([value])).max())
 
+    def collect(self, body: bytes) -> list[bytes]:
+        """Bytes of every rank, in the order of ranks. Collective."""
+        lengths = [int(length) for length in self.gather(torch.tensor([len(body)])).flatten()]
+        if self.world_size == 1:
+            return [body]
+        padded = torch.frombuffer(bytearray(body.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
+        every = torch.empty((self.world_size, len(padded)), dtype=torch.uint8, device=self.device)
+        dist.all_gather(list(every.unbind()), padded.to(self.device))
+        rows = every.cpu().numpy()
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
     def broadcast(self, body: bytes | None) -> bytes:
         """Bytes of rank 0 on every rank, whatever the others pass. Collective."""
         own = body or b""

@@ -45,6 +45,10 @@ class Road(Protocol):
     newest: Version | None
     """The version published last, or on its way."""
 
+    @property
+    def arrived(self) -> Version | None:
+        """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
+
     def start(self, version: Version, parent: Version | None) -> None:
         """Publish what training starts from, and wait until it can be read. Collective."""
 
@@ -67,6 +71,8 @@ class Background:
     def __init__(self) -> None:
         self.failures = 0
         """In a row, so far."""
+        self.arrived: Version | None = None
+        """The newest version whose work was done."""
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
 
@@ -94,7 +100,7 @@ class Background:
                 raise
             log.error("%s was not published (%d of %d): %s", version, self.failures, _PATIENCE, error)
         else:
-            self.failures = 0
+            self.failures, self.arrived = 0, version
 
 
 class SnapshotRoad:
@@ -121,6 +127,10 @@ class SnapshotRoad:
     def anchor_due(self) -> bool:
         """Adapters always go whole; else deltas grew dear, or the last version failed and left no base."""
         return self._weights.adapters or self._due or self._background.failures > 0
+
+    @property
+    def arrived(self) -> Version | None:
+        return self._background.arrived
 
     def start(self, version: Version, parent: Version | None) -> None:
         self._parent = parent
@@ -190,6 +200,10 @@ class BroadcastRoad:
         self._stopping = stopping
         self._background = Background()
 
+    @property
+    def arrived(self) -> Version | None:
+        return self._background.arrived
+
     def start(self, version: Version, parent: Version | None) -> None:
         self.publish(version, anchor=True)
         self.settle()
@@ -244,6 +258,10 @@ class NoRoad:
 
     anchor_due = False
     newest: Version | None = None
+
+    @property
+    def arrived(self) -> Version | None:
+        return self.newest
 
     def start(self, version: Version, parent: Version | None) -> None:
         self.newest = version

@@ -27,7 +27,7 @@ from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
-from student_trainer.loop import Outcome, Trainer, publish, train
+from student_trainer.loop import Outcome, Trainer, arrived, publish, train
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
 from student_trainer.objectives.registry import build, coefficients, discount
@@ -37,7 +37,7 @@ from student_trainer.signals import StopSignals, die_with_parent
 from student_trainer.source import HttpSource
 from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
-from sync.errors import DataError
+from sync.errors import DataError, StoreError
 from sync.stores import open_store
 from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
@@ -116,15 +116,11 @@ def join(config: TrainerConfig) -> Ranks:
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
     """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
 
-    Rank 0 verifies the files of all ranks. Collective.
+    Collective.
     """
-    folder, found = config.run_dir / "checkpoints", None
-    if ranks.rank == 0:
-        found = checkpoint.find(folder, config.checkpoint)
-    name = ranks.broadcast(b"" if found is None else found.name.encode()).decode()
-    if not name:
+    path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint, ranks)
+    if path is None:
         return None
-    path = folder / name
     version = checkpoint.load(engine, path, fingerprint, ranks)
     log.info("resumed from %s", path)
     return version
@@ -230,17 +226,30 @@ def save(
 
 
 def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: Any, outcome: Outcome) -> None:
-    """Publish what is not yet out, prove what it is, and leave a model folder. Collective."""
+    """Publish what is not yet out, prove what it is, and leave a model folder. Collective.
+
+    When the last version could not be published, nothing is claimed of it, and StoreError is raised behind
+    all that unless the run was interrupted: another start publishes it from its checkpoint, newly named.
+    """
     trainer.source.close()
     if trainer.road.newest != trainer.version:
         publish(trainer)
+    is_out = arrived(trainer)
     trainer.road.close()
     digests = weights.digests()
-    if trainer.ranks.rank == 0:
+    if is_out and trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         leave_folder(config.run_dir / "final", export, trainer.ranks)
     trainer.controller.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
+    if not is_out:
+        problem = (
+            f"the last version {trainer.version} was not published, so no replica can be compared with it: "
+            "mend what its publication met and start the trainer again"
+        )
+        if outcome is not Outcome.INTERRUPTED:
+            raise StoreError(problem)
+        log.error("%s", problem)
     log.info("finished at %s", trainer.version)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
+from student_trainer.checksum import checksum
 from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
@@ -26,7 +26,6 @@ from sync.errors import ConfigError
 from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
 from sync.weights.codec import Bits
 from sync.weights.publish import Slice
-from sync.weights.tensors import tensor_bytes
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
@@ -106,12 +105,9 @@ class Weights:
         return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
     def shown(self) -> str:
-        """BLAKE3 of this rank's shards, all tensors in order. No collective."""
-        hasher = blake3(max_threads=blake3.AUTO)
-        for name, parameter in self.parameters.items():
-            for part, at in self._slices(name):
-                hasher.update(tensor_bytes(_local(parameter)[at : at + part.count].cpu()))
-        return hasher.hexdigest(16)
+        """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
+        held = {name: sum(part.count for part, _ in self._slices(name)) for name in self.parameters}
+        return checksum(_local(self.parameters[name])[:count] for name, count in held.items())
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""

@@ -93,6 +93,45 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
     raise RemoteError(message)
 
 
+class Unavailable(RemoteError):
+    """A status that says to come back; never leaves this file."""
+
+
+_RETRIED: Final = (Overloaded, Unavailable, httpx.TransportError)
+
+
+class _Patience:
+    """Of one call to `url`: pauses that double, until `limit` seconds have passed in all."""
+
+    def __init__(self, url: str, limit: float) -> None:
+        self._url, self._limit = url, limit
+        self._end, self._pause = time.monotonic() + limit, 0.05
+
+    def left(self) -> float:
+        """Seconds that the next try may take."""
+        return max(0.1, self._end - time.monotonic())
+
+    def content(self, response: httpx.Response) -> bytes:
+        """Body of an answer. Raises RemoteError for a refusal, and what `pause` knows."""
+        if response.status_code in _RETRY_STATUS:
+            raise Unavailable(f"status {response.status_code}")
+        _raise_refusal(self._url, response)
+        return response.content
+
+    def pause(self, problem: Overloaded | Unavailable | httpx.TransportError) -> float:
+        """Seconds until the next try. Raises Unreachable, or Overloaded itself, when there is none left."""
+        wait = max(self._pause, problem.retry_after) if isinstance(problem, Overloaded) else self._pause
+        if time.monotonic() + wait > self._end:
+            if isinstance(problem, Overloaded):
+                raise problem
+            raise Unreachable(
+                f"{self._url} did not answer within {self._limit:.0f} s "
+                f"({type(problem).__name__}: {problem}): is the process running?"
+            )
+        self._pause = min(self._pause * 2, 2.0)
+        return wait
+
+
 class Peer:
     """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
 
@@ -134,30 +173,14 @@ class Peer:
 
     async def raw(self, path: str, body: Message | None, timeout: float | None = None) -> bytes:
         """Like `call`, undecoded: for proxies."""
-        limit = timeout or self.timeout
-        deadline, pause = time.monotonic() + limit, 0.05
+        patience = _Patience(self.url + path, timeout or self.timeout)
         content = None if body is None else encode(body)
         while True:
             try:
-                response = await self._send(path, content, max(0.1, deadline - time.monotonic()))
-                if response.status_code not in _RETRY_STATUS:
-                    _raise_refusal(self.url + path, response)
-                    return response.content
-                problem: Exception = RemoteError(f"status {response.status_code}")
-                wait = pause
-            except Overloaded as error:
-                problem, wait = error, max(pause, error.retry_after)
-            except httpx.TransportError as error:
-                problem, wait = error, pause
-            if time.monotonic() + wait > deadline:
-                if isinstance(problem, Overloaded):
-                    raise problem
-                raise Unreachable(
-                    f"{self.url}{path} did not answer within {limit:.0f} s "
-                    f"({type(problem).__name__}: {problem}): is the process running?"
-                )
+                return patience.content(await self._send(path, content, patience.left()))
+            except _RETRIED as error:
+                wait = patience.pause(error)
             await asyncio.sleep(wait)
-            pause = min(pause * 2, 2.0)
 
     async def once(self, path: str, body: bytes | None, timeout: float) -> bytes:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
@@ -211,7 +234,8 @@ class Peer:
 
 
 class BlockingPeer:
-    """Synchronous client of one process, for code that has no event loop. Made, and retries, like `Peer`."""
+    """Synchronous client of one process, for code that has no event loop. Made like `Peer`, retries and raises
+    like it."""
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
         self.url = checked_url(url).rstrip("/")
@@ -221,29 +245,18 @@ class BlockingPeer:
         )
 
     def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
-        """POST `body` (GET when None) and decode the answer as `kind`; retries until `timeout` seconds."""
-        limit = timeout or self.timeout
-        deadline, pause = time.monotonic() + limit, 0.05
+        """POST `body` (GET when None) and decode the answer as `kind`.
+
+        A single try takes at most the client's own `timeout`, all of them at most this one.
+        """
+        patience = _Patience(self.url + path, timeout or self.timeout)
         content = None if body is None else encode(body)
         while True:
-            problem: Exception
             try:
-                response = self._send(path, content, min(self.timeout, limit))
-                if response.status_code not in _RETRY_STATUS:
-                    _raise_refusal(self.url + path, response)
-                    return decode(response.content, kind)
-                problem = RemoteError(f"status {response.status_code}")
-            except Overloaded as error:
-                problem, pause = error, max(pause, error.retry_after)
-            except httpx.TransportError as error:
-                problem = error
-            if time.monotonic() + pause > deadline:
-                raise Unreachable(
-                    f"{self.url}{path} did not answer within {limit:.0f} s "
-                    f"({type(problem).__name__}: {problem}): is the process running?"
-                )
-            time.sleep(pause)
-            pause = min(pause * 2, 2.0)
+                response = self._send(path, content, min(self.timeout, patience.left()))
+                return decode(patience.content(response), kind)
+            except _RETRIED as error:
+                time.sleep(patience.pause(error))
 
     def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
         if content is None:

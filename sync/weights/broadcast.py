@@ -5,6 +5,7 @@ holds a ticket with its rank. All keys stand under the group's name, so a group 
 that the next one could meet.
 
     sender                                     every receiver
+    backend: nccl or gloo        ──store──▶    refuses another one than its own
     plan: names, dtypes, shapes  ──store──▶    plan
     waits for all  ◀──────────────store────    "here"
     go                           ──store──▶    waits for it
@@ -91,6 +92,11 @@ class _Group:
     def close(self) -> None:
         """Let go of the connections, after `flush` or `abort`."""
         self._backend = None
+
+
+def _backend_name(device: torch.device) -> str:
+    """What moves tensors of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _backend(
@@ -236,6 +242,7 @@ class BroadcastSender:
         """All of one broadcast; see `_used` for `groups`."""
         ranks = range(1, audience.world_size)
         store = PrefixStore(audience.group, _client(self._host, self._store.port, self._timeout))
+        store.set("backend", _backend_name(self._device))
         store.set("plan", msgspec.json.encode(metas).decode())
         _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
         store.set("go", "1")
@@ -244,7 +251,7 @@ class BroadcastSender:
             digests = self._send_buckets(group, plan(metas), tensors)
         store.set("digests", msgspec.json.encode(digests).decode())
         _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
-        for key in ("plan", "digests"):
+        for key in ("backend", "plan", "digests"):
             store.delete_key(key)
 
     def _send_buckets(
@@ -337,6 +344,7 @@ class Reception:
         store = PrefixStore(ticket.group, _client(host, int(port), timeout))
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
+        self._check_backend(store.get("backend").decode())
         metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
         own = own_address(host, int(port))
         store.set(f"here/{ticket.rank}", "1")
@@ -351,6 +359,15 @@ class Reception:
             raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
         store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests)
+
+    def _check_backend(self, sent: str) -> None:
+        """Raise SnapshotError when the sender and this side could never meet."""
+        own = _backend_name(self._device)
+        if sent != own:
+            raise SnapshotError(
+                f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, "
+                f'which receives with {own}: set weights.road = "snapshot", or run both on the same kind'
+            )
 
     def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -101,11 +101,22 @@ def write(
     ]
 
 
+def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
+    """The first id whose cumulative probability is above each number's share of the row's sum.
+
+    An id that adds nothing to the sum is never drawn, whatever the number in [0, 1]: 1 gives the last one
+    that does.
+    """
+    total_B1 = sum_BV[:, -1:]
+    share_B1 = torch.minimum(number_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
+    return torch.searchsorted(sum_BV, share_B1, right=True).clamp_max(sum_BV.shape[1] - 1)  # NaN: the last
+
+
 class _Drawn:
     """Draws by inverting each row's cumulative distribution at numbers that its seed gives."""
 
     def __init__(self, drafts: Sequence[Draft], manner: Manner, device: torch.device) -> None:
-        count = manner.max_tokens  # drawn as float32: rounded to it, a double below 1 may become 1
+        count = manner.max_tokens
         rows = [np.random.default_rng(draft.seed).random(count, dtype=np.float32) for draft in drafts]
         self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
         self._temperature = manner.temperature
@@ -115,7 +126,6 @@ class _Drawn:
     def __call__(self, logits_BV: Tensor) -> Tensor:
         logp_BV = (logits_BV / self._temperature).log_softmax(-1)
         sum_BV = logp_BV.exp().cumsum(-1)
-        number_B1 = self._numbers_BS[:, len(self.logprobs), None] * sum_BV[:, -1:]
-        token_B1 = torch.searchsorted(sum_BV, number_B1, right=True).clamp_max(logits_BV.shape[1] - 1)
+        token_B1 = inverse(sum_BV, self._numbers_BS[:, len(self.logprobs), None])
         self.logprobs.append(logp_BV.gather(1, token_B1)[:, 0])
         return token_B1

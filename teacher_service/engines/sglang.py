@@ -60,7 +60,8 @@ class SGLangServer:
         """See `Engine.score`."""
         unions = [_union(item) for item in items] if asked.gather else []
         answers = [answer["meta_info"] for answer in self._generate(items, asked.topk, unions)]
-        tables = [_sampled(info, item) for info, item in zip(answers, items, strict=True)]
+        last = self.facts.vocab_size - 1
+        tables = [_sampled(info, item, last) for info, item in zip(answers, items, strict=True)]
         ids_CK, top_CK = None, None
         if asked.topk:
             tops = [
@@ -114,12 +115,12 @@ def _rows(info: dict[str, Any], name: str, item: Item) -> list[Any]:
     return rows
 
 
-def _sampled(info: dict[str, Any], item: Item) -> np.ndarray:
-    """float32 [T]"""
+def _sampled(info: dict[str, Any], item: Item, last: int) -> np.ndarray:
+    """float32 [T]; SGLang tells `last`, the vocabulary's last id, as 0."""
     rows = _rows(info, "input_token_logprobs", item)
     sent = item.token_ids_L[item.first :].tolist()
     told = [row[1] for row in rows]
-    if any(one not in (token, 0) for one, token in zip(told, sent, strict=True)):  # the last id is told as 0
+    if any(one != token and (one, token) != (0, last) for one, token in zip(told, sent, strict=True)):
         raise DataError("log-probabilities came for other tokens than were sent: it re-tokenises")
     return np.array([row[0] for row in rows], np.float32)
 

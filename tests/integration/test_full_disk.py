@@ -12,12 +12,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from small_disk import fill, free, mounted
 from tiny_run import BATCH, NAME, command
 
 from distill.bench.patient import Patient
 from distill.control.audit import AuditReport, audit
 from student_trainer import checkpoint
+from student_trainer.ranks import Ranks
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS = 40
+ALONE = Ranks(0, 1, torch.device("cpu"))
 SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""
 
@@ -83,7 +86,7 @@ def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
 
     with full(disks["checkpoints"]):
         says(patient, "trainer.log", "disk full: checkpoint")
-        found = checkpoint.find(disks["checkpoints"], None)
+        found = checkpoint.find(disks["checkpoints"], None, ALONE)
         assert found is None or found.is_dir(), "what `latest` names is whole"
     says(patient, "trainer.log", "there is room again for checkpoint")
 
@@ -94,7 +97,7 @@ def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
     with full(disks[""]):
         stands_still(patient)
     patient.end()
-    newest = checkpoint.find(disks["checkpoints"], None)
+    newest = checkpoint.find(disks["checkpoints"], None, ALONE)
     assert newest is not None
     assert newest.name.endswith(f"{STEPS:08d}")
     return audit(patient.run_dir)

@@ -78,6 +78,7 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"gradient_clipping": {"value": 1.0}}, "'gradient_clipping' is 1.0"),
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
+        ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
     ],

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,15 +73,62 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
     saved(tmp_path, 2, 4)
     expected = torch.rand(3)
     torch.manual_seed(99)
-    engine, path = FileEngine(), checkpoint.find(tmp_path, None)
+    engine, path = FileEngine(), checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
     assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
     assert engine.state == "at 4"
     assert torch.equal(torch.rand(3), expected)
 
 
+class On(Ranks):
+    """A single rank of a device that need not be there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(0, 1, torch.device(device))
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.double().unsqueeze(0)
+
+
+class States(list[torch.Tensor]):
+    """A GPU's random state, read and set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(4))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.append)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("cpu", "cuda", "was saved on CPUs and goes on on GPUs"),
+        ("cuda", "cpu", "was saved on GPUs and goes on on CPUs"),
+        ("cuda", "cuda", ""),
+        ("cpu", "cpu", ""),
+    ],
+)
+def test_a_checkpoint_moves_between_cpus_and_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    before: str,
+    now: str,
+    said: str,
+) -> None:
+    states = States(monkeypatch)
+    checkpoint.save(FileEngine("at 2"), tmp_path, Version(0, 2), "print", On(before), 2)
+    expected = torch.rand(3)
+    path = checkpoint.find(tmp_path, None, ALONE)
+    assert path is not None
+    assert checkpoint.load(FileEngine(), path, "print", On(now)) == Version(0, 2)
+    assert torch.equal(torch.rand(3), expected)
+    assert len(states) == (before == now == "cuda")
+    assert [record.getMessage().count(said) for record in caplog.records] == [1] * bool(said)
+
+
 def test_no_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "checkpoints", None) is None
+    assert checkpoint.find(tmp_path / "checkpoints", None, ALONE) is None
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -101,8 +152,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
     else:
         (newest / "checkpoint.json").write_text('{"version": "L0')
     with pytest.raises(DataError, match='set checkpoint = "L000-v00000002"'):
-        checkpoint.find(tmp_path, None)
-    assert checkpoint.find(tmp_path, str(Version(0, 2))) == tmp_path / str(Version(0, 2))
+        checkpoint.find(tmp_path, None, ALONE)
+    assert checkpoint.find(tmp_path, str(Version(0, 2)), ALONE) == tmp_path / str(Version(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -113,21 +164,99 @@ def test_an_index_of_other_bytes_is_refused_whatever_they_are(tmp_path: Path, in
     saved(tmp_path, 2, 4)
     (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
     with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
-        checkpoint.find(tmp_path, None)
+        checkpoint.find(tmp_path, None, ALONE)
+
+
+class Meeting:
+    """Where ranks that are threads of this process exchange what each brings."""
+
+    def __init__(self, world_size: int) -> None:
+        self._brought: list[Any] = [None] * world_size
+        self._all = threading.Barrier(world_size, timeout=60)
+
+    def exchange(self, rank: int, what: Any) -> list[Any]:
+        self._brought[rank] = what
+        self._all.wait()
+        found = list(self._brought)
+        self._all.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class Together(Ranks):
+    meeting: Meeting
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, values.double()))
+
+    def collect(self, body: bytes) -> list[bytes]:
+        return self.meeting.exchange(self.rank, body)
+
+    def broadcast(self, body: bytes | None) -> bytes:
+        return bytes(self.meeting.exchange(self.rank, body)[0])
+
+    def barrier(self) -> None:
+        self.meeting.exchange(self.rank, None)
+
+
+class RankEngine(FileEngine):
+    """Writes a file of its own, as each rank of DeepSpeed does."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
+        (Path(folder) / tag).mkdir(exist_ok=True)
+        name = f"zero_pp_rank_{self.rank}_mp_rank_00_optim_states.pt"
+        self.checkpoint_engine.save({}, str(Path(folder) / tag / name))
+        if self.rank == 0:
+            self._copy_recovery_script(folder)
+
+
+def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[tuple[str, str]] = []
+    real = checkpoint._digest
+
+    def noting(path: Path) -> str:
+        digested.append((threading.current_thread().name, path.name))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", noting)
+    meeting = Meeting(2)
+    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
+
+    def work(one: Together) -> Path | None:
+        threading.current_thread().name = f"rank {one.rank}"
+        checkpoint.save(RankEngine(one.rank), tmp_path, Version(0, 2), "print", one, 2)
+        return checkpoint.find(tmp_path, None, one)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, ranks)) == [tmp_path / str(Version(0, 2))] * 2
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+        shares = {("rank 0", "script.py"), ("rank 0", names[0]), ("rank 1", names[1])}
+        assert Counter(digested) == dict.fromkeys(shares, 2)
+        file = tmp_path / str(Version(0, 2)) / "deepspeed" / names[1]
+        file.write_bytes(bytes(len(file.read_bytes())))
+        for told in [threads.submit(checkpoint.find, tmp_path, None, one) for one in ranks]:
+            with pytest.raises(DataError, match=f"{names[1]} was altered"):
+                told.result()
 
 
 def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     with pytest.raises(OSError, match="not empty"):
         saved(tmp_path, 2)
-    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 2))
+    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
     (tmp_path / ".partial-L000-v00000004").mkdir()
     with pytest.raises(DataError, match=r"has no checkpoint\.json.*no other one is whole"):
-        checkpoint.find(tmp_path, "L000-v00000004")
-    assert checkpoint.find(tmp_path, None) is None
+        checkpoint.find(tmp_path, "L000-v00000004", ALONE)
+    assert checkpoint.find(tmp_path, None, ALONE) is None
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -178,13 +307,13 @@ def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
 ) -> None:
     saved(tmp_path, 2)
     seen: list[Path | None] = []
-    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, None)))
+    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, None, ALONE)))
     monkeypatch.setattr(room, "time", found)
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
     assert "disk full: checkpoint L000-v00000004 waits for room" in caplog.text
-    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 4))
+    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
 
@@ -197,14 +326,14 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         seen: list[Path | None] = []
 
         def wait(_: float) -> None:
-            seen.append(checkpoint.find(disk, None))
+            seen.append(checkpoint.find(disk, None, ALONE))
             if len(seen) == 2:
                 free(disk)
 
         monkeypatch.setattr(room, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
         assert seen == [disk / str(Version(0, 2))] * 2
-        engine, path = FileEngine(), checkpoint.find(disk, None)
+        engine, path = FileEngine(), checkpoint.find(disk, None, ALONE)
         assert path is not None
         assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
         assert engine.state == "at 4"
@@ -219,7 +348,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
     stopping = partial(checkpoint.save, FileEngine("at 4"), tmp_path, Version(0, 4), "print", ALONE, 2)
     assert stopping(lambda: True) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
-    assert checkpoint.find(tmp_path, None) == tmp_path / str(Version(0, 2))
+    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
 def test_the_ledger_joins_ranks_and_forgets_what_a_branch_left_behind(tmp_path: Path) -> None:

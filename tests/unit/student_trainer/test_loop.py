@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, train
 from student_trainer.ranks import Ranks
 from student_trainer.roads import Background, NoRoad, SnapshotRoad
+from student_trainer.run import finish
 from student_trainer.source import HttpSource, MemorySource
 from sync.errors import DataError, StoreError, Unreachable
 from sync.weights.publish import PublishReport
 from sync.wire import (
     CheckpointSaved,
+    FinalDigests,
     Message,
     Ok,
     Published,
@@ -264,6 +268,9 @@ class FakeWeights:
     def snapshot(self) -> dict[str, Any]:
         return {}
 
+    def digests(self) -> dict[str, str]:
+        return {"a": "digest"}
+
 
 def _export(folder: Path) -> None:
     folder.mkdir(parents=True)
@@ -319,6 +326,38 @@ def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
     path, _ = road(tmp_path, FakePublisher(failures=3))
     with pytest.raises(StoreError, match="disk full"):
         go(path, 1, 2, 3)
+
+
+def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
+    """A run of one step from its first version to its end; so many publications after the first fail."""
+    story, publisher = Story(tmp_path, [batch(0)]), FakePublisher()
+    story.trainer.road = SnapshotRoad(
+        publisher, FakeWeights(), _export, tmp_path / "scratch", story.controller, 0
+    )  # type: ignore[arg-type]
+    story.trainer.road.start(Version(0, 0), None)
+    publisher.failures = failures
+    train(story.trainer)
+    config: Any = SimpleNamespace(run_dir=tmp_path)
+    with pytest.raises(StoreError) if failures and outcome is not Outcome.INTERRUPTED else nullcontext():
+        finish(config, story.trainer, FakeWeights(), _export, outcome)  # type: ignore[arg-type]
+    return story
+
+
+def test_the_end_says_what_the_last_version_is(tmp_path: Path) -> None:
+    story = ended(tmp_path, 0, Outcome.STOP)
+    assert story.controller.told[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
+    assert (tmp_path / "final").is_dir()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
+def test_of_a_last_version_that_failed_nothing_is_claimed_and_everybody_hears_of_it(
+    tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    story = ended(tmp_path, 1, outcome)
+    assert not [event for event in story.controller.told if isinstance(event, FinalDigests)]
+    assert (tmp_path / "final").is_dir() is (outcome is not Outcome.INTERRUPTED), "what was trained is there"
+    loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
+    assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)
 
 
 def test_other_errors_of_a_publication_are_not_forgiven() -> None:

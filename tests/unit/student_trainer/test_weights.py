@@ -70,6 +70,20 @@ def test_the_digest_of_the_shards_tells_a_single_bit() -> None:
     assert weights.shown() == before
 
 
+def test_the_padding_of_a_shard_is_no_weight() -> None:
+    """DeepSpeed never sets it: two starts may find other bits there."""
+    student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
+    for parameter in student.parameters():
+        length = -(-parameter.numel() // 3)
+        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.ones(length)  # type: ignore[attr-defined]
+    weights = Weights(student, Ranks(2, 3, torch.device("cpu")))
+    before, shard = weights.shown(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor  # type: ignore[attr-defined]
+    shard[2] = 5.0
+    assert weights.shown() == before
+    shard[1] = 5.0
+    assert weights.shown() != before
+
+
 def test_a_snapshot_does_not_follow_the_weights() -> None:
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
     shards = Weights(student, ALONE).snapshot()

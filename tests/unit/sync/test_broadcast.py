@@ -111,6 +111,24 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
     assert set(again.result().tensors) == set(WEIGHTS)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "replica", "message"),
+    [
+        ("cuda", "cpu", r"broadcasts with nccl and this replica is on a cpu device.*weights\.road"),
+        ("cpu", "cuda", r"broadcasts with gloo and this replica is on a cuda device.*weights\.road"),
+    ],
+)
+def test_a_replica_that_could_never_meet_the_trainer_says_so_and_takes_no_seat(trainer, replica, message):
+    """No GPU is needed: neither side gets as far as a group."""
+    sender = BroadcastSender("127.0.0.1", 0, 3600.0, trainer)
+    reception = Reception(BroadcastTicket(sender.address, "mixed", 1, 2), 3600.0, replica)
+    with pytest.raises(Unreachable, match=message):
+        sender.send(Audience(group="mixed", world_size=2), METAS, WEIGHTS.items(), lambda: reception.error)
+    with pytest.raises(SnapshotError, match=message):
+        reception.result()
+    sender.close()
+
+
 @pytest.fixture
 def sender_with_patience():
     sender = BroadcastSender("127.0.0.1", 0, timeout=3600.0)

@@ -157,6 +157,45 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
     assert scripted.calls == 3
 
 
+def test_a_peer_that_stays_full_says_so_to_the_blocking_client_too() -> None:
+    scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
+    with serving(scripted) as url:
+        peer = BlockingPeer(url, "secret")
+        with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
+            peer.call("/x", REQUEST, Ok, timeout=0.3)
+        peer.close()
+
+
+class Slow(httpx.BaseTransport):
+    """Says 503 after six seconds, then nothing; it is the clock too, so that nobody really waits."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.calls += 1
+        if self.calls == 1:
+            self.now += 6.0
+            return httpx.Response(503)
+        self.now += request.extensions["timeout"]["read"]
+        raise httpx.ReadTimeout("nothing came")
+
+
+def test_the_blocking_client_takes_no_longer_than_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, peer = Slow(), BlockingPeer("http://peer", timeout=60.0)
+    peer._http = httpx.Client(base_url="http://peer", transport=slow)
+    monkeypatch.setattr("sync.transport.time", slow)
+    with pytest.raises(Unreachable, match=r"within 10 s \(ReadTimeout: nothing came"):
+        peer.call("/x", REQUEST, Ok, timeout=10.0)
+    assert (slow.calls, slow.now) == (2, pytest.approx(10.0))
+
+
 async def test_a_body_beyond_the_limit_is_refused() -> None:
     with serving(Scripted()) as url:
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:

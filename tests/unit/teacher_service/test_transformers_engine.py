@@ -27,6 +27,7 @@ from sync.wire import unpack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.head import OutputHead
+from teacher_service.engines.sampling import inverse
 from teacher_service.engines.transformers import TransformersEngine, load
 
 VOCAB = 37
@@ -315,3 +316,12 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
         p_V = (logits.double() / temperature).softmax(-1).numpy()
         assert (np.abs(counts / count - p_V) < 5 * np.sqrt(p_V / count) + 1e-3).all()
         close(texts[0].logprob_T, np.log(p_V[texts[0].token_ids_T]).astype(np.float32))
+
+
+def test_a_draw_at_the_edges_takes_no_id_of_probability_zero() -> None:
+    """Numbers 0, between, just below 1 and 1, on cumulative sums that end below, at and above 1."""
+    below = float(np.nextafter(np.float32(1), np.float32(0)))
+    for total in (0.999, 1.0, 1.001):
+        sum_V = torch.tensor([0.0, 0.25, 0.25, 0.75, 1.0, 1.0]) * total
+        for number, expected in ((0.0, 1), (0.2, 1), (0.25, 3), (0.5, 3), (0.75, 4), (below, 4), (1.0, 4)):
+            assert inverse(sum_V[None], torch.tensor([[number]])).item() == expected, (total, number)

@@ -192,7 +192,7 @@ class SGLang:
     """An SGLang server: lists of [log-probability, id, text], the first entry of each null."""
 
     def __init__(self, cut: int = 0, shift: int = 0) -> None:
-        self.cut, self.shift = cut, shift
+        self.cut, self.shift, self.zero = cut, shift, False
         self.bodies: list[dict[str, Any]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -208,7 +208,7 @@ class SGLang:
         ids, start = body["input_ids"][i], body["logprob_start_len"][i]
         pairs = list(itertools.pairwise(ids[start:]))[: len(ids) - self.cut]
         told = [(b + self.shift) % V for _, b in pairs]
-        told = [b if b < V - 1 else 0 for b in told]  # as SGLang does to keep image tokens out
+        told = [b if b < V - 1 and not self.zero else 0 for b in told]  # SGLang keeps image tokens out so
         info: dict[str, Any] = {
             "input_token_logprobs": [
                 [None, ids[start], None],
@@ -245,6 +245,14 @@ def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_marked_all_the_same()
     engine = SGLangServer(upstream(SGLang()), CONFIG, V)
     last = [Item(np.array([3, V - 1, 2], np.int32), 1)]
     same(engine.score(last, Asked()), TRUTH.score(last, Asked()))
+
+
+def test_zero_is_believed_for_the_last_id_of_the_vocabulary_alone() -> None:
+    server = SGLang()
+    engine = SGLangServer(upstream(server), CONFIG, V)
+    server.zero = True
+    with pytest.raises(DataError, match="re-tokenises"):
+        engine.score([Item(np.array([3, 2, 1], np.int32), 1)], Asked())
 
 
 def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believed() -> None:

@@ -1,0 +1,45 @@
+"""What ranks tell each other, between real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from student_trainer.ranks import Ranks
+
+RANK = """
+import json, sys
+import torch
+from torch import distributed as dist
+from student_trainer.ranks import Ranks
+
+rank, size = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=size)
+ranks = Ranks(rank, size, torch.device("cpu"))
+bodies = [ranks.collect(bytes([7 + rank]) * length) for length in (rank, 0, 3 - rank)]
+print(json.dumps([[body.hex() for body in part] for part in bodies]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bytes_of_any_length_reach_every_rank_as_they_were_sent(tmp_path: Path, size: int) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / "meet")], stdout=subprocess.PIPE
+        )
+        for rank in range(size)
+    ]
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    lengths = ([0, 1], [0, 0], [3, 2])
+    expected = [[(bytes([7 + rank]) * part[rank]).hex() for rank in range(size)] for part in lengths]
+    assert told == [expected] * size
+
+
+def test_a_single_rank_needs_no_group() -> None:
+    assert Ranks(0, 1, torch.device("cpu")).collect(b"alone") == [b"alone"]
