@@ -234,8 +234,7 @@ class Peer:
 
 
 class BlockingPeer:
-    """Synchronous client of one process, for code that has no event loop. Made like `Peer`, retries and raises
-    like it."""
+    """Synchronous client of one process, for code that has no event loop. Behaves like `Peer`."""
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
         self.url = checked_url(url).rstrip("/")

@@ -1,37 +1,21 @@
-"""The best model of a run so far, as a folder that is always whole."""
+"""The best model of a run so far, as a folder that is whole whenever it is there."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
 from pathlib import Path
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's renameat2."""
-
 
 def keep_best(folder: Path, target: Path) -> None:
-    """Make `target` a copy of the model in `folder`; its name is at every moment the old or the new one's.
+    """Make `target` a copy of the model in `folder`: a reader finds an old or a new one, never half.
 
-    On a file system that cannot exchange two names (NFS) there is none between two renames; a crash just
-    there leaves the old one as `.NAME.old`.
+    Between two renames there is none; after a crash there the old one is `.NAME.old`, the new `.NAME.new`.
     """
     pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    shutil.rmtree(pending, ignore_errors=True)
-    shutil.copytree(folder, pending)
-    if not target.exists():
-        pending.rename(target)
-    elif not exchange(pending, target):
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        pending.rename(target)
     for left in (pending, old):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders at once; False: this system cannot, nothing was changed."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
-    return rename is not None and rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
+    shutil.copytree(folder, pending)
+    if target.exists():
+        target.rename(old)
+    pending.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -99,5 +99,5 @@ def test_lessons_are_spelled_like_the_task_or_evenly() -> None:
 
 
 def test_the_task_is_found_by_its_name() -> None:
-    assert isinstance(load("spellings"), spellings.Spellings)
+    assert load("spellings").prompt(1, 2) == spellings.make().prompt(1, 2)
     assert VOCABULARY[EOS_ID] == "<eos>"
