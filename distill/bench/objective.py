@@ -48,11 +48,14 @@ def run(
     completion tokens that each student is trained on. `models`: where made models are kept.
     Raises ConfigError.
     """
+    import torch
+
     from distill.bench.objective_figure import draw, draw_lags
     from distill.bench.toy import open_world
     from distill.launch.run_folder import write_json
 
     _check(objectives, seeds, lags)
+    torch.set_num_threads(1)  # two that spin for shared cores took ten times as long
     world, name = open_world(models, held_out)
     setup = Setup(name, tokens=tokens, rows=rows, k=k, held_out=held_out)
     file = TrialFile(folder / "trials.jsonl", setup)
