@@ -49,7 +49,7 @@ def run(
     tokens: int = 8192,
     vocabulary: int = 151_936,
     hidden: int = 256,
-    chunks: Sequence[int] = (1024, 512),
+    chunks: Sequence[int] = (512, 256),
     device: str = "cpu",
     threads: int = 1,
     measure: Measure = in_child,

@@ -113,7 +113,7 @@ async def _measure(
         contenders: dict[str, Turn] = {"plain forward": _plain(setting, items, info.vocab_size)}
         contenders |= _ours(client, items, setting_k, info.vocab_size)
         if server is not None:
-            contenders |= _stock(server, setting, items, setting_k)
+            contenders |= _stock(server, setting, items, setting_k, info.vocab_size)
         figures = await _in_turns(contenders, sum(item.positions for item in items), setting.repeats)
     result: dict[str, Any] = {"setting": asdict(setting)}
     result["figures"] = {name: asdict(figure) for name, figure in figures.items()}
@@ -215,14 +215,14 @@ def _plain(setting: _Setting, items: list[Item], vocab_size: int) -> Turn:
     return turn
 
 
-def _stock(url: str, setting: _Setting, items: list[Item], k: int) -> dict[str, Turn]:
+def _stock(url: str, setting: _Setting, items: list[Item], k: int, vocab_size: int) -> dict[str, Turn]:
     """vLLM's own route, one request with every prompt, its JSON turned into arrays as our engine does it."""
     from teacher_service.config import TeacherConfig
     from teacher_service.engines.upstream import Upstream
     from teacher_service.engines.vllm import ByUrl
 
     upstream = Upstream(url)
-    engine = ByUrl(upstream, TeacherConfig(path=setting.model, engine="vllm", engine_url=url), k)
+    engine = ByUrl(upstream, TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
 
     def turn(asked: Asked) -> Turn:
         async def ask() -> int:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from written import END, MAX_TOKENS, STOP, check_written_are_marked_alike
 
+from distill.bench import teacher as bench
 from sync.errors import RemoteError
 from sync.transport import Peer
 from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
@@ -191,3 +192,13 @@ def test_a_stock_server_by_url_equals_a_plain_forward_pass(
     ]
     check(expected, k, list(results))
     teacher.close()
+
+
+def test_the_bench_compares_the_service_with_a_stock_server_and_asks_it_nonsense(folder: Path) -> None:
+    found = bench.run(
+        str(folder), rollouts=4, completion=16, topk=4, repeats=1, malformed=200, flood_factor=0
+    )
+    assert {"plain forward", "service topk 4", "vLLM sampled", "vLLM topk 4"} <= found["figures"].keys()
+    assert all(figure["positions_per_second"] > 0 for figure in found["figures"].values())
+    assert found["malformed"]["clean"]
+    assert found["malformed_to_write"]["clean"]
