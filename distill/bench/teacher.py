@@ -112,9 +112,9 @@ async def _measure(
         items = _items(setting, info)
         contenders: dict[str, Turn] = {"plain forward": _plain(setting, items, info.vocab_size)}
         contenders |= _ours(client, items, setting_k, info.vocab_size)
-        if server is not None:
-            contenders |= _stock(server, setting, items, setting_k, info.vocab_size)
-        figures = await _in_turns(contenders, sum(item.positions for item in items), setting.repeats)
+        with _stock(server, setting, items, setting_k, info.vocab_size) as stock:
+            positions = sum(item.positions for item in items)
+            figures = await _in_turns(contenders | stock, positions, setting.repeats)
     result: dict[str, Any] = {"setting": asdict(setting)}
     result["figures"] = {name: asdict(figure) for name, figure in figures.items()}
     malformed, factor = hostile
@@ -215,8 +215,14 @@ def _plain(setting: _Setting, items: list[Item], vocab_size: int) -> Turn:
     return turn
 
 
-def _stock(url: str, setting: _Setting, items: list[Item], k: int, vocab_size: int) -> dict[str, Turn]:
+@contextmanager
+def _stock(
+    url: str | None, setting: _Setting, items: list[Item], k: int, vocab_size: int
+) -> Iterator[dict[str, Turn]]:
     """vLLM's own route, one request with every prompt, its JSON turned into arrays as our engine does it."""
+    if url is None:
+        yield {}
+        return
     from teacher_service.config import TeacherConfig
     from teacher_service.engines.upstream import Upstream
     from teacher_service.engines.vllm import ByUrl
@@ -232,7 +238,10 @@ def _stock(url: str, setting: _Setting, items: list[Item], k: int, vocab_size: i
 
         return ask
 
-    return {"vLLM sampled": turn(Asked()), f"vLLM topk {k}": turn(Asked(topk=k))}
+    try:
+        yield {"vLLM sampled": turn(Asked()), f"vLLM topk {k}": turn(Asked(topk=k))}
+    finally:
+        engine.close()
 
 
 # --- processes --------------------------------------------------------------------------------------------
