@@ -27,7 +27,8 @@ FULL_ARRAYS: Final = 6
 FREE_SHARE: Final = 0.35
 """Of the free memory that a measurement may take."""
 KEEPING: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Variables that make glibc keep what is freed, as torch does on GPUs: else both ways pay for fresh pages."""
+"""Variables that make glibc keep what is freed, as torch does on GPUs: else both ways pay for
+fresh pages. The environment may say otherwise."""
 OBJECTIVES: Final = ("sampled", "topk", "full")
 
 Measure = Callable[[Case], Cost]
@@ -36,7 +37,7 @@ Measure = Callable[[Case], Cost]
 def in_child(case: Case) -> Cost:
     """Measure one case in a process of its own. Raises DistillError with its last words when it fails."""
     command = [sys.executable, "-P", "-m", "distill.bench.loss_cost", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | KEEPING)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=KEEPING | os.environ)
     if done.returncode != 0:
         raise DistillError(f"{case} could not be measured:\n{done.stderr[-2000:]}")
     return Cost(**json.loads(done.stdout))

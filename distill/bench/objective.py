@@ -55,7 +55,7 @@ def run(
     from distill.launch.run_folder import write_json
 
     _check(objectives, seeds, lags)
-    torch.set_num_threads(1)  # two that spin for shared cores took ten times as long
+    torch.set_num_threads(1)  # two that spin for shared cores cost more than they bring
     world, name = open_world(models, held_out)
     setup = Setup(name, tokens=tokens, rows=rows, k=k, held_out=held_out)
     file = TrialFile(folder / "trials.jsonl", setup)
