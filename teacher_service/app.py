@@ -25,8 +25,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.transport import TokenGuard, refuse, reply
+from sync.transport import RunGuard, TokenGuard, refuse, reply
 from sync.wire import (
     Message,
     Scored,
@@ -87,8 +88,12 @@ class TeacherService:
         wire_dtype: str = "float16",
         end_ids: Sequence[int] = (),
         token: str | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows."""
+        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows.
+
+        `claim`: of a teacher that follows a run; None: it may serve many.
+        """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
         self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
@@ -103,7 +108,14 @@ class TeacherService:
             Route("/metrics", self.get_metrics),
         ]
         self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, middleware=[Middleware(TokenGuard, token=token)]
+            routes=routes,
+            lifespan=self._lifespan,
+            middleware=[
+                Middleware(TokenGuard, token=token),
+                Middleware(
+                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/write"), model=info.fingerprint
+                ),
+            ],
         )
 
     @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ MESSAGES = (
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "
-    "StoreError Unreachable WireError"
+    "StoreError Unreachable WireError WrongServer"
 )
 
 

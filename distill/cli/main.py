@@ -93,6 +93,7 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
+    """Print what came of a run. Raises DistillError with what is wrong with its end."""
     from distill.report.results import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
@@ -109,6 +110,8 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     }
     for name, line in lines.items():
         console.print(f"{name:<7} {line}", soft_wrap=True, highlight=False)
+    if summary["problems"]:
+        raise DistillError("\n".join(summary["problems"]))
 
 
 # --- single roles -----------------------------------------------------------------------------------------

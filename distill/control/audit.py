@@ -9,6 +9,8 @@ fresh      no rollout was older than the bound when it was trained (the hard lim
            what a teacher wrote has no age
 weighed    every rollout of a batch has the weight on record that its age and the bound give it
 recorded   every trained rollout is in the journal with the versions of its tokens
+possible   every token is of a version that this run had published when the rollout was recorded
+proven     the run ended with the trainer's weights in every replica and the last version evaluated
 authors    every rollout was written by whom its prompt was issued to, teacher or student
 
 Beside the guarantees it says how many steps were trained again, after a resume on as many ranks, and which of
@@ -24,9 +26,11 @@ from pathlib import Path
 
 from distill.control.clock import Bound
 from distill.control.journal import Location
+from distill.control.provenance import span_problem
 from distill.control.records import (
     AnyRecord,
     Composed,
+    Concluded,
     Dropped,
     Issued,
     LineageOpened,
@@ -77,6 +81,10 @@ class AuditReport:
     differing: list[str] = field(default_factory=list)
     """Those that gave other weights than the first time. No violation."""
     other_author: list[str] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
+    """Rollouts with tokens of a version that the run had not published."""
+    unproven: list[str] = field(default_factory=list)
+    """What is wrong with the end of the run: weights that differ or were not compared, no last evaluation."""
     oldest: int = 0
     """Greatest age of a trained rollout, in versions."""
 
@@ -84,7 +92,10 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether every guarantee holds."""
         broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed)
-        return not any((*broken, self.too_old, self.misweighed, self.unrecorded, self.other_author))
+        identity = (self.impossible, self.unproven)
+        return not any(
+            (*broken, *identity, self.too_old, self.misweighed, self.unrecorded, self.other_author)
+        )
 
 
 @dataclass
@@ -104,6 +115,8 @@ class _Books:
     bound: dict[Version, Bound] = field(default_factory=dict)
     """Bound on staleness when the batch was composed."""
     misweighed: set[str] = field(default_factory=set)
+    impossible: list[str] = field(default_factory=list)
+    concluded: list[Concluded] = field(default_factory=list)
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -128,6 +141,7 @@ def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) ->
     report.lost = sorted(_lost(books))
     report.misweighed = sorted(books.misweighed)
     report.late = books.state.counters.late
+    report.impossible, report.unproven = books.impossible, _unproven(books.concluded)
     _check_authors(books, report)
     for lineage in ledger:
         _check_lineage(books, ledger, lineage, report)
@@ -162,6 +176,8 @@ def _note(books: _Books, record: AnyRecord, bound: Bound) -> None:
         books.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
     elif isinstance(record, Rollout | Trace):
         books.scored[record.id] = trace_of(record)
+        if span_problem(record.spans, books.state):
+            books.impossible.append(record.id)
     elif isinstance(record, Dropped):
         books.dropped.update(dict.fromkeys(record.ids, record.reason))
     elif isinstance(record, Composed):
@@ -170,8 +186,16 @@ def _note(books: _Books, record: AnyRecord, bound: Bound) -> None:
     elif isinstance(record, LineageOpened):
         books.opened.append(record)
         books.dropped.update(dict.fromkeys(record.without, "rolled_back"))
+    elif isinstance(record, Concluded):
+        books.concluded.append(record)
     elif isinstance(record, Stepped):
         books.reached[record.version.lineage] = record.version.step
+
+
+def _unproven(concluded: list[Concluded]) -> list[str]:
+    """Problems of the last end; of those that the run went on from, those with weights that differed."""
+    counted = [one for one in concluded[:-1] if False in one.weights.values()] + concluded[-1:]
+    return [problem for one in counted for problem in one.problems]
 
 
 def _misweighed(books: _Books, record: Composed, bound: Bound) -> set[str]:

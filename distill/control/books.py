@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+
+import msgspec
 
 from distill.control.journal import Journal
 from distill.control.records import (
@@ -21,16 +24,22 @@ from distill.control.records import (
 from distill.control.state import Asked, Batch, Rules, RunState
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 
 class Books:
     """Journal, state and prompt cursor of a run. Use `Books.open`."""
 
     def __init__(
-        self, journal: Journal, state: RunState, prompts: PromptStream, author: Callable[[int], bool]
+        self,
+        journal: Journal,
+        state: RunState,
+        prompts: PromptStream,
+        author: Callable[[int], bool],
+        name: str,
     ) -> None:
         self.journal = journal
+        self._name = name
         self.state = state
         self._prompts = prompts
         self._author = author
@@ -65,10 +74,15 @@ class Books:
                 state.unload(record.id)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        books = cls(journal, state, prompts, author)
-        books.write(now)
+        books = cls(journal, state, prompts, author, run)
+        books.write(msgspec.structs.replace(now, id=state.run_id or secrets.token_hex(8)))
         books._drop_broken()
         return books
+
+    @property
+    def run(self) -> RunIdentity:
+        """What all requests of this run name."""
+        return RunIdentity(self._name, self.state.run_id, self.state.fingerprint)
 
     def write(self, record: AnyRecord) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""

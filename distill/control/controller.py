@@ -16,6 +16,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from distill.config import RunConfig
 from distill.control.authors import authors
 from distill.control.batches import Shape
@@ -29,17 +31,17 @@ from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
-from distill.control.records import DropReason, Rollout, VersionApplied
+from distill.control.records import Concluded, DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
+from distill.control.summary import digest_of_all, end_problems, gauges, identity, of_step, summarise
 from distill.control.timeline import Timeline
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
 from sync.errors import DistillError, Overloaded
-from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
+from sync.wire import Audience, Published, StepReport, TrainerWelcome, Version, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,10 @@ class Controller:
         self._stop_reason: str | None = None
         self._interrupted = False
         self._weights_identical: dict[str, bool | None] = {}
+        self._problems: list[str] = []
+        """What is wrong with the end of the run."""
+        self._claim = parts.claim
+        self._claim.run = self.books.run
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
@@ -97,7 +103,7 @@ class Controller:
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(
-            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect)
+            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect), parts.claim
         )
 
     # --- what the launcher calls --------------------------------------------------------------------------
@@ -192,15 +198,28 @@ class Controller:
 
     async def _conclude(self) -> None:
         """The proof of equal weights, and the evaluation of the last version."""
-        final = self.desk.final
-        if final is None:
-            return
-        self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        if self.evaluations is not None and not self._interrupted:
-            try:
-                await self.evaluations.now(final.version)
-            except DistillError as error:
-                logger.error("the last version could not be evaluated: %s", error)
+        final, wait = self.desk.final, 0.0 if self._interrupted else self.config.weights.timeout_seconds
+        failure = None
+        if final is not None:
+            self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests, wait)
+            failure = await self._evaluate_last(final.version)
+        found = self._weights_identical
+        if self._interrupted:  # it goes on, and owes no proof yet
+            found = {name: equal for name, equal in found.items() if equal is False}
+        version = final.version if final else None
+        if not self._interrupted or found:
+            self._problems = end_problems(version, found, failure, wait)
+        self.books.write(Concluded(version, self._weights_identical, self._problems))
+
+    async def _evaluate_last(self, version: Version) -> str | None:
+        """Why the last version was not evaluated; None: it was, or need not be."""
+        if self.evaluations is None or self._interrupted:
+            return None
+        try:
+            await self.evaluations.now(version)
+        except DistillError as error:
+            return str(error)
+        return None
 
     # --- what the parts call ------------------------------------------------------------------------------
 
@@ -254,6 +273,7 @@ class Controller:
 
     def _opened(self, welcome: TrainerWelcome) -> None:
         self._guard.forget()
+        self._claim.run = welcome.run
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -300,6 +320,9 @@ class Controller:
             "completed": done,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
+            "version": str(reached) if reached else None,
+            "run": msgspec.to_builtins(self.books.run),
+            "problems": self._problems,
             **identity(self._weights_identical),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
@@ -312,6 +335,7 @@ class Controller:
         fleet = Fleet(
             target=lambda: state.target.version if state.target else None,
             step_of=state.step_of,
+            may_exist=state.may_exist,
             applied=self._applied,
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,

@@ -25,6 +25,7 @@ from sync.wire import (
     FinalDigests,
     Ok,
     Published,
+    RunIdentity,
     StepReport,
     Stop,
     TrainerHello,
@@ -97,6 +98,11 @@ class Desk:
         self._retreat: RolledBack | None = None
         """What the next trainer must begin with."""
 
+    @property
+    def run(self) -> RunIdentity:
+        """The run whose batches are dealt."""
+        return self._books.run
+
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
@@ -113,8 +119,13 @@ class Desk:
         self._changed.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        """Open a lineage. Raises RemoteError for another model, or a checkpoint this run does not know."""
-        state = self._books.state
+        """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
+        state, run = self._books.state, self.run
+        if hello.run != run.name or hello.run_id not in (None, run.id):
+            raise RemoteError(
+                f"this controller serves {run}, the trainer is of run {hello.run!r} and its checkpoint of id "
+                f"{hello.run_id or '(none)'}: start it with the run's own configuration and folder"
+            )
         if state.fingerprint not in (None, hello.fingerprint):
             raise RemoteError(
                 f"the trainer's model {hello.fingerprint} is not the run's {state.fingerprint}: "
@@ -141,7 +152,9 @@ class Desk:
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
             hello.world_size, record.lineage, record.start, record.branch - record.start,
         )  # fmt: skip
-        welcome = TrainerWelcome(version=version, parent=at, teachers=list(self._shape.teachers))
+        welcome = TrainerWelcome(
+            version=version, parent=at, teachers=list(self._shape.teachers), run=self.run
+        )
         self._listener.opened(welcome)
         self._changed.wake()
         return welcome

@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 
 from distill.config import EvaluationConfig
 from distill.control.books import Books
+from distill.control.provenance import report_problem
 from distill.control.records import Evaluated
 from distill.control.signals import Signal
 from distill.control.timeline import Timeline
-from sync.errors import RemoteError, Unreachable
+from sync.errors import RemoteError, Unreachable, WrongServer
 from sync.wire import EvalReport, Version
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ class Evaluations:
                 logger.warning("evaluation of %s is tried again: %s", version, error)
                 self._waiting = self._waiting or version
                 await asyncio.sleep(self._retry_seconds)
+            except WrongServer:
+                raise
             except RemoteError as error:
                 logger.error("evaluation of %s is left out: %s", version, error)
 
@@ -124,6 +127,8 @@ class Evaluations:
             report = await self._evaluator.evaluate(version)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
+        if problem := report_problem(report, version):
+            raise WrongServer(problem)
         self._books.write(Evaluated(report))
         await self._books.journal.commit()
         self._done(report, best(reports, metric) is report)

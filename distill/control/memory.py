@@ -264,7 +264,9 @@ class MemoryTrainer:
 
     async def run(self) -> Stop:
         """From hello to the last word. Cancel it to kill it."""
-        hello = TrainerHello(world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model")
+        hello = TrainerHello(
+            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.desk.run.name
+        )
         welcome = await self.desk.hello(hello)
         self.welcomes.append(welcome)
         version = welcome.version

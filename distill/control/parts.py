@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.control.evaluations import Evaluator
@@ -14,6 +14,7 @@ from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
+from sync.claims import Claim
 from sync.wire import EvalReport, TrainerWelcome, Version, Want
 
 
@@ -75,3 +76,5 @@ class Parts:
     """Gives every rollout its reward; None: they have none."""
     transforms: dict[str, Transform] | None = None
     """Per teacher: what it sees instead of the prompt."""
+    claim: Claim = field(default_factory=Claim)
+    """Named by all requests to replicas, teachers and evaluator; the controller says which run it is."""

@@ -22,6 +22,7 @@ DropReason = Literal[
     "over_long",
     "rolled_back",
     "group_broken",
+    "impossible_version",
 ]
 AgainReason = Literal[
     "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
@@ -50,6 +51,8 @@ class Opened(Record, frozen=True):
     """Completions of each prompt."""
     rows: int | None = None
     """Prompts of an epoch; None: they have no end."""
+    id: str | None = None
+    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
 
 
 class Issued(Record, frozen=True):
@@ -194,6 +197,17 @@ class Evaluated(Record, frozen=True):
     report: EvalReport
 
 
+class Concluded(Record, frozen=True):
+    """The trainer has left and what can be shown of the last version was shown."""
+
+    version: Version | None
+    """The trainer's last word; None: it gave none."""
+    weights: dict[str, bool | None]
+    """Replica → whether it held the trainer's weights; None: it was not compared."""
+    problems: list[str]
+    """What is wrong with the end of the run; empty: nothing."""
+
+
 AnyRecord = (
     Opened
     | Issued
@@ -209,6 +223,7 @@ AnyRecord = (
     | Checkpointed
     | RolledBack
     | Evaluated
+    | Concluded
 )
 
 

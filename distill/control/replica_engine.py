@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
+from sync.claims import Claim
 from sync.transport import Peer
 from sync.wire import (
     Generated,
@@ -41,8 +42,8 @@ class ReplicaEngine(Protocol):
 class HttpReplica:
     """A replica behind a URL."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self._peer = Peer(url, token)
+    def __init__(self, url: str, token: str | None = None, claim: Claim | None = None) -> None:
+        self._peer = Peer(url, token, claim=claim)
 
     @property
     def url(self) -> str:

@@ -6,7 +6,7 @@
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
 prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that answers
-and writes no token is lost too.
+and writes no token is lost too. One that serves another run is taken out; the run ends when it has no other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distill.control.replica_engine import ReplicaEngine
 from distill.control.signals import Signal
 from distill.control.silence import until_silent
 from distill.control.waiting import cancel, unless
-from sync.errors import DistillError, RemoteError, Unreachable
+from sync.errors import DistillError, RemoteError, Unreachable, WrongServer
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,11 @@ class Phase(Enum):
 class Replica:
     """One replica as the controller sees it."""
 
-    def __init__(self, name: str, engine: ReplicaEngine) -> None:
+    def __init__(self, name: str, engine: ReplicaEngine, founding: bool = False) -> None:
         self.name = name
         self.engine = engine
+        self.founding = founding
+        """It belongs to the run's configuration."""
         self.phase = Phase.ABSENT
         self.version: Version | None = None
         """What it serves; None: the folder it was started with."""
@@ -65,6 +67,7 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
+    `may_exist`: whether a version is on record; a replica that holds another one is brought to the target.
     `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast, `stuck`
     with a replica that has work and has written nothing for `silent_seconds` (0: never). `wake` is woken by
     every change.
@@ -81,6 +84,7 @@ class Fleet:
         update_seconds: float = 300.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
+        may_exist: Callable[[Version], bool] = lambda version: True,
         stranded: Callable[[], None] = lambda: None,
         silent_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
@@ -88,7 +92,7 @@ class Fleet:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
         self._target = target
-        self._step_of = step_of
+        self._step_of, self._may_exist = step_of, may_exist
         self._applied = applied
         self._stranded = stranded
         self._silent_seconds, self._stuck = silent_seconds, stuck
@@ -107,7 +111,7 @@ class Fleet:
     def add(self, name: str, engine: ReplicaEngine) -> Replica:
         """Let a replica join; it serves as soon as it answers and holds a published version."""
         assert name not in self.replicas, f"replica {name} is a member already"
-        replica = self.replicas[name] = Replica(name, engine)
+        replica = self.replicas[name] = Replica(name, engine, founding=not self._running)
         if self._running:
             self._tasks[name] = asyncio.create_task(self._follow(replica), name=f"follow {name}")
         return replica
@@ -159,12 +163,16 @@ class Fleet:
         }
         try:
             while True:
-                for task in [task for task in self._tasks.values() if task.done()]:
-                    task.result()
+                self._raise_failure()
                 await asyncio.sleep(0.5)
         finally:
             self._running = False
             await cancel(self._tasks.values())
+
+    def _raise_failure(self) -> None:
+        """Raise the error that a replica's task ended with, if one did."""
+        for task in [task for task in self._tasks.values() if task.done()]:
+            task.result()
 
     def published(self) -> None:
         """A newer version is there, or another lineage has begun."""
@@ -172,7 +180,11 @@ class Fleet:
 
     async def _follow(self, replica: Replica) -> None:
         while True:
-            await self._join(replica)
+            try:
+                await self._join(replica)
+            except WrongServer as error:
+                await self._expel(replica, error)
+                return
             listening = asyncio.create_task(self._listen(replica))
             try:
                 await self._serve(replica)
@@ -181,6 +193,14 @@ class Fleet:
             finally:
                 await cancel([listening])
                 self._lose(replica)
+
+    async def _expel(self, replica: Replica, error: WrongServer) -> None:
+        """Take out a replica of another run. Raises its error when it was to begin with, or is the last."""
+        if (replica.founding and replica.joined == 0) or len(self.replicas) == 1:
+            raise WrongServer(f"replica {replica.name}: {error}") from error
+        logger.error("replica %s is taken out of this run: %s", replica.name, error)
+        del self.replicas[replica.name]
+        await replica.engine.aclose()
 
     async def _listen(self, replica: Replica) -> None:
         """Report a replica that falls silent, during an update too."""
@@ -207,6 +227,8 @@ class Fleet:
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
                     break
+            except WrongServer:
+                raise
             except DistillError as error:
                 logger.warning("replica %s cannot join yet: %s", replica.name, error)
                 replica.phase = Phase.ABSENT
@@ -235,8 +257,10 @@ class Fleet:
         target = self._target()
         if target is None or replica.version == target:
             return None
-        behind = replica.version is None or self._step_of(target) >= self._step_of(replica.version)
-        return target if behind else None
+        held = replica.version
+        if held is None or not self._may_exist(held) or self._step_of(target) >= self._step_of(held):
+            return target
+        return None
 
     async def _serve(self, replica: Replica) -> None:
         """Until the replica is lost."""
@@ -246,6 +270,8 @@ class Fleet:
                 try:
                     await self.update(replica, self.request_for(target))
                     continue
+                except WrongServer:
+                    raise
                 except RemoteError as error:
                     logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
             if not await self._published.wait(self.poll_seconds):
@@ -297,28 +323,43 @@ class Fleet:
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool | None]:
+    async def hold_exactly(
+        self, version: Version, digests: dict[str, str], seconds: float = 0.0
+    ) -> dict[str, bool | None]:
         """Bring every replica to `version` and compare its weights; name → whether they are equal.
 
-        None: it does not serve now and was not compared.
+        One that is away or catching up is waited for, `seconds` at most. None: it was not compared.
         """
-        compared = dict(
-            await asyncio.gather(*(self._equal(replica, version, digests) for replica in self.serving()))
-        )
-        found = {name: compared.get(name) for name in self.replicas}
-        missing = [name for name, equal in found.items() if equal is None]
-        if missing:
-            logger.warning("weights were not compared with %s: away at the end", ", ".join(missing))
-        return found
+        deadline, members = time.monotonic() + seconds, list(self.replicas.values())
+        compared = await asyncio.gather(*(self._shown(one, version, digests, deadline) for one in members))
+        found = zip(members, compared, strict=True)
+        return {one.name: equal for one, equal in found if self._has(one)}
 
-    async def _equal(
-        self, replica: Replica, version: Version, digests: dict[str, str]
-    ) -> tuple[str, bool | None]:
+    def _has(self, replica: Replica) -> bool:
+        return self.replicas.get(replica.name) is replica
+
+    async def _shown(
+        self, replica: Replica, version: Version, digests: dict[str, str], deadline: float
+    ) -> bool | None:
+        while self._has(replica):
+            self._raise_failure()
+            equal = None
+            if replica.phase is Phase.SERVING:
+                equal = await self._equal(replica, version, digests)
+            left = deadline - time.monotonic()
+            unable = self.by_broadcast and replica.version != version  # nobody broadcasts any more
+            if equal is not None or left <= 0 or unable:
+                return equal
+            await self.wake.wait(min(left, self._retry_seconds))
+        return None
+
+    async def _equal(self, replica: Replica, version: Version, digests: dict[str, str]) -> bool | None:
+        """Whether a serving replica holds exactly these weights; None: it cannot show them now."""
         try:
             if replica.version != version:
                 await self.update(replica, self.request_for(version))
             state = await replica.engine.state(digests=True)
         except DistillError as error:
-            logger.error("replica %s cannot show its weights: %s", replica.name, error)
-            return replica.name, None if isinstance(error, Unreachable) else False
-        return replica.name, state.version == version and state.digests == digests
+            logger.warning("replica %s cannot show its weights: %s", replica.name, error)
+            return None
+        return state.digests == digests if state.version == version else None

@@ -15,13 +15,14 @@ import numpy as np
 
 from distill.config import AtLimit, RolloutConfig
 from distill.control.books import Books
+from distill.control.provenance import span_problem
 from distill.control.records import AgainReason, DropReason
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet, Replica
 from distill.control.scoring import Finished
 from distill.control.state import Asked
 from distill.control.timeline import TRAINER, Timeline
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, unpack
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class Feeder:
                         self._answered(request, answer)
         except TimeoutError:
             request.reason = "straggler"
-        except (Unreachable, WireError) as error:
+        except (Unreachable, WireError, WrongServer) as error:
             logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
             self._fleet.report_lost(replica)
         except RemoteError as error:
@@ -214,6 +215,8 @@ class Feeder:
             self._drop(finished, "group_broken", "another completion of its prompt was dropped")
         elif answer.token_ids.shape[0] == 0:
             self._put_aside(finished, "empty", "a completion without tokens")
+        elif problem := span_problem(answer.spans, self._books.state):
+            self._put_aside(finished, "impossible_version", problem)
         elif problem := fault(answer, finished.asked.by_teacher):
             logger.warning("completion of %s cannot be used: %s", prompt, problem)
             self._books.drop([prompt], "engine_failed", problem, answer.token_ids.shape[0])

@@ -19,6 +19,7 @@ from distill.control.records import (
     AskedAgain,
     Checkpointed,
     Composed,
+    Concluded,
     Dropped,
     Evaluated,
     Issued,
@@ -121,6 +122,8 @@ class RunState:
         self.lineage: int | None = None
         """The current one; None: no trainer has started."""
         self.fingerprint: str | None = None
+        self.run_id: str | None = None
+        """`RunIdentity.id`; None: the journal is new, or of an older release."""
         self.next_step = 0
         """First step of the current lineage without a batch."""
         self.reached: Version | None = None
@@ -132,6 +135,8 @@ class RunState:
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: list[VersionPublished] = []
+        self.newest: dict[int, int] = {}
+        """Lineage → newest step that was published of it, to the store or by broadcast."""
         self.applied: list[VersionApplied] = []
         self.checkpoints: list[Version] = []
         self.evaluations: list[EvalReport] = []
@@ -159,6 +164,7 @@ class RunState:
             Checkpointed: self._checkpointed,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
+            Concluded: lambda record, _: None,
         }
 
     # --- questions ----------------------------------------------------------------------------------------
@@ -193,6 +199,13 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
+    def may_exist(self, version: Version) -> bool:
+        """Whether a replica can hold `version`: the folder it was started with, or one that was published."""
+        lineage, step = version
+        if version == Version(0, 0):
+            return True
+        return lineage in self.newest and self.lineages[lineage].start <= step <= self.newest[lineage]
+
     def plan_lineage(
         self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
     ) -> LineageOpened:
@@ -218,7 +231,7 @@ class RunState:
         self._apply[type(record)](record, location)
 
     def _opened(self, record: Opened, _: Location | None) -> None:
-        pass
+        self.run_id = record.id or self.run_id
 
     def _issued(self, record: Issued, location: Location | None) -> None:
         written = set(record.by_teacher)
@@ -334,6 +347,8 @@ class RunState:
 
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
+        lineage, step = record.version
+        self.newest[lineage] = max(step, self.newest.get(lineage, 0))
         if record.kind == "broadcast":
             return
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):

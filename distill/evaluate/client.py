@@ -8,6 +8,7 @@ import math
 import time
 
 from distill.control.waiting import cancel
+from sync.claims import Claim
 from sync.errors import Unreachable
 from sync.transport import Peer
 from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version
@@ -31,8 +32,9 @@ class HttpEvaluator:
         token: str | None = None,
         silent_seconds: float = SILENT_SECONDS,
         look_seconds: float = LOOK_SECONDS,
+        claim: Claim | None = None,
     ) -> None:
-        self._peer = Peer(url, token)
+        self._peer = Peer(url, token, claim=claim)
         self._silent_seconds, self._look_seconds = silent_seconds, look_seconds
 
     async def evaluate(self, version: Version) -> EvalReport:

@@ -38,6 +38,7 @@ from distill.report.picture import draw
 from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
 from student_trainer.objectives.needs import needs, student_topk
+from sync.claims import Claim
 from sync.errors import Interrupted
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
@@ -78,7 +79,7 @@ async def run(
         saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
             f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            f"{folder.path} {saved}: go on with --resume"
+            + "; ".join([f"{folder.path} {saved}: go on with --resume", *summary["problems"]])
         )
     return summary
 
@@ -105,7 +106,10 @@ class _Launcher:
         self._spans = Spans(folder.path / "timeline.jsonl")
         self._quarantine = Lines(folder.path / "quarantine.jsonl")
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
-        self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+        self._claim = Claim()
+        self._teachers = {
+            name: TeacherClient(name, urls, token, claim=self._claim) for name, urls in plan.teachers.items()
+        }
         self._parts = self._make_parts(plan, split)
         self._controller = Controller(config, self._parts, self._hooks(), token)
         self._controller.withhold()
@@ -237,18 +241,24 @@ class _Launcher:
     def _make_parts(self, plan: Plan, split: PromptSplit) -> Parts:
         config = self._config
         return Parts(
-            replicas={name: HttpReplica(url, self._token) for name, url in plan.replicas.items()},
+            replicas={name: self._replica(url) for name, url in plan.replicas.items()},
             teachers=dict(self._teachers),
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective),
-            connect=lambda url: HttpReplica(url, self._token),
+            connect=self._replica,
             student_topk=student_topk(config.objective),
-            evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
+            evaluator=HttpEvaluator(plan.evaluator, self._token, claim=self._claim)
+            if plan.evaluator
+            else None,
             judge=split.judge,
             transforms=load_transforms(config.teachers),
+            claim=self._claim,
         )
+
+    def _replica(self, url: str) -> HttpReplica:
+        return HttpReplica(url, self._token, self._claim)
 
     def _hooks(self) -> Hooks:
         config = self._config

@@ -19,6 +19,7 @@ from distill.control.records import (
     Opened,
     Rollout,
     Stepped,
+    VersionPublished,
     compacted,
 )
 from distill.prompts.stream import Prompt
@@ -44,6 +45,7 @@ def journal() -> list[AnyRecord]:
         Composed(Version(0, 1), ["c", "d"]),
         Checkpointed(Version(0, 1), "x"),
         LineageOpened(1, Version(0, 1), 1, 0, 2, "m"),
+        VersionPublished(Version(0, 1), "delta", 1, 1, 0.0),
         *(rollout(name, Version(0, 1)) for name in "efg"),
         Composed(Version(1, 2), ["e", "f"]),
         Dropped(["g"], "too_old", 0),

@@ -324,7 +324,14 @@ async def test_a_journal_names_its_run(tmp_path: Path) -> None:
     books = opened(tmp_path)
     await books.journal.commit()
     books.journal.close()
-    assert [record for _, _, record in read_all(tmp_path)] == [Opened("r", 0, BATCH, STALENESS, STALENESS)]
+    run_id = books.run.id
+    assert [record for _, _, record in read_all(tmp_path)] == [
+        Opened("r", 0, BATCH, STALENESS, STALENESS, id=run_id)
+    ]
+    again = opened(tmp_path)
+    again.journal.close()
+    assert run_id is not None
+    assert again.run.id == run_id
 
 
 # --- policies ---------------------------------------------------------------------------------------------

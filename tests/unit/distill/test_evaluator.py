@@ -18,8 +18,9 @@ from distill.evaluate import client as evaluator_client
 from distill.evaluate.client import HttpEvaluator
 from distill.evaluate.service import BestKeeper, app
 from distill.loading import validate
+from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
-from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, decode, encode
+from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, RunIdentity, Version, decode, encode
 
 
 def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:
@@ -63,7 +64,7 @@ def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -
     )
     config.run_dir.mkdir(exist_ok=True)
     evaluate: Any = lambda version: Found(report(version, *marks[version.step]))  # noqa: E731
-    return BestKeeper(config, evaluate, Folders(tmp_path))
+    return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("test", "1")))
 
 
 @pytest.mark.parametrize(("metric", "best"), [("reverse_kl", 20), ("pass_rate", 30)])
@@ -96,7 +97,7 @@ def no_probe(request: ProbeRequest) -> ProbeReply:
 
 
 def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app(evaluate, token, no_probe))
+    transport = httpx.ASGITransport(app(evaluate, token, no_probe, Claim()))
     return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
 
 
@@ -155,7 +156,7 @@ async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
 @asynccontextmanager
 async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
     bound = listen("127.0.0.1", 0, None)
-    async with serving(app(evaluate, "", no_probe), bound):
+    async with serving(app(evaluate, "", no_probe, Claim()), bound):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 

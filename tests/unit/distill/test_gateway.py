@@ -31,6 +31,7 @@ from sync.wire import (
     ReplicaJoins,
     ReplicaLeaves,
     Replicas,
+    RunIdentity,
     StepReport,
     Stop,
     TrainBatch,
@@ -45,7 +46,7 @@ ANSWER = cast(type[TrainBatch], TrainBatch | Wait | Stop)
 
 
 def hello(world_size: int = 1, checkpoint: Version | None = None, model: str = "model") -> TrainerHello:
-    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model)
+    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model, run="test")
 
 
 def request(version: Version, rank: int = 0, world_size: int = 1) -> BatchRequest:
@@ -88,7 +89,8 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     task = asyncio.create_task(run.run())
     client = Remote(run)
     welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
-    assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"])
+    mine = RunIdentity("test", run.books.run.id, "model")
+    assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=mine)
     for step in range(2):
         version, after = Version(0, step), Version(0, step + 1)
         shares = await asyncio.gather(*(client.batch(version, rank, 2) for rank in range(2)))

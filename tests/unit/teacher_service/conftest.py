@@ -34,6 +34,7 @@ async def serving(
         max_length=facts.max_length,
         tokenizer_fingerprint="0",
         chat_template_fingerprint=None,
+        fingerprint=model,
         can=list(facts.can),
     )
     service = TeacherService(engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token)
