@@ -49,7 +49,9 @@ class Folders:
         return path
 
 
-def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -> BestKeeper:
+def keeper(
+    tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str, run_id: str = "1"
+) -> BestKeeper:
     config = validate(
         {
             "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
@@ -64,7 +66,7 @@ def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -
     )
     config.run_dir.mkdir(exist_ok=True)
     evaluate: Any = lambda version: Found(report(version, *marks[version.step]))  # noqa: E731
-    return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("test", "1")))
+    return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("x", run_id)))
 
 
 @pytest.mark.parametrize(("metric", "best"), [("reverse_kl", 20), ("pass_rate", 30)])
@@ -76,6 +78,18 @@ def test_the_best_version_by_the_metric_is_kept_across_restarts(
         keeper(tmp_path, marks, metric)(Version(0, step))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, best))
     assert json.loads((tmp_path / "x" / "best.json").read_text())["version"] == str(Version(0, best))
+
+
+def test_what_another_run_left_as_its_best_does_not_count(tmp_path: Path) -> None:
+    marks = {20: (0.2, 0.6), 30: (0.3, 0.7)}
+    keeper(tmp_path, marks, "reverse_kl")(Version(0, 20))
+    keeper(tmp_path, marks, "reverse_kl")(Version(0, 30))
+    record = tmp_path / "x" / "best.json"
+    assert json.loads(record.read_text())["version"] == str(Version(0, 20))
+    later = keeper(tmp_path, marks, "reverse_kl", run_id="2")
+    later(Version(0, 30))
+    assert json.loads(record.read_text())["version"] == str(Version(0, 30))
+    assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, 30))
 
 
 def test_nothing_is_copied_while_the_model_folder_is_the_best(tmp_path: Path) -> None:

@@ -360,6 +360,50 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
     assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
 
 
+async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> None:
+    class Slow(MemoryReplica):
+        """Its updates end when `gate` opens."""
+
+        gate = asyncio.Event()
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await self.gate.wait()
+            return await super().update(request, timeout)
+
+    restarted, slow, final = MemoryReplica(), Slow(), Version(0, 9)
+    slow.gate = asyncio.Event()
+    world = World(restarted=restarted, slow=slow)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.publish(final)
+        restarted.die()
+        await world.until(lambda: world.serving() == ["slow"])
+        proof = asyncio.create_task(world.fleet.hold_exactly(final, weights_of(final), 60.0))
+        await asyncio.wait({proof}, timeout=0.1)
+        restarted.revive()
+        slow.gate.set()
+        assert await proof == {"restarted": True, "slow": True}
+
+
+async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
+    """Its version was broadcast by a trainer that has left; or people have removed it meanwhile."""
+    lost, gone = MemoryReplica(), MemoryReplica()
+    world = World(here=MemoryReplica(), lost=lost, gone=gone)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 3)
+        world.broadcasts.seat(broadcast(1))
+        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        lost.die()
+        gone.up = False
+        world.fleet.report_lost(world.fleet.replicas["gone"])
+        lost.revive()
+        await world.until(lambda: world.fleet.replicas["lost"].phase is Phase.CATCHING_UP)
+        proof = asyncio.create_task(world.fleet.hold_exactly(Version(0, 1), weights_of(Version(0, 1)), 60.0))
+        await asyncio.wait({proof}, timeout=0.1)
+        await world.fleet.remove("gone")
+        assert await asyncio.wait_for(proof, 10.0) == {"here": True, "lost": None}
+
+
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [

@@ -80,6 +80,14 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    checkpoint.save(FileEngine(), tmp_path, Version(0, 4), "print", ALONE, 2, run_id="aa")
+    assert checkpoint.run_of(checkpoint.find(tmp_path, None, ALONE)) == "aa"
+    assert checkpoint.run_of(checkpoint.find(tmp_path, str(Version(0, 2)), ALONE)) is None
+    assert checkpoint.run_of(None) is None
+
+
 class On(Ranks):
     """A single rank of a device that need not be there."""
 

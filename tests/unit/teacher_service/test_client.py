@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
 from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Asked, Item, Marks
@@ -191,6 +191,25 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) 
         async with TeacherClient("t", [one, two]) as client:
             with pytest.raises(ConfigError, match="differ"):
                 await client.info()
+
+
+async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_others(serve: Serve) -> None:
+    engines, port = [CountingEngine() for _ in range(3)], free_port()
+    async with serve(engines[0]) as steady:
+        urls = [steady, f"http://127.0.0.1:{port}"]
+        async with TeacherClient("t", urls, request_tokens=6) as client:
+            async with serve(engines[1], port=port):
+                await client.info()
+            async with serve(engines[2], port=port, model="other"):
+                assert right(sequences(8), await client.score(sequences(8)))
+                assert engines[0].sequences == 8
+        async with TeacherClient("t", urls[1:]) as client:
+            async with serve(engines[1], port=port):
+                await client.info()
+            async with serve(engines[2], port=port, model="other"):
+                for ask in (client.score(sequences(1)), client.head()):
+                    with pytest.raises(WrongServer, match="answers with model other, and table was checked"):
+                        await ask
 
 
 async def test_the_head_comes_through_any_replica(serve: Serve) -> None:
