@@ -41,10 +41,7 @@ STEPS_PER_KILL = 24
 """Length of the quickstart that is killed: enough that it still runs at the last kill."""
 PATIENCE = 4.0
 """Times run.start_seconds that anything may take before the run counts as stuck."""
-_OTHERWISE = (
-    *("issued_twice", "not_as_composed", "unrecorded", "misweighed"),
-    *("other_author", "impossible", "unproven"),
-)
+_OTHERWISE = ("issued_twice", "not_as_composed", "unrecorded", "misweighed", "other_author")
 _BROKEN = ("lost", "trained_twice", "too_old", *_OTHERWISE)
 
 

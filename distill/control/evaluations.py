@@ -78,6 +78,8 @@ class Evaluations:
         self._waiting: Version | None = None
         self._newest: Version | None = None
         """The newest version that was due."""
+        self._answered = False
+        """The evaluator has evaluated a version of this run."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
@@ -108,9 +110,9 @@ class Evaluations:
                 logger.warning("evaluation of %s is tried again: %s", version, error)
                 self._waiting = self._waiting or version
                 await asyncio.sleep(self._retry_seconds)
-            except WrongServer:
-                raise
             except RemoteError as error:
+                if isinstance(error, WrongServer) and not self._answered:
+                    raise  # it was another run's from the start
                 logger.error("evaluation of %s is left out: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
@@ -128,7 +130,8 @@ class Evaluations:
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         if problem := report_problem(report, version):
-            raise WrongServer(problem)
+            raise RemoteError(problem)
+        self._answered = True
         self._books.write(Evaluated(report))
         await self._books.journal.commit()
         self._done(report, best(reports, metric) is report)

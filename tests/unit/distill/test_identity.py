@@ -6,15 +6,19 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from distill.cli.guarded import guarded
+from distill.cli.main import _show
 from distill.control.audit import check
 from distill.control.gateway import listen, serving
 from distill.control.journal import Location
@@ -25,6 +29,7 @@ from distill.control.replica_engine import Answer, HttpReplica
 from distill.control.segments import read_all
 from distill.control.summary import end_problems
 from distill.evaluate.client import HttpEvaluator
+from distill.launch.rehearse import claim_of
 from distill.report.results import complete
 from sync.claims import Claim
 from sync.errors import RemoteError, WrongServer
@@ -138,15 +143,28 @@ async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) ->
     assert run.books.state.evaluations == []
 
 
-async def test_an_evaluator_that_reports_another_version_ends_the_run(controller) -> None:
+async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
     class Stale(MemoryEvaluator):
         async def evaluate(self, version: Version) -> EvalReport:
             return msgspec.structs.replace(await super().evaluate(version), version=Version(0, 120))
 
-    run = controller(evaluator=Stale())
-    with pytest.raises(WrongServer, match=r"asked for L000-v00000000 and reports L000-v00000120"):
-        await whole(run)
-    assert run.books.state.evaluations == []
+    summary = await whole(controller(evaluator=Stale()))
+    assert summary["evaluations"] == []
+    (problem,) = summary["problems"]
+    assert "was asked for L000-v00000006 and reports L000-v00000120: it serves another run" in problem
+
+
+async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(controller) -> None:
+    class Taken(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            if version.step > 0:
+                raise WrongServer("it serves run 'other' (id 77)")
+            return await super().evaluate(version)
+
+    summary = await whole(controller(evaluator=Taken()))
+    assert summary["completed"]
+    assert [one["version"] for one in summary["evaluations"]] == ["L000-v00000000"]
+    assert "\"after\" is empty: it serves run 'other'" in summary["problems"][0]
 
 
 async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(controller) -> None:
@@ -393,6 +411,34 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     summary, _ = await asyncio.gather(whole(run, trainer), stop())
     assert summary["weights_missing"] == ["away"]
     assert len(summary["problems"]) == problems
+
+
+def test_a_run_with_problems_at_its_end_fails_with_one_line_for_each(config, capsys) -> None:
+    summary = {
+        "problems": ["replica r0 holds other weights", "L000-v00000006 could not be evaluated"],
+        "tokens": {"trained_share": 1.0, "generated": 8},
+        "rollouts": {"dropped": {}},
+        "waited_seconds": {},
+        "model": "final",
+    }
+    show = partial(_show, Console(), config())
+    assert guarded(lambda: show(summary)) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"distill: {summary['problems'][0]}",
+        summary["problems"][1],
+    ]
+    assert guarded(lambda: show({**summary, "problems": []})) == 0
+
+
+def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, config, tmp_path) -> None:
+    settings = config(run={"folder": tmp_path, "name": "toy"})
+    assert claim_of(settings).run == RunIdentity("toy")
+    run = controller()
+    asyncio.run(run.books.journal.commit())
+    run.close()
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "journal").rename(tmp_path / "toy" / "journal")
+    assert claim_of(settings).run == RunIdentity("toy", run.books.run.id)
 
 
 def test_a_trainer_without_a_last_word_and_an_empty_fleet_are_told() -> None:

@@ -12,8 +12,9 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
+from sync.claims import Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
-from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Asked, Item, Marks
 from teacher_service.engines.table import TableEngine, random_table
@@ -210,6 +211,23 @@ async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_other
                 for ask in (client.score(sequences(1)), client.head()):
                     with pytest.raises(WrongServer, match="answers with model other, and table was checked"):
                         await ask
+
+
+async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Serve) -> None:
+    mine, other = Claim(RunIdentity("toy", "aa")), Claim(RunIdentity("toy", "bb"))
+    async with (
+        serve(CountingEngine(), claim=Claim(RunIdentity("toy"))) as url,
+        TeacherClient("t", [url], claim=mine) as one,
+        TeacherClient("t", [url], claim=other) as two,
+    ):
+        assert await two.info() == await one.info()  # to look claims nothing
+        assert right(sequences(2), await one.score(sequences(2)))
+        with pytest.raises(WrongServer, match=r"it serves run 'toy' \(id aa\) and was asked for .*bb"):
+            await two.score(sequences(2))
+    async with serve(CountingEngine()) as url:
+        for claim in (mine, other):
+            async with TeacherClient("t", [url], claim=claim) as client:
+                assert right(sequences(2), await client.score(sequences(2)))
 
 
 async def test_the_head_comes_through_any_replica(serve: Serve) -> None:
