@@ -24,6 +24,7 @@ from distill.control.batches import Shape
 from distill.control.books import Books
 from distill.control.broadcasts import Broadcasts
 from distill.control.composer import Composer, Hold
+from distill.control.conclusion import conclude, conclude_interrupted
 from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -36,12 +37,12 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
-from distill.control.summary import digest_of_all, end_problems, gauges, identity, of_step, summarise
+from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.control.timeline import Timeline
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
-from sync.errors import DistillError, Overloaded
-from sync.wire import Audience, Published, StepReport, TrainerWelcome, Version, unpack
+from sync.errors import Overloaded
+from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class Controller:
         self._left = False
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._weights_identical: dict[str, bool | None] = {}
-        self._problems: list[str] = []
-        """What is wrong with the end of the run."""
+        self._end = Concluded(None, {}, [])
         self._claim = parts.claim
         self._claim.run = self.books.run
         self._began = time.monotonic()
@@ -197,29 +196,12 @@ class Controller:
             await self.books.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
-        """The proof of equal weights, and the evaluation of the last version."""
-        final, wait = self.desk.final, 0.0 if self._interrupted else self.config.weights.timeout_seconds
-        failure = None
-        if final is not None:
-            self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests, wait)
-            failure = await self._evaluate_last(final.version)
-        found = self._weights_identical
-        if self._interrupted:  # it goes on, and owes no proof yet
-            found = {name: equal for name, equal in found.items() if equal is False}
-        version = final.version if final else None
-        if not self._interrupted or found:
-            self._problems = end_problems(version, found, failure, wait)
-        self.books.write(Concluded(version, self._weights_identical, self._problems))
-
-    async def _evaluate_last(self, version: Version) -> str | None:
-        """Why the last version was not evaluated; None: it was, or need not be."""
-        if self.evaluations is None or self._interrupted:
-            return None
-        try:
-            await self.evaluations.now(version)
-        except DistillError as error:
-            return str(error)
-        return None
+        if self._interrupted:
+            self._end = await conclude_interrupted(self.desk.final, self.fleet)
+        else:
+            seconds = self.config.weights.timeout_seconds
+            self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
+        self.books.write(self._end)
 
     # --- what the parts call ------------------------------------------------------------------------------
 
@@ -322,8 +304,8 @@ class Controller:
             "seconds": {"distill": time.monotonic() - self._began},
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.books.run),
-            "problems": self._problems,
-            **identity(self._weights_identical),
+            "problems": self._end.problems,
+            **identity(self._end.weights),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }

@@ -16,7 +16,7 @@ from distill.control.replicas import Fleet
 from distill.control.scoring import Teacher
 from distill.control.state import RunState
 from distill.control.timeline import Timeline
-from sync.wire import EvalReport, StepReport, Version
+from sync.wire import EvalReport, StepReport
 
 
 def token_shares(state: RunState) -> dict[str, float]:
@@ -117,38 +117,6 @@ def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
         "weights_identical_by_replica": dict(compared),
         "weights_missing": missing,
     }
-
-
-def end_problems(
-    version: Version | None,
-    compared: Mapping[str, bool | None],
-    failure: str | None,
-    waited: float,
-) -> list[str]:
-    """What is wrong with the end of a run, in sentences: value, rule, remedy. Empty: nothing.
-
-    `version`: the trainer's last word; None: it gave none. `failure`: why that version was not evaluated.
-    `waited`: seconds that replicas were waited for.
-    """
-    remedy = "mend it and go on with --resume"
-    if version is None:
-        return [f"the trainer left without its last word, so no replica was compared with it: {remedy}"]
-    problems = [
-        f"replica {name} holds other weights than the trainer at {version}, and they must be equal bit for "
-        "bit: what it generated is in doubt; run `distill sync verify`, and repeat it with a fresh replica"
-        for name, equal in compared.items()
-        if equal is False
-    ]
-    missing = [name for name, equal in compared.items() if equal is None]
-    if missing or not compared:
-        problems.append(
-            f"the trainer's weights at {version} were not compared with those of "
-            f"{', '.join(missing) or 'any replica'}, which had {waited:.0f} s to show them "
-            f"(weights.timeout_seconds): {remedy}"
-        )
-    if failure is not None:
-        problems.append(f'{version} could not be evaluated, so "after" is empty: {failure}; {remedy}')
-    return problems
 
 
 def sync_figures(published: list[VersionPublished], applied: list[VersionApplied]) -> dict[str, Any]:

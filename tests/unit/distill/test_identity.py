@@ -20,6 +20,7 @@ from starlette.routing import Route
 from distill.cli.guarded import guarded
 from distill.cli.main import _show
 from distill.control.audit import check
+from distill.control.conclusion import end_problems
 from distill.control.gateway import listen, serving
 from distill.control.journal import Location
 from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
@@ -27,7 +28,6 @@ from distill.control.parts import Hooks, Quarantined
 from distill.control.records import Concluded
 from distill.control.replica_engine import Answer, HttpReplica
 from distill.control.segments import read_all
-from distill.control.summary import end_problems
 from distill.evaluate.client import HttpEvaluator
 from distill.launch.rehearse import claim_of
 from distill.report.results import complete
