@@ -387,16 +387,17 @@ def check_that_no_other_run_gets_them(
     left = f"http://127.0.0.1:{replica}"
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     mine = rf"it serves run 'run' \(id {run.summary()['run']['id']}, model \w+\) and was asked for run 'run'"
+    alone, probed = ("evaluation=false",), ("--engines",)
     cases = [
-        ("control", left, rf"replica student-0: {left}/distill/v1/state answered 421: {mine} \(id \w+\)"),
-        ("control", nobody, rf"/v1/probe answered 421: {mine} \(id \w+\): start a fresh server"),
-        ("preflight", left, rf"{left}/distill/v1/generate answered 421: {mine} \(no id\): start a fresh"),
+        ("control", left, alone, (), rf"student-0: {left}/distill/v1/state answered 421: {mine} \(id \w+\)"),
+        ("control", nobody, (), (), rf"/v1/probe answered 421: {mine} \(id \w+\): start a fresh server"),
+        ("preflight", left, (), probed, rf"{left}/distill/v1/generate answered 421: {mine} \(no id\): start"),
     ]
-    for number, (name, student, words) in enumerate(cases):
+    for number, (name, student, over, more, words) in enumerate(cases):
         folder = run.folder / f"another-{number}"
         folder.mkdir()
-        other, more = Run(folder, run.models, "qwen3", BOTH_ENDS), ("--engines",) * (name == "preflight")
-        place = ("controller.port=0", f'student.urls=["{student}"]')
+        other = Run(folder, run.models, "qwen3", BOTH_ENDS)
+        place = ("controller.port=0", f'student.urls=["{student}"]', *over)
         with other.command(name, *joined, *place, more=more, env=env) as refused:
             assert refused.end() == 1, refused.said
             assert re.search(words, refused.said), refused.said
