@@ -195,6 +195,11 @@ def _check_reward(config: RunConfig, split: PromptSplit) -> None:
             f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
             "set prompts.judge, take prompts of a task, or leave objective.task out"
         )
+    if config.objective.task is not None and config.objective.on_policy == 0:
+        raise ConfigError(
+            "objective.task rewards the student's completions and objective.on_policy is 0, so there are none: "
+            "raise on_policy, or leave objective.task out"
+        )
     if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
         raise ConfigError(
             f'evaluation.metric is "pass_rate" and nobody judges prompts of type "{config.prompts.type}": '

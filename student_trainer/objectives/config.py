@@ -46,7 +46,8 @@ class PolicyGradientTerms(Mixing):
     drop_rho_outside: tuple[float, float] | None = None
     """Tokens whose ρ is outside [low, high] give no gradient (they stay in the denominator); None: none."""
     discount: float = Field(0.0, ge=0, lt=1)
-    """γ: how much of the later tokens' d = log p − log q is credited to a token; 0: immediate credit."""
+    """γ: how much of the later tokens' d = log p − log q is credited to a token, each times the min(ρ, c) of
+    all tokens up to its own; 0: immediate credit."""
 
 
 class Sampled(PolicyGradientTerms):

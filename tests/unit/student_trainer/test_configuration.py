@@ -26,6 +26,7 @@ from student_trainer.objectives.config import (
     TopK,
 )
 from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.importance import Discount
 from student_trainer.objectives.registry import build, discount
 from sync.errors import ConfigError
 from sync.wire import Want
@@ -162,8 +163,8 @@ def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
         assert callable(build(objective))
         assert needs(objective) == want
         assert student_topk(objective) == k
-    assert discount(TopK(discount=0.5)) == 0.5
-    assert discount(Full()) == 0.0
+    assert discount(TopK(discount=0.5, rho_cap=2.0)) == Discount(0.5, 2.0, None)
+    assert discount(TopK()) is discount(Full()) is None
 
 
 def test_what_the_controller_imports_brings_no_torch() -> None:
