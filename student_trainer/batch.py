@@ -180,7 +180,7 @@ def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray, written_C: np
 
 
 def future_credit(d_C: Tensor, factor_C: Tensor, row_C: Tensor) -> Tensor:
-    """Σ_{j≥1} (Π_{i=1…j} factor_{t+i})·d_{t+j} over the rest of each row, [C]; tokens of a row stand together.
+    """Σ_{j≥1} (Π_{i=1…j} factor_{t+i})·d_{t+j} over the rest of each row, [C]; a row's tokens stand together.
 
     Doubling: after i rounds every token holds its next 2^i terms, so log2(longest row) rounds do.
     """

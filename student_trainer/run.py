@@ -29,7 +29,7 @@ from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, arrived, publish, train
 from student_trainer.model import check_head
-from student_trainer.objectives.needs import needs
+from student_trainer.objectives.needs import needs, teacher_temperature
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
@@ -151,7 +151,9 @@ def step_function(
     vocab = loaded.student.head.shape.vocab
     heads: tuple[HeadWeights, ...] = ()
     if needs(config.objective).hidden:
-        heads = tuple(teacher_head(controller.head(name), vocab, ranks.device) for name in welcome.teachers)
+        temperature = teacher_temperature(config.objective, config.temperature)
+        sent = [controller.head(name) for name in welcome.teachers]
+        heads = tuple(teacher_head(head, vocab, ranks.device, temperature) for head in sent)
     objective = config.objective
     aim = Aim(
         build(objective),
@@ -165,7 +167,7 @@ def step_function(
     return lambda batch: train_step(loaded.engine, batch, aim, ranks)
 
 
-def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
+def teacher_head(head: Head, vocab: int, device: torch.device, temperature: float = 1.0) -> HeadWeights:
     """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
     rows = head.weight.shape[0]
     if rows < vocab:
@@ -176,7 +178,7 @@ def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
     weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
     bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)
     weight_VH = weight_VH.to(device)
-    shape = HeadShape(vocab, head.scale, head.soft_cap)
+    shape = HeadShape(vocab, head.scale, head.soft_cap, temperature)
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
 

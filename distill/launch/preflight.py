@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from distill.launch.probes import Finding
 from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
 from sync import tokenizers
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
@@ -20,6 +21,7 @@ from sync.wire import TeacherInfo
 from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
 
+logger = logging.getLogger(__name__)
 CANNOT_WRITE = ("openai", "sglang")
 """Engines that score, and never complete a prompt."""
 
@@ -32,6 +34,7 @@ def check(config: RunConfig) -> PromptSplit:
             check_folder(teacher, f"teachers.{name}")
     deepspeed_config(config.trainer)
     _check_combinations(config)
+    _check_temperature(config)
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
@@ -46,18 +49,19 @@ def check(config: RunConfig) -> PromptSplit:
 
 def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
     """What the objective needs and a teacher that answers cannot give."""
-    want = needs(config.objective)
+    want = needs(config.objective, config.rollout.temperature)
     asked = {
         "topk": want.topk > 0,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
         "write": config.objective.on_policy < 1,
+        "temperature": want.temperature != 1.0,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     problem = (
         f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
-        "on_policy = 1, or the transformers engine"
+        'on_policy = 1 and teacher_temperature = "one", or the transformers engine'
     )
     return Finding("marks", figure, problem if lacking else None)
 
@@ -165,6 +169,27 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
 
 
+def _check_temperature(config: RunConfig) -> None:
+    """Refuse a teacher that cannot be at its temperature; warn where the optimum is not the teacher."""
+    rollouts = config.rollout.temperature
+    theirs = teacher_temperature(config.objective, rollouts)
+    for name, teacher in config.teachers.items():
+        if teacher.engine != "transformers" and theirs != 1:
+            raise ConfigError(
+                f'objective.teacher_temperature is "rollout" at temperature {rollouts:g}, and engine '
+                f"{teacher.engine!r} of teacher {name!r} gives log-probabilities at 1 alone, from which no "
+                'others follow: set engine = "transformers", or teacher_temperature = "one"'
+            )
+    if theirs != rollouts:
+        logger.warning(
+            "rollout.temperature is %g and the teacher's is 1: the student learns to be the teacher when it "
+            "is sampled at %g, not at 1, where it is evaluated; set objective.teacher_temperature = "
+            '"rollout" to make it the teacher at every temperature',
+            rollouts,
+            rollouts,
+        )
+
+
 def check_following(config: RunConfig, name: str) -> None:
     """Raises ConfigError when this run gives teacher `name` nothing to follow."""
     rules = {
@@ -197,8 +222,8 @@ def _check_reward(config: RunConfig, split: PromptSplit) -> None:
         )
     if config.objective.task is not None and config.objective.on_policy == 0:
         raise ConfigError(
-            "objective.task rewards the student's completions and objective.on_policy is 0, so there are none: "
-            "raise on_policy, or leave objective.task out"
+            "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
+            "none: raise on_policy, or leave objective.task out"
         )
     if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
         raise ConfigError(

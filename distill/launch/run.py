@@ -242,7 +242,7 @@ class _Launcher:
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
-            want=needs(config.objective),
+            want=needs(config.objective, config.rollout.temperature),
             connect=lambda url: HttpReplica(url, self._token),
             student_topk=student_topk(config.objective),
             evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,

@@ -34,6 +34,10 @@ class Mixing(Settings):
     on_policy: float = Field(1.0, ge=0, le=1)
     """Share of the rollouts that the student writes. The teacher writes the others (teacher engine
     "transformers" or "vllm"), and they are learned by cross-entropy."""
+    teacher_temperature: Literal["one", "rollout"] = "one"
+    """Temperature at which the teacher is compared with the student, who stands at rollout.temperature. one:
+    its own distribution, which the student then matches when it is sampled at rollout.temperature. rollout:
+    the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
 

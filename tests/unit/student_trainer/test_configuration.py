@@ -25,8 +25,8 @@ from student_trainer.objectives.config import (
     StudentTopK,
     TopK,
 )
-from student_trainer.objectives.needs import needs, student_topk
 from student_trainer.objectives.importance import Discount
+from student_trainer.objectives.needs import needs, student_topk
 from student_trainer.objectives.registry import build, discount
 from sync.errors import ConfigError
 from sync.wire import Want

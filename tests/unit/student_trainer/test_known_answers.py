@@ -292,6 +292,27 @@ def full_is_the_exact_reverse_kl(lib: Any) -> None:
     same(reverse, kl_of())
 
 
+def objectives_rest_at_a_teacher_of_the_rollouts_temperature(lib: Any) -> None:
+    """θ is the teacher's own logits and p stands at 0.6: with q there too the gradient is 0, with q at 1 the
+    student would still move, away from its teacher."""
+    heat, hidden, zeros = 0.6, torch.eye(V), torch.zeros(V, dtype=torch.int64)
+    weight = THETA.float().expand(V, V).t()
+    p = (THETA / heat).log_softmax(0).float()
+    for name, loss in offered(lib).items():
+        for temperature in (heat, 1.0):
+            q = (THETA / temperature).log_softmax(0).float()
+            teacher = lib.HeadWeights(weight, None, lib.HeadShape(V, temperature=temperature))
+            leaf, total = weight.clone().requires_grad_(), torch.zeros(V, V)
+            student = lib.HeadWeights(leaf, None, lib.HeadShape(V, temperature=heat))
+            for y in range(V):  # in every row, weighed by its probability
+                goal = targets(lib, q, p[[y] * V], [0, 3])
+                goal = lib.Targets(**(vars(goal) | {"token_N": zeros + y, "teacher_logp_N": q[[y] * V]}))
+                work = lib.Supervision(goal, zeros, hidden, (teacher,))
+                value, _ = lib.chunked_loss(hidden, student, work, loss, 4)
+                total += (q if name == "sft" else p)[y].exp() * torch.autograd.grad(value, leaf)[0]
+            assert (float(total.abs().max()) < 1e-5) == (temperature == heat), name
+
+
 def skew_and_jsd_have_their_closed_form_gradients(lib: Any) -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
     goal = targets(lib, TEACHER, STALE, [])
@@ -447,33 +468,36 @@ def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
 def rewards_of_the_teachers_completions_change_nothing(lib: Any) -> None:
     """Four student rows that are p itself, (¼, ½, ¼), beside four of the teacher: the task's gradient is that
     of ½·E_p[R] whatever the teacher's rewards, and `mean` is E_p[R]."""
-    token, reward = [0, 1, 1, 2, 0, 0, 2, 2], np.array([3.0, -1.0, -1.0, 2.0], np.float32)
+    token, reward = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2]), np.array([3.0, -1.0, -1.0, 2.0], np.float32)
     p = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
-    written = np.array([0] * 4 + [1] * 4, np.uint8)
-    nothing = pack(np.zeros(0, "i4"))
+    written, alone = np.array([0] * 4 + [1] * 4, np.uint8), Ranks(0, 1, torch.device("cpu"))
+    nothing, ones = pack(np.zeros(0, "i4")), pack(np.ones(8, np.int32))
     for teachers in ([0.0] * 4, [50.0, -7.0, 9.0, 1.0]):
-        rows = Rows(["r"] * 8, nothing, nothing, pack(np.ones(8, np.int32)), nothing, nothing, nothing, nothing,
-                    reward=pack(np.append(reward, np.array(teachers, np.float32))), by_teacher=pack(written))  # fmt: skip
+        rows = Rows(["r"] * 8, nothing, nothing, ones, nothing, nothing, nothing, nothing)
+        given = pack(np.append(reward, np.array(teachers, np.float32)))
+        rows = msgspec.structs.replace(rows, reward=given, by_teacher=pack(written))
         batch = TrainBatch(version=Version(0, 0), denominator=8, micro_batches=[rows])
-        rewards = lib.rewards_of(batch, Ranks(0, 1, torch.device("cpu")))
+        rewards = lib.rewards_of(batch, alone)
         assert rewards.mean == 0.75
         leaf = p.log().requires_grad_()
         logp = leaf.log_softmax(0).expand(8, 3)
         goal = lib.Targets(
-            torch.tensor(token), logp.detach().gather(1, torch.tensor(token)[:, None])[:, 0], torch.zeros(8),
-            torch.ones(8, dtype=torch.bool), advantage_N=lib.advantages(rows, rewards, 8).double(),
-            by_teacher_N=torch.from_numpy(written).bool(),
-        )  # fmt: skip
-        with_task, _ = lib.mixture(logp, goal, lib.sft, None)
-        without, _ = lib.mixture(logp, lib.Targets(**{**vars(goal), "advantage_N": None}), lib.sft, None)
+            token, lib.at(logp.detach(), token), torch.zeros(8), torch.zeros(8, dtype=torch.bool)
+        )
+        more = {
+            "advantage_N": lib.advantages(rows, rewards, 8).double(),
+            "by_teacher_N": torch.tensor(written) > 0,
+        }
+        with_task, _ = lib.mixture(logp, lib.Targets(**(vars(goal) | more)), lib.sft, None)
+        without, _ = lib.mixture(
+            logp, lib.Targets(**(vars(goal) | more | {"advantage_N": None})), lib.sft, None
+        )
         (gradient,) = torch.autograd.grad((with_task - without).sum() / 8, leaf)
         same(gradient, -0.5 * p * (torch.tensor([3.0, -1.0, 2.0]) - 0.75), 1e-7)
-    alone = msgspec.structs.replace(rows, by_teacher=pack(np.ones(8, np.uint8)))
-    rewards = lib.rewards_of(
-        msgspec.structs.replace(batch, micro_batches=[alone]), Ranks(0, 1, torch.device("cpu"))
-    )
+    rows = msgspec.structs.replace(rows, by_teacher=pack(np.ones(8, np.uint8)))
+    rewards = lib.rewards_of(msgspec.structs.replace(batch, micro_batches=[rows]), alone)
     assert rewards.mean is None
-    assert bool(lib.advantages(alone, rewards, 8).isfinite().all())
+    assert bool(lib.advantages(rows, rewards, 8).isfinite().all())
 
 
 def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
@@ -572,6 +596,7 @@ CHECKS = (
     diagnostics_are_their_definitions,
     figures_of_importance_and_divergence_are_of_the_students_tokens,
     a_chunked_head_is_a_whole_head,
+    objectives_rest_at_a_teacher_of_the_rollouts_temperature,
 )
 
 
