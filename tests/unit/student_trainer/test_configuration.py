@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from student_trainer import launch
 from student_trainer.__main__ import read_config
@@ -181,3 +183,9 @@ def test_head_shapes_of_model_families() -> None:
     assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
     assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
+
+
+def test_a_cap_is_taken_away_by_infinity_which_toml_can_write() -> None:
+    assert Sampled.model_validate({"rho_cap": math.inf}) == Sampled.model_validate({"rho_cap": None})
+    with pytest.raises(ValidationError, match="greater than 0"):
+        Sampled.model_validate({"rho_cap": 0.0})
