@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sync.answers import MOST_REFUSAL, PLAIN, BoundedBlockingTransport, BoundedTransport
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
 from sync.urls import checked_url
 from sync.wire import CONTENT_TYPE, Message, decode, encode
@@ -72,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"} if token else {}
+    return PLAIN | ({"authorization": f"Bearer {token}"} if token else {})
 
 
 def _raise_refusal(url: str, response: httpx.Response) -> None:
@@ -80,9 +82,9 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     try:
-        text = str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        text = response.text[:500]
+        text = str(json.loads(response.content)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = response.content[:500].decode("utf-8", "replace")
     message = f"{url} answered {response.status_code}: {text}"
     if response.status_code == 429:
         try:
@@ -147,7 +149,9 @@ class Peer:
             base_url=self.url,
             headers=_headers(token),
             timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            transport=BoundedTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False
+            ),
             trust_env=False,
         )
 
@@ -163,8 +167,9 @@ class Peer:
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            return (await self._http.get("/health", timeout=2.0)).status_code == 200
-        except httpx.HTTPError:
+            answer = await self._http.get("/health", timeout=2.0, extensions={"most": MOST_REFUSAL})
+            return answer.status_code == 200
+        except (httpx.HTTPError, RemoteError):
             return False
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -216,6 +221,7 @@ class Peer:
                 content=encode(body),
                 headers={"content-type": CONTENT_TYPE},
                 timeout=httpx.Timeout(None, connect=5.0),
+                extensions={"most": None},
             ) as response:
                 if response.status_code != 200:
                     await response.aread()
@@ -223,7 +229,7 @@ class Peer:
                 buffer = bytearray()
                 async for chunk in response.aiter_bytes():
                     buffer += chunk
-                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := int.from_bytes(buffer[:4], "little")):
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
                         message = decode(bytes(buffer[4 : 4 + n]), kind)
                         del buffer[: 4 + n]
                         yield message
@@ -240,7 +246,11 @@ class BlockingPeer:
         self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
         self._http = httpx.Client(
-            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+            base_url=self.url,
+            headers=_headers(token),
+            timeout=timeout,
+            transport=BoundedBlockingTransport(trust_env=False),
+            trust_env=False,
         )
 
     def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -264,6 +274,13 @@ class BlockingPeer:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _frame_length(buffer: bytearray) -> int:
+    """Bytes of the frame that `buffer` begins with. Raises WireError for more than any frame has."""
+    if (length := int.from_bytes(buffer[:4], "little")) > MAX_BODY:
+        raise WireError(f"a frame of {length} bytes is announced, the limit is {MAX_BODY}: it is no frame")
+    return length
 
 
 # --- server -----------------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ def check_following(config: RunConfig, name: str) -> None:
     rules = {
         f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
         "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
+        "trust_remote_code too, and no code comes from a store": config.teachers[name].trust_remote_code,
         f'objective "{config.objective.type}" keeps its head, which would go out of date': needs(
             config.objective
         ).hidden,

@@ -21,6 +21,7 @@ import hf_xet
 import msgspec
 
 from sync.errors import StoreError
+from sync.stores.base import read_small
 from sync.stores.directory import DirectoryStore
 
 _INLINE: Final = 1 << 14
@@ -83,13 +84,17 @@ class XetStore:
     def exists(self, key: str) -> bool:
         return self._keys.exists(key)
 
+    def size(self, key: str) -> int:
+        pointer = self._pointer(key)
+        return pointer.size if pointer.content is None else len(pointer.content)
+
     def __str__(self) -> str:
         return f"the Xet store {self._root}"
 
     def _pointer(self, key: str) -> _Pointer:
         try:
-            return msgspec.msgpack.decode(self._keys.read(key), type=_Pointer)
-        except msgspec.DecodeError as error:
+            return msgspec.msgpack.decode(read_small(self._keys, key), type=_Pointer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"{self} has damaged {key!r}: {error}") from None
 
     def _alone(self, work: Callable[..., R], *arguments: object) -> R:
