@@ -91,6 +91,7 @@ def test_an_empty_object_is_kept(store: Store, tmp_path: Path) -> None:
     assert store.read("run/empty") == b""
     assert (tmp_path / "copy").read_bytes() == b""
     assert store.exists("run/empty")
+    assert store.size("run/empty") == 0
 
 
 def test_a_key_is_created_once_even_with_the_same_bytes(store: Store) -> None:
@@ -129,6 +130,8 @@ def test_replace_makes_and_overwrites(store: Store) -> None:
 
 def test_a_missing_key_is_named(store: Store, tmp_path: Path) -> None:
     assert not store.exists("run/nothing")
+    with pytest.raises(StoreError, match="run/nothing"):
+        store.size("run/nothing")
     with pytest.raises(StoreError, match="run/nothing"):
         store.read("run/nothing")
     with pytest.raises(StoreError, match="run/nothing"):

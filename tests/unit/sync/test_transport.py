@@ -1,8 +1,10 @@
 """Client and server halves against each other, over real sockets on loopback."""
 
 import asyncio
+import gzip
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -232,3 +234,43 @@ def test_a_client_of_no_servers_url_is_refused_with_value_rule_and_remedy(
 @pytest.mark.parametrize("url", ["http://h", "https://h:1/below/", "HTTP://[::1]:80", "http://u:p@h:65535"])
 def test_a_servers_url_is_taken(url: str) -> None:
     assert BlockingPeer(url).url == url.rstrip("/")
+
+
+BOMB = gzip.compress(bytes(50 << 20))
+"""Fifty megabytes in fifty thousand bytes."""
+
+
+def test_an_encoded_answer_is_refused_and_never_decompressed() -> None:
+    headers = {"content-encoding": "gzip"}
+    with serving(Scripted(Response(BOMB, headers=headers), Response(BOMB, 400, headers))) as url:
+        peer = BlockingPeer(url, "secret")
+        tracemalloc.start()
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="content-encoding 'gzip': send plain bytes"):
+                peer.call("/x", REQUEST, Ok)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        tracemalloc.stop()
+        assert peer.call("/x", REQUEST, Ok) == Ok()
+        peer.close()
+
+
+async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its length is announced or not; a refusal has a limit of its own, and so has a frame."""
+
+    async def long() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield bytes(1000)
+
+    monkeypatch.setattr("sync.answers.MAX_ANSWER", 10_000)
+    answers = [Response(bytes(10_001)), StreamingResponse(long()), StreamingResponse(long(), 400)]
+    with serving(Scripted(*answers, Response(b"[" * 60_000, 400))) as url:
+        async with Peer(url, "secret") as peer:
+            for most in (10_000, 10_000, 65_536):
+                with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
+                    await peer.call("/x", REQUEST, Ok)
+            with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
+                await peer.call("/x", REQUEST, Ok)
+            assert await peer.call("/x", REQUEST, Ok) == Ok()
+            monkeypatch.setattr("sync.transport.MAX_BODY", 3)
+            with pytest.raises(WireError, match="the limit is 3: it is no frame"):
+                _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
