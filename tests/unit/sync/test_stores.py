@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import bucket_server
 import httpx
+import msgspec
 import pytest
 from fault_proxy import Proxy, proxy
 from moto.server import ThreadedMotoServer
@@ -339,3 +340,16 @@ def test_each_kind_is_opened_by_its_configuration(
         assert store.read("run/key") == b"content"
         assert str(store).startswith(name)
     assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize(
+    ("digest", "size"), [(None, 0), (None, 5), ("", 0), ("z", 5), ("0" * 64, -1), ("0" * 64, 1 << 62)]
+)
+def test_a_pointer_of_xet_that_was_altered_is_one_message(
+    tmp_path: Path, size: int, digest: str | None
+) -> None:
+    store = XetStore(tmp_path / "store")
+    pointer = msgspec.msgpack.encode({"hash": digest, "size": size})
+    DirectoryStore(tmp_path / "store/keys").create("run/key", pointer)
+    with pytest.raises(StoreError, match=r"damaged|failed"):
+        store.fetch("run/key", tmp_path / "copy")
