@@ -25,6 +25,7 @@ from enum import Enum
 from pathlib import Path
 
 from distill.launch.child import adopt_orphans, children_of, kill_adopted
+from sync.endings import how_it_ended
 from sync.errors import DistillError
 from sync.transport import Peer
 
@@ -37,6 +38,8 @@ POLL_SECONDS = 0.1
 LAST_LINES = 20
 _ERROR = re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
 """The last line of a traceback, whatever a logger put before it."""
+_SIGNALLED = re.compile(r"\w+ was ended by SIG.+$", re.MULTILINE)
+"""What a process says of one below it, such as a replica of its engine core."""
 _MOST_LOG = 1 << 24
 LONGEST_PAUSE_SECONDS = 30.0
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
@@ -130,7 +133,7 @@ class Child:
         """How it ended, with the last lines it wrote, and the first error when that is above them."""
         lines = last_lines(self.log_path)
         said = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
-        text = f"{self.spec.name} ended with status {self.status}; the end of {self.log_path}:\n{said}"
+        text = f"{self.spec.name} {how_it_ended(self.status)}; the end of {self.log_path}:\n{said}"
         error = first_error(self.log_path, self._log_begins)
         return text if error is None or error in said else f"{text}\nthe first error above it: {error}"
 
@@ -315,16 +318,19 @@ class Supervisor:
 
 
 def first_error(path: Path, begin: int) -> str | None:
-    """The first "SomeError: text" of a log from byte `begin` on; None: there is none.
+    """The first end by a signal, else "SomeError: text", in a log from byte `begin` on; None: there is none.
 
     An engine's own error is often followed by hundreds of lines about those that waited for it.
     """
     try:
         with path.open("rb") as file:
             file.seek(begin)
-            found = _ERROR.search(file.read(_MOST_LOG).decode(errors="replace"))
+            text = file.read(_MOST_LOG).decode(errors="replace")
     except OSError:
         return None
+    if signalled := _SIGNALLED.search(text):
+        return signalled[0].rstrip()
+    found = _ERROR.search(text)
     return found[1].rstrip() if found else None
 
 

@@ -1,5 +1,5 @@
-"""Entry point that vLLM loads in each of its processes: registers our weight-transfer engine by name, and mends
-what the CPU build needs mended (`vllm_compat`)."""
+"""Entry point that vLLM loads in each of its processes: registers our weight-transfer engine by name, and applies
+the mends of `vllm_compat`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from sync.replica import vllm_compat
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.replica.engine", "CheckpointEngine")
+    vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():
-        from sync.replica.vllm_compat import avoid_amx_attention
-
-        avoid_amx_attention()
+        vllm_compat.avoid_amx_attention()

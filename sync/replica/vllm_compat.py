@@ -2,7 +2,8 @@
 
 In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
-of FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
+of FlatLogprobs, `CoreEngineProcManager.monitor_engine_liveness`, and the counter `vllm:generation_tokens` in
+prometheus_client's registry.
 In every process: `_get_attn_isa` of the CPU attention backend.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
 copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
@@ -40,7 +41,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.utils import CoreEngineProcManager
 
+from sync.endings import ended_by, how_it_ended
 from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
@@ -91,6 +94,24 @@ def avoid_amx_attention() -> None:
         return "vec" if isa == "amx" else isa
 
     cpu_attn._get_attn_isa = without_amx
+
+
+# --- API process: the engine's end ------------------------------------------------------------------------
+
+
+def tell_engine_signals() -> None:
+    """Log by which signal an engine process ended: vLLM says only that it did. Calling again changes nothing."""
+    watch = CoreEngineProcManager.monitor_engine_liveness
+    if watch.__module__ == __name__:
+        return
+
+    def watch_and_tell(manager: Any) -> None:
+        watch(manager)
+        status = manager.finished_procs().get(manager.failed_proc_name)
+        if status is not None and ended_by(status):
+            logger.error("%s %s", manager.failed_proc_name, how_it_ended(status))
+
+    CoreEngineProcManager.monitor_engine_liveness = watch_and_tell
 
 
 # --- API process: generation ------------------------------------------------------------------------------

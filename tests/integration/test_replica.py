@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 
+from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
 from sync.errors import RemoteError, Unreachable
 from sync.stores import open_store
@@ -418,5 +421,9 @@ async def test_rows_without_a_token_are_never_sampled_before_and_after_an_update
                     whole = logp_TV(folder, prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
+        (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
+        core.send_signal(signal.SIGILL)
+        await asyncio.to_thread(server.process.wait, 60)
+        assert "was ended by SIGILL (illegal instruction)" in str(first_error(server.log, 0))
     finally:
         server.stop()

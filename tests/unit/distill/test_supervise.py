@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
+from sync.endings import how_it_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -97,6 +98,27 @@ async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_p
     await supervisor.start()
     with pytest.raises(
         ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
+    ):
+        await supervisor.ready(60)
+    await supervisor.stop(1)
+
+
+@pytest.mark.parametrize("status", [-4, 128 + 4, 256 - 4], ids=["child", "guardian", "deepspeed launcher"])
+def test_the_status_after_a_signal_names_the_signal_whoever_passed_it_on(status: int):
+    assert how_it_ended(status).startswith("was ended by SIGILL (illegal instruction), this processor lacks")
+
+
+@pytest.mark.parametrize("status", [0, 1, 127, 128, 255, None])
+def test_the_status_of_an_exit_names_no_signal(status: int | None):
+    assert how_it_ended(status) == f"ended with status {status}"
+
+
+async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(tmp_path: Path):
+    dying = [sys.executable, "-c", "import os; print('tiles', flush=True); os.kill(os.getpid(), 4)"]
+    supervisor = Supervisor([ChildSpec("student-0", dying, url="http://127.0.0.1:9")], tmp_path, 5)
+    await supervisor.start()
+    with pytest.raises(
+        ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
     ):
         await supervisor.ready(60)
     await supervisor.stop(1)
