@@ -7,9 +7,11 @@ Retry-After when the peer is full. A bearer token guards every route but /health
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -285,6 +287,61 @@ class TokenGuard:
                 )
                 return
         await self.app(scope, receive, send)
+
+
+def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
+    """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more.
+
+    Raises ConfigError when another server has the port.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
+    uvicorn.Server(config).run(sockets=[join_port(host, port)])
+
+
+def bind_alone(host: str, port: int) -> socket.socket:
+    """A socket on a port that nobody has; connections that an earlier server left behind do not count.
+
+    Raises OSError, or OverflowError for a number that is no port.
+    """
+    for reuse in (0, 1):
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            bound.close()
+            if reuse or error.errno != errno.EADDRINUSE:
+                raise
+        except OverflowError:
+            bound.close()
+            raise
+        else:
+            break
+    return bound
+
+
+def join_port(host: str, port: int) -> socket.socket:
+    """A socket to listen with, on a port that nobody else listens on; see `distill.launch.ports`.
+
+    Raises ConfigError when somebody does.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    joined = socket.socket(family)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        joined.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        joined.bind((host, port))
+        with socket.socket(
+            family
+        ) as probe:  # what shares a port with a server would be sent half of its calls
+            if port and probe.connect_ex((host, port)) == 0:
+                raise OSError(errno.EADDRINUSE, "another server answers there")
+    except OSError as error:
+        joined.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another port") from None
+    return joined
 
 
 async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:

@@ -84,5 +84,7 @@ def check_all_joined(config: RunConfig) -> None:
 
 def _listen(place: Placement, index: int, key: str) -> tuple[str, int]:
     check_bind(place.host, token_from_environment())
-    with Ports() as ports:
-        return place.host, ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports = Ports()
+    port = ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports.keep_through_exec()
+    return place.host, port

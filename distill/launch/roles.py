@@ -36,22 +36,21 @@ class Plan:
     children: list[ChildSpec] = field(default_factory=list)
 
 
-def plan_servers(config: RunConfig, folder: RunFolder, token: str | None) -> Plan:
+def plan_servers(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
     """Replicas, teachers and the evaluator; files for those that are started here are written.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
     plan = Plan()
-    with Ports() as ports:
-        for name, url, child in _students(config, folder, ports):
-            plan.replicas[name] = url
-            plan.children += child
-        for name, url, child in _teachers(config, folder, ports):
-            plan.teachers.setdefault(name, []).append(url)
-            plan.children += child
-        for url, child in _evaluator(config, folder, ports):
-            plan.evaluator = url
-            plan.children += child
+    for name, url, child in _students(config, folder, ports):
+        plan.replicas[name] = url
+        plan.children += child
+    for name, url, child in _teachers(config, folder, ports):
+        plan.teachers.setdefault(name, []).append(url)
+        plan.children += child
+    for url, child in _evaluator(config, folder, ports):
+        plan.evaluator = url
+        plan.children += child
     secret = {TOKEN_VARIABLE: token} if token else {}
     plan.children = [_with_env(child, secret) for child in plan.children]
     return plan

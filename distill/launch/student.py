@@ -89,7 +89,7 @@ def command(
         arguments["trust-remote-code"] = True
     if cpu and not _PARALLEL & user.keys():
         arguments["distributed-executor-backend"] = "uni"
-    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    line = [sys.executable, "-m", "sync.replica.server"]
     for name, value in arguments.items():
         line += flags(name, value)
     return line, _environment(config, replica, index, cpu)

@@ -1,6 +1,6 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
-In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
+In the API process: `setup_server` of its entry point, `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
 sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
 of FlatLogprobs, `CoreEngineProcManager.monitor_engine_liveness`, and the counter `vllm:generation_tokens` in
 prometheus_client's registry.
@@ -14,8 +14,9 @@ tests/integration/test_replica.py and test_lora.py exercise all of it against th
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -94,6 +95,21 @@ def avoid_amx_attention() -> None:
         return "vec" if isa == "amx" else isa
 
     cpu_attn._get_attn_isa = without_amx
+
+
+# --- API process: start -----------------------------------------------------------------------------------
+
+
+def serve_on_held_port() -> None:
+    """vLLM's API server with the flags of this process, joining a port that its launcher holds."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    entry.setup_server = functools.partial(_setup_server, entry.setup_server)
+    entry.main()
+
+
+def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
+    return setup(args, reuse_port=True)
 
 
 # --- API process: the engine's end ------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replica_server import AMX
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from replica_server import AMX
 from written import END, MAX_TOKENS, STOP, check_written_are_marked_alike
 
 from distill.bench import teacher as bench

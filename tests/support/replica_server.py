@@ -91,7 +91,10 @@ class Server:
         simulated = {"PYTHONPATH": os.pathsep.join([AMX, os.environ.get("PYTHONPATH", "")])}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                line, env=os.environ | environment | simulated | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log
+                line,
+                env=os.environ | environment | simulated | {TOKEN_VARIABLE: TOKEN},
+                stdout=log,
+                stderr=log,
             )
 
     def wait(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -178,6 +179,32 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     await waiting
     assert lives[0] != lives[1]
     await supervisor.stop(1)
+
+
+async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
+    """The thief lets go when the server has failed; any other failure at start ends the run."""
+    with socket.socket() as thief:
+        thief.bind(("127.0.0.1", 0))
+        thief.listen()
+        port = thief.getsockname()[1]
+        serving = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+        (tmp_path / "health").write_text("")
+        server = [
+            sys.executable,
+            "-c",
+            f"import os, sys; os.chdir({str(tmp_path)!r}); os.execv(sys.executable, {serving!r})",
+        ]
+        spec = ChildSpec("server", server, url=f"http://127.0.0.1:{port}")
+        supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
+        await supervisor.start()
+        ready = asyncio.create_task(supervisor.ready(60))
+        log = supervisor.children["server"].log_path
+        await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
+    try:
+        await ready
+        assert supervisor.children["server"].phase is Phase.READY
+    finally:
+        await supervisor.stop(1)
 
 
 async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(tmp_path: Path):
