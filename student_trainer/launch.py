@@ -38,7 +38,7 @@ _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLI
 """Variables of this process that ranks on other machines need too."""
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
-can enter: nothing listens. Not set with a hostfile: those ranks meet at a port, chosen anew at every start."""
+can enter: nothing listens. Not set with a hostfile: they meet at a port, chosen anew at every start."""
 TITLE = "distill trainer"
 """What a rank's process title begins with."""
 

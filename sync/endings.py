@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-_FAULTS: Final = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
+_FAULTS: Final = [getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV")]
 _HINTS: Final = {
-    signal.SIGILL: "this processor lacks an instruction that the program uses: docs/operations.md, Processors",
+    signal.SIGILL: "this processor lacks an instruction of the program: docs/operations.md, Processors",
     signal.SIGBUS: "a file in memory could not be filled: look at the room in /dev/shm and on the run's disk",
     signal.SIGKILL: "nothing but a kill does that: somebody's, or the kernel's when memory ran out (dmesg)",
 }

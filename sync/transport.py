@@ -333,9 +333,7 @@ def join_port(host: str, port: int) -> socket.socket:
         joined.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         joined.bind((host, port))
-        with socket.socket(
-            family
-        ) as probe:  # what shares a port with a server would be sent half of its calls
+        with socket.socket(family) as probe:  # servers that share a port share its calls
             if port and probe.connect_ex((host, port)) == 0:
                 raise OSError(errno.EADDRINUSE, "another server answers there")
     except OSError as error:

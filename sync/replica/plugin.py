@@ -1,5 +1,5 @@
-"""Entry point that vLLM loads in each of its processes: registers our weight-transfer engine by name, and applies
-the mends of `vllm_compat`."""
+"""Entry point that vLLM loads in each of its processes: our weight-transfer engine, by name, and the mends of
+`vllm_compat`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
-In the API process: `setup_server` of its entry point, `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
-sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
-of FlatLogprobs, `CoreEngineProcManager.monitor_engine_liveness`, and the counter `vllm:generation_tokens` in
-prometheus_client's registry.
+In the API process: `setup_server` of its entry point, `CoreEngineProcManager.monitor_engine_liveness`,
+`AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms sleep of
+`pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns of
+FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
 In every process: `_get_attn_isa` of the CPU attention backend.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
 copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def avoid_amx_attention() -> None:
-    """Let attention on CPUs use the kernel "vec" wherever vLLM would choose "amx". Calling again changes nothing.
+    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Calling again changes nothing.
 
     The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
     them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
@@ -116,7 +116,7 @@ def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
 
 
 def tell_engine_signals() -> None:
-    """Log by which signal an engine process ended: vLLM says only that it did. Calling again changes nothing."""
+    """Log which signal ended an engine process: vLLM says only that it ended. Calling again changes nothing."""
     watch = CoreEngineProcManager.monitor_engine_liveness
     if watch.__module__ == __name__:
         return

@@ -170,8 +170,8 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
 
 
 async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
-    """The server finds AMX (tests/support/amx). Without the mend it takes the kernel, which no AMD processor has:
-    its engine dies by SIGILL, and with it every test of this file."""
+    """The server finds AMX (tests/support/amx). Without the mend its engine takes that kernel and, on a processor
+    that has no AMX, dies by SIGILL, and every test of this file fails."""
     async with server.peer() as peer:
         assert len(await generate(peer, PROMPTS, max_tokens=4)) == len(PROMPTS)
     assert "attention uses the kernel vec" in server.log.read_text()

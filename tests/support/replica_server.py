@@ -69,7 +69,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
 
 
 class Server:
-    """One vLLM server process, and what tests need to talk to it. Its attention finds a processor with AMX."""
+    """One vLLM server process, whose attention finds a processor with AMX, and what tests need to talk to it."""
 
     def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
         with socket.socket() as probe:
@@ -88,11 +88,11 @@ class Server:
         self.mirror, self.store = replica.mirror, replica.store_path
         self.url = f"http://127.0.0.1:{port}"
         self.log = work / f"server-{index}.log"
-        simulated = {"PYTHONPATH": os.pathsep.join([AMX, os.environ.get("PYTHONPATH", "")])}
+        environment["PYTHONPATH"] = os.pathsep.join([AMX, os.environ.get("PYTHONPATH", "")])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 line,
-                env=os.environ | environment | simulated | {TOKEN_VARIABLE: TOKEN},
+                env=os.environ | environment | {TOKEN_VARIABLE: TOKEN},
                 stdout=log,
                 stderr=log,
             )

@@ -189,12 +189,8 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
         port = thief.getsockname()[1]
         serving = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
         (tmp_path / "health").write_text("")
-        server = [
-            sys.executable,
-            "-c",
-            f"import os, sys; os.chdir({str(tmp_path)!r}); os.execv(sys.executable, {serving!r})",
-        ]
-        spec = ChildSpec("server", server, url=f"http://127.0.0.1:{port}")
+        serving += ["--directory", str(tmp_path)]
+        spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
         supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
         await supervisor.start()
         ready = asyncio.create_task(supervisor.ready(60))
