@@ -49,23 +49,9 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
     Raises ConfigError for a hostfile that would not work.
     """
     settings = config.trainer
-    argv = [
-        sys.executable,
-        "-m",
-        "student_trainer.launch",
-        "--hostfile",
-        str(settings.hostfile or os.devnull),
-    ]
-    argv += [
-        *_placement(settings),
-        "--log_level",
-        "warning",
-        *settings.launcher_args,
-        "--module",
-        _MODULE,
-        "--config",
-        str(path),
-    ]
+    argv = [sys.executable, "-m", "student_trainer.launch"]
+    argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
+    argv += ["--log_level", "warning", *settings.launcher_args, "--module", _MODULE, "--config", str(path)]
     environment = _environment(settings)
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)

@@ -206,7 +206,8 @@ def open_road(
         if ranks.rank == 0:
             controller_at = urlsplit(config.controller_url)
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
-            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
+            token = token_from_environment()
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastRoad(sender, weights, controller, stopping)
     publisher = Publisher(
         PatientStore(open_store(settings.store, config.run_dir / "store")),

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def avoid_amx_attention() -> None:
-    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Calling again changes nothing.
+    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing.
 
     The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
     them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
@@ -116,7 +116,7 @@ def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
 
 
 def tell_engine_signals() -> None:
-    """Log which signal ended an engine process: vLLM says only that it ended. Calling again changes nothing."""
+    """Log which signal ended an engine process: vLLM says only that it ended. Again changes nothing."""
     watch = CoreEngineProcManager.monitor_engine_liveness
     if watch.__module__ == __name__:
         return

@@ -170,8 +170,8 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
 
 
 async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
-    """The server finds AMX (tests/support/amx). Without the mend its engine takes that kernel and, on a processor
-    that has no AMX, dies by SIGILL, and every test of this file fails."""
+    """The server finds AMX (tests/support/amx). Without the mend its engine uses it and dies by SIGILL
+    on a processor that has none, and every test of this file fails."""
     async with server.peer() as peer:
         assert len(await generate(peer, PROMPTS, max_tokens=4)) == len(PROMPTS)
     assert "attention uses the kernel vec" in server.log.read_text()
@@ -306,7 +306,7 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
 async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
     weights = load_file(folders[1] / "model.safetensors")
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
     ticket = BroadcastTicket(sender.address, "one", 1, 2)
     async with server.peer() as peer:
         await update(peer, 1)
@@ -374,7 +374,7 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     if spare is None:
         pytest.skip("one architecture is enough")
     norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
 
     async def send_a_stranger(group: str) -> None:
         asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2)))

@@ -197,7 +197,7 @@ def test_a_stock_server_by_url_equals_a_plain_forward_pass(
 
 
 def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: Path) -> None:
-    """AMX is simulated (tests/support/amx): without the mend a processor that has none ends this by SIGILL."""
+    """AMX is simulated (tests/support/amx): without the mend SIGILL ends this where there is none."""
     program = f"""
 import os, numpy as np
 from teacher_service.config import TeacherConfig

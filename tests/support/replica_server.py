@@ -69,7 +69,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
 
 
 class Server:
-    """One vLLM server process, whose attention finds a processor with AMX, and what tests need to talk to it."""
+    """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
 
     def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
         with socket.socket() as probe:
