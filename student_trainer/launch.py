@@ -27,6 +27,7 @@ import psutil
 from student_trainer.config import TrainerConfig, TrainerSettings
 from student_trainer.hosts import ENVIRONMENT_VARIABLE, check_reach, write_environment
 from sync.errors import ConfigError
+from sync.listening import ON_LOOPBACK
 from sync.transport import TOKEN_FILE_VARIABLE
 
 _MODULE = "student_trainer"
@@ -78,7 +79,7 @@ def _placement(settings: TrainerSettings) -> list[str]:
 def _environment(settings: TrainerSettings) -> dict[str, str]:
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings)
     if settings.hostfile is None:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment |= ON_LOOPBACK
     return environment | settings.env
 
 

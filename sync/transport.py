@@ -7,7 +7,6 @@ Retry-After when the peer is full. A bearer token guards every route but /health
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import ipaddress
 import os
@@ -16,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
@@ -271,14 +271,41 @@ class BlockingPeer:
 # --- server -----------------------------------------------------------------------------------------------
 
 
+def stray(scope: Scope) -> str | None:
+    """Why a request was not meant for this server; None: it was.
+
+    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
+    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
+    """
+    headers = dict(scope["headers"])
+    if (origin := headers.get(b"origin")) is not None:
+        return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
+    server, host = scope.get("server"), headers.get(b"host", b"").decode("latin-1")
+    if server is None or not is_loopback(server[0]):
+        return None
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if is_loopback(name) or name == socket.gethostname().lower():
+        return None
+    return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
+
+
 class TokenGuard:
-    """ASGI middleware: 401 unless the bearer token fits; /health is open; no token set, no guard."""
+    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
+
+    /health needs no token; where none is set, nothing does.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app = app
         self._token = token if token is not None else token_from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := stray(scope)) is not None:
+            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
+            return
         if scope["type"] == "http" and self._token and scope["path"] != "/health":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
@@ -287,59 +314,6 @@ class TokenGuard:
                 )
                 return
         await self.app(scope, receive, send)
-
-
-def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
-    """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more.
-
-    Raises ConfigError when another server has the port.
-    """
-    import uvicorn
-
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
-    uvicorn.Server(config).run(sockets=[join_port(host, port)])
-
-
-def bind_alone(host: str, port: int) -> socket.socket:
-    """A socket on a port that nobody has; connections that an earlier server left behind do not count.
-
-    Raises OSError, or OverflowError for a number that is no port.
-    """
-    for reuse in (0, 1):
-        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        try:
-            bound.bind((host, port))
-        except OSError as error:
-            bound.close()
-            if reuse or error.errno != errno.EADDRINUSE:
-                raise
-        except OverflowError:
-            bound.close()
-            raise
-        else:
-            break
-    return bound
-
-
-def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that nobody else listens on; see `distill.launch.ports`.
-
-    Raises ConfigError when somebody does.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    joined = socket.socket(family)
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        joined.setsockopt(socket.SOL_SOCKET, option, 1)
-    try:
-        joined.bind((host, port))
-        with socket.socket(family) as probe:  # servers that share a port share its calls
-            if port and probe.connect_ex((host, port)) == 0:
-                raise OSError(errno.EADDRINUSE, "another server answers there")
-    except OSError as error:
-        joined.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another port") from None
-    return joined
 
 
 async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:

@@ -18,7 +18,8 @@ from typing import Final
 import pydantic
 
 from sync.errors import ConfigError, DistillError
-from sync.transport import check_bind, serve_app, token_from_environment
+from sync.listening import serve_app
+from sync.transport import check_bind, token_from_environment
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger("teacher_service")

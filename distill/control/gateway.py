@@ -20,7 +20,8 @@ from starlette.routing import Route
 from distill.control.desk import Desk, Event
 from distill.control.members import Members
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
-from sync.transport import TokenGuard, bind_alone, check_bind, read_message, refuse, reply
+from sync.listening import bind_alone
+from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     BatchRequest,

@@ -33,13 +33,13 @@ from distill.control.evaluations import score
 from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
 from sync.errors import ConfigError, DistillError
+from sync.listening import serve_app
 from sync.transport import (
     TokenGuard,
     check_bind,
     read_message,
     refuse,
     reply,
-    serve_app,
     token_from_environment,
 )
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version

@@ -2,8 +2,8 @@
 
 The trainer's rank 0 serves a store of keys (`rendezvous`: one address, the run's token) and is rank 0 of a
 group that lives for one broadcast; each replica holds a ticket with its rank. All keys stand under the group's
-name, so a group that failed leaves nothing that the next one could meet. The buffers themselves go in the
-clear; the digests show what a stranger puts among them.
+name, so a group that failed leaves nothing that the next one meets. The buffers themselves go in the clear;
+the digests show what a stranger puts among them.
 
     sender                                     every receiver
     backend: nccl or gloo        ──store──▶    refuses another one than its own
@@ -226,7 +226,7 @@ class BroadcastSender:
             sending.result()
         except Exception as error:
             over.set()
-            self._meeting(audience.group).set("given up", str(error).encode())
+            self._meeting(audience.group).set("given up", str(error))
             for group in groups:
                 group.abort()
             if not isinstance(error, RuntimeError):
@@ -251,10 +251,10 @@ class BroadcastSender:
         """All of one broadcast; see `_used` for `groups`."""
         ranks = range(1, audience.world_size)
         store = self._meeting(audience.group)
-        store.set("backend", _backend_name(self._device).encode())
+        store.set("backend", _backend_name(self._device))
         store.set("plan", msgspec.json.encode(metas))
         _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
-        store.set("go", b"1")
+        store.set("go", "1")
         group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
         with _used(group, groups, given_up):
             digests = self._send_buckets(group, plan(metas), tensors)
@@ -369,7 +369,7 @@ class Reception:
         metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
         host, _, port = ticket.address.rpartition(":")
         own = own_address(host, int(port))
-        store.set(f"here/{ticket.rank}", b"1")
+        store.set(f"here/{ticket.rank}", "1")
         _await(store, ["go"], timeout, self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         with _used(group, self._groups, self._given_up.is_set):
@@ -379,7 +379,7 @@ class Reception:
         if digests != sent:
             wrong = sorted(name for name in sent if digests.get(name) != sent[name])
             raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-        store.set(f"received/{ticket.rank}", b"1")
+        store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests)
 
     def _check_backend(self, sent: str) -> None:

@@ -1,8 +1,8 @@
 """Where the members of a broadcast meet: keys that the sender serves to holders of the run's token.
 
 torch's TCPStore listens on every interface and obeys whoever connects. This one listens on one address, and
-every frame carries a keyed BLAKE3 of itself: whoever does not hold the token is refused at the first frame, by
-either side, and the token itself never travels.
+every frame carries a keyed BLAKE3 of itself: whoever lacks the token is refused at the first frame, by either
+side, and the token itself never travels.
 
     both ends: 32 random bytes;   session key = BLAKE3(client's ‖ server's), keyed by the token
     frame:     length (4) ‖ BLAKE3(direction ‖ count ‖ body), keyed by the session (32) ‖ body
@@ -110,8 +110,8 @@ class Meeting(Store):
     def _names(self, keys: list[str]) -> list[str]:
         return [f"{self._group}/{key}" for key in keys]
 
-    def set(self, key: str, value: bytes) -> None:
-        self._ask(Ask("set", self._names([key]), value))
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(Ask("set", self._names([key]), value.encode() if isinstance(value, str) else value))
 
     def get(self, key: str) -> bytes:
         """Value of a key; waits until it is set. Raises RuntimeError after the time-out."""

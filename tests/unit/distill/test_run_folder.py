@@ -16,8 +16,8 @@ from distill.launch.run_folder import RunFolder, check_disk, write_role
 from distill.loading import load_run_dir, merge, validate
 from distill.report.redact import HIDDEN, without_secrets
 from sync.errors import ConfigError
+from sync.listening import join_port
 from sync.replica.config import ReplicaConfig
-from sync.transport import join_port
 
 
 def config(tmp_path: Path, **more: Any):

@@ -158,7 +158,7 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     sender.close()
 
     posing = BroadcastSender("127.0.0.1", 0, 60.0, token="a guess")
-    with pytest.raises(SnapshotError, match="does not answer .*the same token"):
+    with pytest.raises(SnapshotError, match=r"does not answer .*the same token"):
         Reception(BroadcastTicket(posing.address, "g", 1, 2), 60.0, token="of the run").result()
     posing.close()
 
