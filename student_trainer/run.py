@@ -25,9 +25,10 @@ from student_trainer.config import TrainerConfig
 from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
-from student_trainer.launch import RENDEZVOUS, TITLE
+from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, arrived, publish, train
+from student_trainer.meeting import meeting_point
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs
 from student_trainer.objectives.registry import build, coefficients, discount
@@ -104,7 +105,7 @@ def join(config: TrainerConfig) -> Ranks:
     # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False, **_meeting_point()
+        timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False, **meeting_point()
     )
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")
@@ -113,14 +114,6 @@ def join(config: TrainerConfig) -> Ranks:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(rank, world_size, device)
-
-
-def _meeting_point() -> dict[str, Any]:
-    """Where the ranks meet: the launcher's file, else what torch's environment variables say."""
-    if (place := os.environ.get(RENDEZVOUS)) is None:
-        return {}
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    return {"init_method": place, **ranks}
 
 
 def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:

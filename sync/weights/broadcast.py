@@ -1,8 +1,8 @@
 """Weights straight from the trainer to the replicas' workers: NCCL between GPUs, gloo between CPUs.
 
 The trainer's rank 0 serves a store of keys (`rendezvous`: one address, the run's token) and is rank 0 of a
-group that lives for one broadcast; each replica holds a ticket with its rank. All keys stand under the group's
-name, so a group that failed leaves nothing that the next one meets. The buffers themselves go in the clear;
+group that lives for one broadcast; each replica holds a ticket with its rank. All keys stand under its name,
+so a group that failed leaves nothing that the next one meets. The buffers themselves go in the clear;
 the digests show what a stranger puts among them.
 
     sender                                     every receiver
@@ -159,15 +159,6 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _await(store: Meeting, keys: list[str], timeout: timedelta, given_up: Callable[[], bool]) -> None:
-    """Return when all keys are set. Raises RuntimeError when nobody waits any more, or they do not come."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.come(keys):
-        if given_up() or time.monotonic() > deadline:
-            missing = [key for key in keys if not store.check([key])]
-            raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
-
-
 def _fail(future: Future[Any], error: Exception) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
@@ -253,13 +244,13 @@ class BroadcastSender:
         store = self._meeting(audience.group)
         store.set("backend", _backend_name(self._device))
         store.set("plan", msgspec.json.encode(metas))
-        _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
+        store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
         store.set("go", "1")
         group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
         with _used(group, groups, given_up):
             digests = self._send_buckets(group, plan(metas), tensors)
         store.set("digests", msgspec.json.encode(digests))
-        _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
+        store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
         for key in ("backend", "plan", "digests"):
             store.delete_key(key)
 
@@ -370,7 +361,7 @@ class Reception:
         host, _, port = ticket.address.rpartition(":")
         own = own_address(host, int(port))
         store.set(f"here/{ticket.rank}", "1")
-        _await(store, ["go"], timeout, self._given_up.is_set)
+        store.wait(["go"], given_up=self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         with _used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan(metas))

@@ -128,13 +128,16 @@ class Meeting(Store):
         """Whether all keys are set, now or within `seconds`, at most a slice."""
         return self._ask(Ask("wait", self._names(keys), seconds=seconds)) is not None
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are set. Raises RuntimeError after the time-out."""
+    def wait(
+        self, keys: list[str], timeout: timedelta | None = None, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Return when all keys are set. Raises RuntimeError after the time-out, or when it is `given_up`."""
         seconds = (timeout or self._timeout).total_seconds()
         deadline = time.monotonic() + seconds
         while not self.come(keys):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {seconds:g} s")
+            if given_up() or time.monotonic() > deadline:
+                missing = [key for key in keys if not self.check([key])]
+                raise RuntimeError(f"{', '.join(missing)} did not come within {seconds:g} s")
 
 
 class Served:

@@ -32,11 +32,12 @@ class Listeners:
                         self._look(process)
 
     def _look(self, process: psutil.Process) -> None:
-        words = " ".join(process.cmdline())
+        guardian = process.parent()  # knows the command line that a title hides
+        words = " ".join([*process.cmdline(), *(guardian.cmdline() if guardian else [])])
         for one in process.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN:
                 self.addresses.setdefault(one.laddr.ip, set()).add(words)
-                if process.pid == self._launcher or _PORT.findall(words) == [str(one.laddr.port)]:
+                if process.pid == self._launcher or str(one.laddr.port) in _PORT.findall(words):
                     self._ask(one.laddr.port)
 
     def _ask(self, port: int) -> None:
