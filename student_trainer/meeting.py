@@ -1,8 +1,9 @@
 """Where the ranks meet, for deepspeed.init_distributed.
 
 On one machine they meet at the launcher's file, so that nothing listens. On several they meet at rank 0's
-MASTER_ADDR:MASTER_PORT, as the deepspeed launcher says. There torch's own store would listen on every interface,
-and it obeys whoever connects: here it listens on that one address (docs/operations.md has the firewall's rule).
+MASTER_ADDR:MASTER_PORT, as the deepspeed launcher says. torch's own store would listen there on every
+interface, and it obeys whoever connects: here it listens on that one address. docs/operations.md has the rule
+for the firewall.
 """
 
 from __future__ import annotations
