@@ -28,23 +28,23 @@ def meeting_point() -> dict[str, Any]:
     """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
     if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = _rank()
     return {"init_method": os.environ.get(RENDEZVOUS, f"{_SCHEME}://"), "rank": rank, "world_size": size}
 
 
+def _rank() -> tuple[int, int]:
+    """This rank and how many there are, as the launcher says."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 def _at_own_address(
-    _: str, timeout: timedelta = default_pg_timeout, rank: int = -1, world_size: int = -1, **__: Any
+    url: str, timeout: timedelta = default_pg_timeout, **_: Any
 ) -> Iterator[tuple[TCPStore, int, int]]:
     """torch's rendezvous handler: its store, on a socket that is bound to one address."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        yield (
-            TCPStore(host, port, world_size, True, timeout, master_listen_fd=_listening(host, port)),
-            0,
-            world_size,
-        )
-    else:
-        yield TCPStore(host, port, world_size, False, timeout), rank, world_size
+    rank, size = _rank()
+    listening = _listening(host, port) if rank == 0 else None
+    yield TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listening), rank, size
 
 
 def _listening(host: str, port: int) -> int:
