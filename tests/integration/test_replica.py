@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
-from sync.errors import RemoteError, Unreachable
+from sync.errors import ConfigError, RemoteError, Unreachable
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
 from sync.transport import Peer
@@ -175,6 +175,16 @@ async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
     async with server.peer() as peer:
         assert len(await generate(peer, PROMPTS, max_tokens=4)) == len(PROMPTS)
     assert "attention uses the kernel vec" in server.log.read_text()
+
+
+def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monkeypatch):
+    from sync.replica import vllm_compat
+
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    vllm_compat.avoid_amx_attention()
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 was not tried on processors with AMX"):
+        vllm_compat.avoid_amx_attention()
 
 
 async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(server, folders):
