@@ -186,6 +186,7 @@ class _Server(socketserver.ThreadingTCPServer):
     """A thread for every connection."""
 
     daemon_threads = True
+    request_queue_size = 128  # every replica connects twice, all at once
 
     def __init__(
         self, address: tuple[str, int], visit: type[_Visit], key: bytes, ask: Callable[[Ask], bytes | None]
