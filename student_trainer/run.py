@@ -28,6 +28,7 @@ from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, arrived, publish, train
+from student_trainer.meeting import meeting_point
 from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs, teacher_temperature
 from student_trainer.objectives.registry import build, coefficients, discount
@@ -103,7 +104,9 @@ def join(config: TrainerConfig) -> Ranks:
         torch.set_num_threads(config.trainer.threads)
     # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
+    deepspeed.init_distributed(
+        timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False, **meeting_point()
+    )
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -198,7 +201,8 @@ def open_road(
         if ranks.rank == 0:
             controller_at = urlsplit(config.controller_url)
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
-            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
+            token = token_from_environment()
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastRoad(sender, weights, controller, stopping)
     publisher = Publisher(
         PatientStore(open_store(settings.store, config.run_dir / "store")),

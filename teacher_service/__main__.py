@@ -18,6 +18,7 @@ from typing import Final
 import pydantic
 
 from sync.errors import ConfigError, DistillError
+from sync.listening import serve_app
 from sync.transport import check_bind, token_from_environment
 from teacher_service.config import TeacherConfig
 
@@ -80,7 +81,6 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
     if config.devices and "CUDA_VISIBLE_DEVICES" not in config.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
-    import uvicorn
 
     from sync.tokenizers import vocab_size
     from teacher_service.app import TeacherService
@@ -101,14 +101,7 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
         token=token,
     )
     log.info("%s: %s", name, service.info)
-    uvicorn.run(
-        service.app,
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
+    serve_app(service.app, host, port, GRACE_SECONDS)
 
 
 def _leave(*_: object) -> None:

@@ -33,7 +33,15 @@ from distill.control.evaluations import score
 from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
 from sync.errors import ConfigError, DistillError
-from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
+from sync.listening import serve_app
+from sync.transport import (
+    TokenGuard,
+    check_bind,
+    read_message,
+    refuse,
+    reply,
+    token_from_environment,
+)
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
 
 log = logging.getLogger("distill.evaluate.service")
@@ -191,7 +199,6 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     token = token_from_environment()
     check_bind(host, token)
     import setproctitle
-    import uvicorn
 
     from distill.evaluate.followed import follow
 
@@ -200,14 +207,7 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     weights = follow(config)
     bench = build(config, weights)
     keeper = BestKeeper(config, bench.evaluate, weights)
-    uvicorn.run(
-        app(keeper, token, bench.probe),
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
+    serve_app(app(keeper, token, bench.probe), host, port, grace=5)
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
 from distill.launch.preflight import check_folder, check_following
+from distill.launch.processor import check_processor, check_teacher
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
@@ -29,6 +30,7 @@ def replace_process(child: ChildSpec) -> NoReturn:
 def student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
     check_folder(config.student, "student")
+    check_processor("student")
     host, port = _listen(config.student, index, "student")
     return roles.student_child(config, index, host, port)
 
@@ -41,6 +43,7 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
     check_folder(place, f"teachers.{name}")
+    check_teacher(place, name)
     if place.follow_student_every is not None:
         check_following(config, name)
     host, port = _listen(place, index, f"teachers.{name}")
@@ -81,5 +84,7 @@ def check_all_joined(config: RunConfig) -> None:
 
 def _listen(place: Placement, index: int, key: str) -> tuple[str, int]:
     check_bind(place.host, token_from_environment())
-    with Ports() as ports:
-        return place.host, ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports = Ports()
+    port = ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports.keep_through_exec()
+    return place.host, port

@@ -10,6 +10,7 @@ from typing import Any
 from distill.config import RunConfig, TaskPrompts
 from distill.control import lateness
 from distill.launch.probes import Finding
+from distill.launch.processor import check_processors
 from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
@@ -28,6 +29,7 @@ CANNOT_WRITE = ("openai", "sglang")
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
+    check_processors(config)
     check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:

@@ -16,6 +16,7 @@ from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.errors import ConfigError
+from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
@@ -36,24 +37,22 @@ class Plan:
     children: list[ChildSpec] = field(default_factory=list)
 
 
-def plan_servers(config: RunConfig, folder: RunFolder, token: str | None) -> Plan:
+def plan_servers(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
     """Replicas, teachers and the evaluator; files for those that are started here are written.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
     plan = Plan()
-    with Ports() as ports:
-        for name, url, child in _students(config, folder, ports):
-            plan.replicas[name] = url
-            plan.children += child
-        for name, url, child in _teachers(config, folder, ports):
-            plan.teachers.setdefault(name, []).append(url)
-            plan.children += child
-        for url, child in _evaluator(config, folder, ports):
-            plan.evaluator = url
-            plan.children += child
-    secret = {TOKEN_VARIABLE: token} if token else {}
-    plan.children = [_with_env(child, secret) for child in plan.children]
+    for name, url, child in _students(config, folder, ports):
+        plan.replicas[name] = url
+        plan.children += child
+    for name, url, child in _teachers(config, folder, ports):
+        plan.teachers.setdefault(name, []).append(url)
+        plan.children += child
+    for url, child in _evaluator(config, folder, ports):
+        plan.evaluator = url
+        plan.children += child
+    plan.children = [_in_run(child, config, token) for child in plan.children]
     return plan
 
 
@@ -93,8 +92,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
     """The deepspeed launcher of all ranks; its exit status 0 is an orderly end."""
     settings = trainer_config(config, controller_url)
     argv, env = trainer_launch.command(settings, folder.write_role(TRAINER, settings))
-    child = ChildSpec(TRAINER, argv, env, ends=True)
-    return _with_env(child, {TOKEN_VARIABLE: token} if token else {})
+    return _in_run(ChildSpec(TRAINER, argv, env, ends=True), config, token)
 
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
@@ -193,7 +191,8 @@ def _module(module: str, path: Path, host: str, port: int) -> list[str]:
 
 
 def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
-    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **place.env}
+    near = ON_LOOPBACK if is_loopback(place.host) else {}
+    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **near, **place.env}
     if place.devices:
         if index >= len(place.devices):
             raise ConfigError(
@@ -204,5 +203,7 @@ def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
     return environment
 
 
-def _with_env(child: ChildSpec, more: dict[str, str]) -> ChildSpec:
-    return replace(child, env={**child.env, **more})
+def _in_run(child: ChildSpec, config: RunConfig, token: str | None) -> ChildSpec:
+    """With the run's token, and its sockets on loopback where all of the run is."""
+    near = NCCL_ON_LOOPBACK if _is_local(config) else {}
+    return replace(child, env={**near, **child.env, **({TOKEN_VARIABLE: token} if token else {})})

@@ -27,6 +27,7 @@ from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live, preflight
+from distill.launch.ports import Ports
 from distill.launch.probes import Finding
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
@@ -66,8 +67,8 @@ async def run(
     began = time.monotonic()
     split = preflight.check(config)
     token = token_of(config)
-    with RunFolder.open(config, resume) as folder:
-        plan = plan_servers(config, folder, token)
+    with RunFolder.open(config, resume) as folder, Ports() as ports:
+        plan = plan_servers(config, folder, token, ports)
         launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})

@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from listeners import Listeners
 
 from distill.config import StudentConfig
 from distill.control.audit import audit
@@ -192,6 +194,8 @@ class Run:
 
     def __init__(self, folder: Path, models: Path, student: str, prompts: Mapping[str, Any]) -> None:
         self.folder, self.run_dir, self.config = folder, folder / "run", folder / "run.toml"
+        self.served = 0
+        """Servers that were seen to refuse what comes from a browser's page."""
         text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT, grace=GRACE_SECONDS)
         values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in prompts.items())
         self.config.write_text(f"{text}\n[prompts]\n{values}\n")
@@ -203,9 +207,13 @@ class Run:
         return Command(self.folder / f"{name}.log", name, str(self.config), *settings, *more, env=env)
 
     def finish(self, *overrides: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Run to the end; its summary."""
+        """Run to the end, on loopback alone; its summary."""
         with self.command("run", *overrides, more=more) as running:
-            assert running.end() == 0, self.logs(running)
+            with Listeners(running.process.pid) as seen:
+                assert running.end() == 0, self.logs(running)
+            self.served = len(seen.answers)
+            assert all(ip_address(address).is_loopback for address in seen.addresses), seen.addresses
+            assert set(seen.answers.values()) == {(200, 403, 403)}, seen.answers
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
@@ -304,6 +312,7 @@ def test_a_tied_qwen3_from_chat_messages_on_two_ranks(finished: Run) -> None:
     check_result(finished, summary)
     assert summary["sync"]["versions"] == STEPS + 1
     assert summary["after"]["reverse_kl"] < summary["before"]["reverse_kl"]
+    assert finished.served == 4, "controller, teacher, replica, evaluator"
     assert left_behind(str(finished.folder)) == []
 
 
@@ -407,6 +416,7 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
         "evaluation=false",
     )
     check_result(run, summary, ("student-0", "student-1"))
+    assert run.served == 4, "controller, teacher, two replicas"
     checked = audit(run.run_dir)
     assert checked.ok, checked
     assert 0 < checked.tokens_by_teacher < checked.tokens

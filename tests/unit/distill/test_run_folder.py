@@ -16,6 +16,7 @@ from distill.launch.run_folder import RunFolder, check_disk, write_role
 from distill.loading import load_run_dir, merge, validate
 from distill.report.redact import HIDDEN, without_secrets
 from sync.errors import ConfigError
+from sync.listening import join_port
 from sync.replica.config import ReplicaConfig
 
 
@@ -128,6 +129,35 @@ def test_no_port_is_handed_out_twice_and_all_can_be_bound_afterwards() -> None:
     assert len(set(numbers)) == 50
     with socket.socket() as server:
         server.bind(("127.0.0.1", numbers[0]))
+
+
+def test_nobody_takes_a_port_between_its_choice_and_its_server_nor_while_that_is_started_again() -> None:
+    with Ports() as ports:
+        number = ports.take("127.0.0.1", 0, "x")
+        for _ in range(2):
+            assert not any(taken(number, option) for option in ([], [socket.SO_REUSEADDR]))
+            with join_port("127.0.0.1", number) as server:
+                server.listen()
+                assert not any(taken(number, option) for option in ([], [socket.SO_REUSEADDR]))
+                with socket.create_connection(("127.0.0.1", number)) as client:
+                    server.accept()[0].close()  # leaves a connection that lingers on the server's side
+                    assert client.recv(1) == b""
+                with pytest.raises(ConfigError, match="another server answers there"):
+                    join_port("127.0.0.1", number)
+    with Ports() as ports:
+        assert ports.take("127.0.0.1", number, "x") == number
+
+
+def taken(number: int, options: list[int]) -> bool:
+    """Whether another program could listen on a port."""
+    with socket.socket() as thief:
+        for option in options:
+            thief.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            thief.bind(("127.0.0.1", number))
+        except OSError:
+            return False
+        return True
 
 
 def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:

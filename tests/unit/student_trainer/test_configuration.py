@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -111,12 +112,11 @@ def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
         read_config(tmp_path / "none.json")
 
 
-def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_is_told_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
     assert argv[argv.index("--num_accelerators") + 1] == "3"
-    assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
     assert (env["PYTHONSAFEPATH"], env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["A"]) == (
         "1",
@@ -124,6 +124,7 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
         "PASSIVE",
         "b",
     )
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
@@ -134,10 +135,24 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     far = config(JSONS[0], hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
     far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
     argv, env = launch.command(far, tmp_path / "trainer.json")
-    assert argv[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    assert argv[1:5] == ["-m", "student_trainer.launch", "--hostfile", str(tmp_path / "hosts")]
     assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
     told = (tmp_path / "trainer.env").read_text().splitlines()
     assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
+
+
+def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "_launch", started.append)
+    monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
+    with socket.socket() as thief:
+        launch.main()
+        thief.bind(("127.0.0.1", int(started[0][1])))
+        launch.main()
+    assert started[0][1] != started[1][1]
+    assert [words[2:] for words in started] == [["--hostfile", "hosts", "--module", "m"]] * 2
 
 
 def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
