@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.control.clock import Bound
-from distill.control.journal import Location
 from distill.control.records import (
     AnyRecord,
     Composed,
     Dropped,
     Issued,
     LineageOpened,
+    Location,
     Opened,
     Rollout,
     Stepped,

@@ -17,6 +17,8 @@ from sync.errors import ConfigError
 from sync.wire import Version
 
 _NEVER = 1 << 62
+_REMEMBERED = 1 << 14
+"""Versions whose step in a lineage is kept at hand: more than those of a buffer."""
 
 
 class Lineage(NamedTuple):
@@ -65,6 +67,8 @@ class Lineages:
         """
         key = version, lineage
         if key not in self._steps:
+            if len(self._steps) > _REMEMBERED:
+                self._steps.clear()
             ours, theirs = self._shared[lineage], self._shared.get(version.lineage, {})
             common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
             self._steps[key] = min(version.step, max(common, default=0))

@@ -194,6 +194,27 @@ class Evaluated(Record, frozen=True):
     report: EvalReport
 
 
+class Location(msgspec.Struct, array_like=True):
+    """Where a record stands in the journal: known once it is committed, -1 until then."""
+
+    segment: int = -1
+    offset: int = -1
+
+
+class Snapshot(Record, frozen=True):
+    """The state of the run, at the head of a segment: a restart replays from one of these."""
+
+    checkpoint: Version
+    """The newest when it was taken; batches of earlier steps are left out."""
+    base: int | None
+    """Segment that a restart replays from, headed by the snapshot of the oldest kept checkpoint; None: this
+    one."""
+    state: bytes
+    """msgpack of distill.control.snapshot.Saved."""
+    where: dict[str, Location]
+    """Places of its prompts and rollouts."""
+
+
 AnyRecord = (
     Opened
     | Issued
@@ -209,6 +230,7 @@ AnyRecord = (
     | Checkpointed
     | RolledBack
     | Evaluated
+    | Snapshot
 )
 
 

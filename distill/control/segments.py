@@ -13,13 +13,14 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from distill.control.records import AnyRecord, compacted
+from distill.control.archive import archived, read_chunk
+from distill.control.records import AnyRecord, Snapshot
 from sync.errors import DataError
 
 SEGMENT_MAGIC: Final = b"DJL1"
@@ -36,14 +37,41 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """Segments in `folder`, oldest first. Raises DataError when one is missing in between."""
-    numbers = sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*.log"))
-    if numbers != list(range(len(numbers))):
-        gap = next(n for n in range(len(numbers) + 1) if n not in numbers)
+    """Segments in `folder`, oldest first; archived ones are not among them."""
+    return sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*.log"))
+
+
+def replay_from(folder: Path) -> list[int]:
+    """Segments that a restart replays, oldest first. Raises DataError when one of them is missing."""
+    numbers = segment_numbers(folder)
+    base = next((found for number in reversed(numbers) if (found := _base(folder, number)) is not None), 0)
+    numbers = [number for number in numbers if number >= base]
+    _check_whole(folder, numbers, base)
+    return numbers
+
+
+def _base(folder: Path, number: int) -> int | None:
+    """Where a restart replays from, as the snapshot that a segment begins with says; None: it has none."""
+    path = segment_path(folder, number)
+    with path.open("rb") as file:
+        head = file.read(len(SEGMENT_MAGIC) + _HEAD.size + 16)
+    if b"Snapshot" not in head:
+        return None
+    try:
+        record = read_entry(path, len(SEGMENT_MAGIC))
+    except DataError:  # torn by a crash, or damaged: `scan` tells the two apart
+        return None
+    assert isinstance(record, Snapshot), "a tag stands at the head of its record"
+    return number if record.base is None else record.base
+
+
+def _check_whole(folder: Path, numbers: Collection[int], first: int) -> None:
+    """Raise DataError unless `numbers` are all from `first` to the greatest."""
+    gap = next((n for n in range(first, max(numbers, default=-1)) if n not in numbers), None)
+    if gap is not None:
         raise DataError(
             f"{segment_path(folder, gap)} is missing between other segments: restore it, or start a new run"
         )
-    return numbers
 
 
 def encode_entry(record: AnyRecord) -> bytes:
@@ -116,11 +144,22 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, An
 
 
 def read_all(folder: Path) -> Iterator[tuple[int, int, AnyRecord]]:
-    """(segment, offset, record) of a whole journal; changes nothing, so it may be another process's."""
-    numbers = segment_numbers(folder)
+    """(segment, offset, record) of a whole journal, of archived segments too (their offset is 0).
+
+    Changes nothing, so it may be another process's. Raises DataError when a segment is neither there nor
+    archived.
+    """
+    segments, chunks = segment_numbers(folder), archived(folder)
+    numbers = sorted({*segments, *chunks})
+    _check_whole(folder, numbers, 0)
     for number in numbers:
-        for offset, record in scan(segment_path(folder, number), last=number == numbers[-1], mend=False):
-            yield number, offset, record
+        path = segment_path(folder, number)
+        if path.exists():
+            for offset, record in scan(path, last=number == numbers[-1], mend=False):
+                yield number, offset, record
+        else:  # archived, perhaps while the segments before it were read
+            for record in read_chunk(chunks.get(number) or archived(folder)[number]):
+                yield number, 0, record
 
 
 def _cut(path: Path, offset: int, size: int) -> None:
@@ -141,21 +180,3 @@ def read_entry(path: Path, offset: int) -> AnyRecord:
             f"{path} is damaged at byte {offset}: restore the file from a copy, or start a new run"
         )
     return _decode(payload, path, offset)
-
-
-def compact(path: Path) -> int:
-    """Rewrite a finished segment without arrays and prompts; returns the bytes gained. Atomic."""
-    before = path.stat().st_size
-    draft = path.with_suffix(".tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(SEGMENT_MAGIC)
-            for _, record in scan(path, last=False):
-                file.write(encode_entry(compacted(record)))
-            file.flush()
-            os.fsync(file.fileno())
-        after = draft.stat().st_size
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    return before - after

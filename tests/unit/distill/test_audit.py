@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distill.control.audit import AuditReport, audit, check
-from distill.control.journal import Journal, Location
+from distill.control.journal import Journal
 from distill.control.records import (
     AnyRecord,
     Checkpointed,
@@ -16,6 +16,7 @@ from distill.control.records import (
     Dropped,
     Issued,
     LineageOpened,
+    Location,
     Opened,
     Rollout,
     Stepped,

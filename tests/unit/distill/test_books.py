@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from distill.control.audit import check
 from distill.control.books import Books
 from distill.control.clock import Bound
-from distill.control.journal import Journal, Location
+from distill.control.journal import Journal
 from distill.control.memory import MemoryPrompts
 from distill.control.records import (
     Checkpointed,
     Composed,
     Dropped,
     LineageOpened,
+    Location,
     Opened,
     Rollout,
     Stepped,

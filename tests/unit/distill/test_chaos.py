@@ -11,8 +11,8 @@ import pytest
 
 from distill.control.audit import check
 from distill.control.controller import Controller
-from distill.control.journal import Location
 from distill.control.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.records import Location
 from distill.control.segments import read_all
 
 

@@ -15,10 +15,9 @@ import pytest
 from distill.control.audit import AuditReport, check
 from distill.control.authors import seed_of
 from distill.control.controller import Controller
-from distill.control.journal import Location
 from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.control.parts import Hooks
-from distill.control.records import Rollout, Trace
+from distill.control.records import Location, Rollout, Trace
 from distill.control.segments import read_all
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from sync.errors import DataError

@@ -14,9 +14,9 @@ import pytest
 from distill.config import GuardConfig
 from distill.control.audit import check
 from distill.control.guard import Guard, repetition, trouble, unfit
-from distill.control.journal import Location
 from distill.control.memory import MemoryTrainer
 from distill.control.parts import Hooks, Quarantined
+from distill.control.records import Location
 from distill.control.segments import read_all
 from distill.launch.run_folder import RunFolder
 from sync.errors import RemoteError

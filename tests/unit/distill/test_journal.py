@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_disk import fill, free, mounted
 
-from distill.control.journal import Journal, Location
-from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
+from distill.control.journal import Journal
+from distill.control.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace
 from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
 from distill.prompts.stream import Prompt
 from sync.errors import DataError
