@@ -18,14 +18,18 @@ from typing import Literal, NamedTuple
 
 from distill.control.records import AnyRecord
 from distill.control.segments import (
+    MARK_BYTES,
     SEGMENT_MAGIC,
     compact,
     encode_entry,
+    encode_mark,
+    ends_in_old_format,
     read_entry,
     scan,
     segment_numbers,
     segment_path,
 )
+from sync.durable import force, make_folder
 from sync.room import FULL
 
 Fsync = Literal["always", "batch", "never"]
@@ -58,7 +62,7 @@ class Journal:
         retry_seconds: float = 5.0,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.folder = folder
         self._fsync = fsync
         self._segment_bytes = segment_bytes
@@ -77,10 +81,10 @@ class Journal:
         self._written = 0
         """Sound bytes of the open file."""
         self._unsynced = False
-        """Something was written since the last fsync."""
+        """Records were written that no mark on disk says to be durable."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
-        """Every record, oldest first; cuts a torn tail. Raises DataError on damage."""
+        """Every record, oldest first; cuts an unsynced tail. Raises DataError on damage."""
         numbers = segment_numbers(self.folder)
         for number in numbers:
             path = segment_path(self.folder, number)
@@ -88,34 +92,56 @@ class Journal:
                 yield Location(number, offset), record
         if numbers:
             self._segment = numbers[-1]
-            self._size = segment_path(self.folder, self._segment).stat().st_size
+            path = segment_path(self.folder, self._segment)
+            self._size = path.stat().st_size
+            force(path)  # the cut, too, before anything is written behind it
+            if ends_in_old_format(path):
+                self._segment, self._size = self._segment + 1, 0
 
     def append(self, record: AnyRecord) -> Location:
         """Queue a record for the next commit; returns where it will stand."""
-        entry = encode_entry(record)
-        if self._segment < 0 or self._size + len(entry) > max(self._segment_bytes, len(entry)):
+        if self._segment < 0:
+            self._segment = 0
+        entry = encode_entry(record, self._segment, self._size)
+        if self._size + len(entry) > max(self._segment_bytes, len(entry)):
             self._segment, self._size = self._segment + 1, 0
+        if self._size == 0:
+            self._queue(SEGMENT_MAGIC)
+            entry = encode_entry(record, self._segment, self._size)
+        location = Location(self._segment, self._size)
+        self._queue(entry)
+        return location
+
+    def _queue(self, data: bytes) -> None:
+        """To be written at the newest segment's end."""
         if not self._pending or self._pending[-1].segment != self._segment:
             self._pending.append(_Pending(self._segment))
-        if self._size == 0:
-            self._pending[-1].data += SEGMENT_MAGIC
-            self._size = len(SEGMENT_MAGIC)
-        location = Location(self._segment, self._size)
-        self._pending[-1].data += entry
-        self._size += len(entry)
-        return location
+        self._pending[-1].data += data
+        self._size += len(data)
 
     async def commit(self, *, durable: bool = False) -> None:
         """Write what was appended. `durable`: also forced to the disk under fsync "batch"."""
         async with self._lock:
-            while self._pending or self._writing:
-                self._writing = self._writing or self._pending.popleft()
-                await self._commit_one(self._writing)
-                self._writing = None
+            await self._write_pending()
             forced = self._fsync == "always" or (durable and self._fsync == "batch")
             if self._unsynced and forced:
                 await asyncio.to_thread(os.fsync, self._file)
-                self._unsynced = False
+                proven = self._file_segment, self._written + MARK_BYTES
+                self._mark_durable()
+                await self._write_pending()
+                await asyncio.to_thread(os.fsync, self._file)
+                self._unsynced = (self._file_segment, self._written) != proven
+
+    async def _write_pending(self) -> None:
+        while self._pending or self._writing:
+            self._writing = self._writing or self._pending.popleft()
+            await self._commit_one(self._writing)
+            self._writing = None
+
+    def _mark_durable(self) -> None:
+        """Queue the mark that all that is written is on disk; a segment that is over needs none."""
+        if self._segment == self._file_segment:
+            self._queue(encode_mark(self._written, self._segment, self._size))
 
     async def _commit_one(self, pending: _Pending) -> None:
         waiting = False
@@ -150,16 +176,19 @@ class Journal:
         self._written += done
 
     def _open(self, segment: int) -> None:
-        self.close()
+        """Go on with another segment; the one before is forced to disk first, whatever `fsync` says."""
+        self._leave()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._file_segment, self._written = segment, os.fstat(self._file).st_size
-        if self._fsync != "never":
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        force(self.folder)
+
+    def _leave(self) -> None:
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = self._file_segment = -1
+            self._unsynced = False
 
     def read(self, location: Location) -> AnyRecord:
         """A committed record."""
@@ -185,9 +214,14 @@ class Journal:
         return shrunk
 
     def close(self) -> None:
-        """Force to the disk what was written and close; nothing pending is written."""
-        if self._file >= 0:
-            if self._fsync != "never":
-                os.fsync(self._file)
-            os.close(self._file)
-            self._file = self._file_segment = -1
+        """Force to the disk what was written, and mark it so; nothing pending is written."""
+        if self._unsynced and not (self._pending or self._writing):
+            os.fsync(self._file)
+            self._mark_durable()
+            try:
+                self._write_all(self._pending[0])
+                self._pending.clear()
+            except OSError as error:  # without room for a mark the records stand as unsynced ones
+                if error.errno not in FULL:
+                    raise
+        self._leave()

@@ -16,7 +16,14 @@ from small_disk import fill, free, mounted
 
 from distill.control.journal import Journal, Location
 from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
-from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
+from distill.control.segments import (
+    MARK_BYTES,
+    SEGMENT_MAGIC,
+    encode_entry,
+    read_all,
+    segment_numbers,
+    segment_path,
+)
 from distill.prompts.stream import Prompt
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
@@ -79,7 +86,7 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
     os.truncate(path, cut % (size + 1))
     found = replayed(folder)
     assert found == entries[: len(found)]
-    ends = np.cumsum([len(SEGMENT_MAGIC), *(len(encode_entry(entry)) for entry in entries)])
+    ends = np.cumsum([len(SEGMENT_MAGIC), *(len(encode_entry(entry, 0, 0)) for entry in entries)])
     assert len(found) == max(0, int((ends <= cut % (size + 1)).sum()) - 1)
 
     async def go_on() -> None:
@@ -96,10 +103,10 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
 async def test_the_torn_tail_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - 5)
+    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
     with caplog.at_level(logging.WARNING):
         assert len(replayed(tmp_path)) == 3
-    assert "unfinished record; they are cut off" in caplog.text
+    assert "they are cut off" in caplog.text
 
 
 @pytest.mark.parametrize("where", [6, 10, 14, 40])
@@ -109,7 +116,7 @@ async def test_a_flipped_byte_in_the_middle_is_refused(tmp_path: Path, where: in
     data = bytearray(path.read_bytes())
     data[where] ^= 0x40
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"is damaged at byte 4, with sound records after it"):
+    with pytest.raises(DataError, match=r"is damaged at byte 4, which was on disk before"):
         replayed(tmp_path)
     assert path.read_bytes() == data
 
@@ -138,7 +145,7 @@ async def test_a_strange_file_is_refused(tmp_path: Path) -> None:
 async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - 5)
+    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
     before = path.read_bytes()
     assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
     assert path.read_bytes() == before
