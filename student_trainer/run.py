@@ -87,6 +87,7 @@ def run(config: TrainerConfig) -> None:
         interrupted=stopping,
         publish_every=config.weights.publish_every,
         checkpoint_every=config.trainer.checkpoint_every,
+        checkpoint_seconds=60 * config.trainer.checkpoint_minutes,
     )
     outcome = train(trainer)
     finish(config, trainer, weights, export, outcome)

@@ -4,13 +4,12 @@
     chunk    u32 segment | u32 length | u32 crc32 | zlib of the segment's records (msgpack)
 
 A segment is removed once its chunk is forced to disk; after a crash between the two both are there, and the
-segment counts. A chunk that is torn or damaged ends its file: whoever reads finds its segment missing. Nothing
-is ever cut, or appended behind a tail of unknown soundness: every start of the controller begins a new file.
+segment counts. A chunk that is torn or damaged ends its file: whoever reads finds its segment missing.
+Nothing is ever cut, or appended behind a tail that may be torn: every start of the controller begins a file.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from distill.control.records import AnyRecord
+from sync.durable import force
 from sync.errors import DataError
 from sync.room import append
 
@@ -64,12 +64,8 @@ class Archive:
         data = zlib.compress(_encoder.encode(records))
         if not append(self._path, _HEAD.pack(segment, len(data), _crc(segment, data)) + data):
             return False
-        for path in (self._path, self._folder):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        force(self._path)
+        force(self._folder)
         return True
 
 

@@ -22,12 +22,15 @@ from distill.control.records import AnyRecord, Location, Snapshot, compacted
 from distill.control.segments import (
     SEGMENT_MAGIC,
     encode_entry,
+    encode_mark,
+    ends_in_old_format,
     read_entry,
     replay_from,
     scan,
     segment_numbers,
     segment_path,
 )
+from sync.durable import force, make_folder
 from sync.room import FULL
 
 Fsync = Literal["always", "batch", "never"]
@@ -45,7 +48,7 @@ class Journal:
         retry_seconds: float = 5.0,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.folder = folder
         self._fsync = fsync
         self._segment_bytes = segment_bytes
@@ -55,16 +58,16 @@ class Journal:
         """Appended and not yet written; the writer takes a record out once it is in the file."""
         self._writer = ThreadPoolExecutor(1, "journal")
         self._archive = Archive(folder)
-        self._segment = -1
+        self._segment = 0
         """Newest segment; records are appended to it."""
         self._file = -1
         self._written = 0
         """Sound bytes of the newest segment."""
         self._unsynced = False
-        """Something was written since the last fsync."""
+        """Something was written that no mark on disk says to be durable."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
-        """Every record that a restart needs, oldest first; cuts a torn tail. Raises DataError on damage.
+        """Every record that a restart needs, oldest first; cuts an unsynced tail. Raises DataError on damage.
 
         The first one is a Snapshot when the journal holds one.
         """
@@ -75,7 +78,9 @@ class Journal:
                 yield Location(number, offset), record
         if numbers:
             self._segment = numbers[-1]
-            self._written = segment_path(self.folder, self._segment).stat().st_size
+            path = segment_path(self.folder, self._segment)
+            force(path)  # the cut, too, before anything is written behind it
+            self._segment += ends_in_old_format(path)
 
     def append(self, record: AnyRecord) -> Location:
         """Queue a record for the next commit; returns where it will stand."""
@@ -88,11 +93,11 @@ class Journal:
 
         A commit that is cancelled may still write; what it leaves is written by the next one.
         """
-        force = self._fsync == "always" or (durable and self._fsync == "batch")
+        forced = self._fsync == "always" or (durable and self._fsync == "batch")
         waiting = False
-        while self._pending or (force and self._unsynced):
+        while self._pending or (forced and self._unsynced):
             try:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, force)
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
                 break
             except OSError as error:
                 if error.errno not in FULL:
@@ -106,28 +111,40 @@ class Journal:
 
     # --- in the writer's thread ---------------------------------------------------------------------------
 
-    def _flush(self, force: bool) -> None:
+    def _flush(self, forced: bool) -> None:
         while self._pending:
             record, location = self._pending[0]
             location.segment, location.offset = self._write_record(record)
             self._pending.popleft()
-        if force and self._unsynced:
-            os.fsync(self._file)
-            self._unsynced = False
+        if forced and self._unsynced:
+            self._mark_durable()
 
     def _write_record(self, record: AnyRecord) -> tuple[int, int]:
         """Where the record stands now; a snapshot begins a segment."""
-        entry = encode_entry(record)
-        fits = self._written + len(entry) <= self._segment_bytes or self._written <= len(SEGMENT_MAGIC)
-        if self._segment < 0 or (self._written and (isinstance(record, Snapshot) or not fits)):
-            self._open(self._segment + 1)
-        elif self._file < 0:
+        if self._file < 0:
             self._open(self._segment)
-        if not self._written:
-            self._write_all(SEGMENT_MAGIC)
+        if isinstance(record, Snapshot) and self._written > len(SEGMENT_MAGIC):
+            self._open(self._segment + 1)
+        entry = self._entry(record)
+        if len(SEGMENT_MAGIC) < self._written and self._written + len(entry) > self._segment_bytes:
+            self._open(self._segment + 1)
+            entry = self._entry(record)
         place = self._segment, self._written
         self._write_all(entry)
         return place
+
+    def _entry(self, record: AnyRecord) -> bytes:
+        """The record as it stands at the segment's end; the segment begins now if it is new."""
+        if not self._written:
+            self._write_all(SEGMENT_MAGIC)
+        return encode_entry(record, self._segment, self._written)
+
+    def _mark_durable(self) -> None:
+        """Force to the disk what was written, then a mark that says so."""
+        os.fsync(self._file)
+        self._write_all(encode_mark(self._written, self._segment, self._written))
+        os.fsync(self._file)
+        self._unsynced = False
 
     def _write_all(self, data: bytes) -> None:
         """Write to the segment's end, all or nothing: what a full disk took of it is cut off again."""
@@ -144,16 +161,12 @@ class Journal:
         self._written += done
 
     def _open(self, segment: int) -> None:
+        """Go on with another segment; the one before is forced to disk first, whatever `fsync` says."""
         self._close_file()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._segment, self._written = segment, os.fstat(self._file).st_size
-        if self._fsync != "never":
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        force(self.folder)
 
     # --- what was written ---------------------------------------------------------------------------------
 
@@ -184,13 +197,18 @@ class Journal:
         return done
 
     def close(self) -> None:
-        """Force to the disk what was written and close; nothing pending is written."""
+        """Force to the disk what was written, and mark it so; nothing pending is written."""
         self._writer.shutdown()
+        if self._unsynced and not self._pending:
+            try:
+                self._mark_durable()
+            except OSError as error:  # without room for a mark the records stand as unsynced ones
+                if error.errno not in FULL:
+                    raise
         self._close_file()
 
     def _close_file(self) -> None:
         if self._file >= 0:
-            if self._fsync != "never":
-                os.fsync(self._file)
+            os.fsync(self._file)
             os.close(self._file)
-            self._file = -1
+            self._file, self._unsynced = -1, False

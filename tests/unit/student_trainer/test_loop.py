@@ -15,7 +15,7 @@ import torch
 
 from student_trainer.controller import HttpController, SilentController
 from student_trainer.ledger import Ledger, read
-from student_trainer.loop import Outcome, Trainer, train
+from student_trainer.loop import Outcome, Trainer, checkpoint_due, train
 from student_trainer.ranks import Ranks
 from student_trainer.roads import Background, NoRoad, SnapshotRoad
 from student_trainer.run import finish
@@ -57,7 +57,7 @@ class Story:
         self.lines: list[str] = []
         self.controller = SilentController(WELCOME)
         self.folder = tmp_path / "ledger"
-        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0}
+        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0, "checkpoint_seconds": 0.0}
         self.trainer = Trainer(
             version=Version(0, 0),
             step=self._step,
@@ -115,6 +115,41 @@ def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> 
     story.trainer.source.poll = lambda version, interrupted: answers.pop(0)  # type: ignore[method-assign]
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["publish 0", "step 0", "publish 1"]
+
+
+def test_a_checkpoint_is_saved_when_rank_0_says_that_it_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("student_trainer.loop.time.monotonic", lambda: now[0])
+    story = Story(tmp_path, [batch(step) for step in range(6)], checkpoint_every=4, checkpoint_seconds=25.0)
+    step = story.trainer.step
+
+    def stepping(part: TrainBatch) -> dict[str, float]:
+        now[0] += 10.0
+        return step(part)
+
+    story.trainer.step, story.trainer.saved_at = stepping, now[0]
+    train(story.trainer)
+    assert [line for line in story.lines if line.startswith("save")] == ["save 3", "save 4"]
+
+
+@pytest.mark.parametrize(("rank", "due"), [(0, True), (1, False)])
+def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
+    tmp_path: Path, rank: int, due: bool
+) -> None:
+    votes: list[float] = []
+
+    class Voting(Ranks):
+        def highest(self, value: float) -> float:
+            votes.append(value)
+            return 1.0
+
+    story = Story(tmp_path, [], checkpoint_seconds=1e-9)
+    story.trainer.ranks = Voting(rank, 2, torch.device("cpu"))
+    story.trainer.saved_at = 0.0
+    assert checkpoint_due(story.trainer), "what the ranks agreed on"
+    assert votes == [due]
 
 
 def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
