@@ -41,6 +41,7 @@ from sync.errors import DataError, StoreError
 from sync.stores import open_store
 from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.admin import gc
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
@@ -199,8 +200,9 @@ def open_road(
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
         return BroadcastRoad(sender, weights, controller, stopping)
+    store = PatientStore(open_store(settings.store, config.run_dir / "store"))
     publisher = Publisher(
-        PatientStore(open_store(settings.store, config.run_dir / "store")),
+        store,
         config.run,
         fingerprint,
         weights.slices,
@@ -210,7 +212,8 @@ def open_road(
         anchor_share=settings.anchor_share,
         timeout=settings.timeout_seconds,
     )
-    return SnapshotRoad(publisher, weights, export, config.run_dir / "anchors", controller, ranks.rank)
+    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+    return SnapshotRoad(publisher, weights, export, scratch, controller, ranks.rank, collect)
 
 
 def save(

@@ -1,8 +1,8 @@
 """What a long run costs its controller: memory, disk, the loop's longest blocks and the restart at the end.
 
 Prompts, replicas, teacher, trainer and evaluator are in memory; the controller, its journal, the ledger,
-metrics and timeline are the real ones. `long` trains on many small rollouts. `wide` trains on few whose teacher
-sends hidden states, as objective "full" asks for: it shows what holds up the event loop.
+metrics and timeline are the real ones. `long` trains on many small rollouts. `wide` trains on few whose
+teacher sends hidden states, as objective "full" asks for: it shows what holds up the event loop.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Blocks:
     """How long the event loop was held up by one step of a task, by the task's function."""
 
     longest: dict[str, float] = field(default_factory=dict)
-    """Seconds."""
+    """Seconds, by the clock: what other threads and processes took is in it."""
+    busiest: dict[str, float] = field(default_factory=dict)
+    """Seconds of the processor."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -83,18 +85,19 @@ class Blocks:
         run = asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             run(handle)
             seconds = time.perf_counter() - began
             if seconds > 0.001:
-                name = _name(handle)
+                name, worked = _name(handle), time.thread_time() - worked
                 self.longest[name] = max(self.longest.get(name, 0.0), seconds)
+                self.busiest[name] = max(self.busiest.get(name, 0.0), worked)
 
-        asyncio.Handle._run = timed
+        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            asyncio.Handle._run = run
+            asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
 def _name(handle: asyncio.Handle) -> str:
@@ -230,8 +233,6 @@ def part(folder: Path, size: Size) -> dict[str, Any]:
     replay = replay_seconds(folder, size)
     began = time.monotonic()
     report = audit(folder)
-    del blocks.longest[soak.__qualname__]  # it collects garbage
-    longest = sorted(blocks.longest.items(), key=lambda one: -one[1])[:5]
     return {
         **asdict(size),
         "marks": [asdict(one) for one in marks],
@@ -239,8 +240,15 @@ def part(folder: Path, size: Size) -> dict[str, Any]:
         "audit_seconds": time.monotonic() - began,
         "audit_ok": report.ok,
         "trained": report.trained,
-        "longest_blocks_ms": {name: 1e3 * seconds for name, seconds in longest},
+        "longest_blocks_ms": _most(blocks.longest),
+        "busiest_blocks_ms": _most(blocks.busiest),
     }
+
+
+def _most(seconds: dict[str, float]) -> dict[str, float]:
+    """The greatest five in ms; `soak` itself, which collects garbage, is left out."""
+    found = sorted((-value, name) for name, value in seconds.items() if name != soak.__qualname__)
+    return {name: -1e3 * value for value, name in found[:5]}
 
 
 def replay_seconds(folder: Path, size: Size) -> float:
@@ -277,10 +285,11 @@ def table(figures: dict[str, Any]) -> str:
             f" {m['journal_mib']:>12.1f} {m['archive_mib']:>12.2f} {m['others_mib']:>18.1f}"
             for m in one["marks"]
         ]
-        blocks = ", ".join(f"{who} {ms:.0f} ms" for who, ms in one["longest_blocks_ms"].items())
         lines += [
             f"  restart {one['replay_seconds']:.2f} s",
             f"  audit {one['audit_seconds']:.1f} s, ok: {one['audit_ok']}",
-            f"  longest blocks of the loop: {blocks}",
         ]
+        for which, what in (("longest", "by the clock"), ("busiest", "of the processor")):
+            blocks = ", ".join(f"{who} {ms:.0f}" for who, ms in one[f"{which}_blocks_ms"].items())
+            lines.append(f"  longest blocks of the loop, ms {what}: {blocks}")
     return "\n".join(lines)

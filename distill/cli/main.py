@@ -177,14 +177,19 @@ def preflight(
     config: Config,
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+    tokens_per_second: Annotated[float, typer.Option(help="Generated, assumed for the disk it needs")] = 1000,
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
+    from distill.launch import disk
     from distill.launch.preflight import check
     from distill.launch.rehearse import check_machine, rehearse
 
     settings = _load(config, overrides)
     split = check(settings)
     check_machine(settings)
+    needed = disk.estimate(settings, tokens_per_second)
+    for line in [*disk.lines(settings, needed, tokens_per_second), disk.check_room(settings, needed)]:
+        typer.echo(line) if line else None
     if engines:
         import asyncio
 

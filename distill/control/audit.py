@@ -9,6 +9,7 @@ fresh      no rollout was older than the bound when it was trained (the hard lim
            what a teacher wrote has no age
 weighed    every rollout of a batch has the weight on record that its age and the bound give it
 recorded   every trained rollout is in the journal with the versions of its tokens
+remembered every snapshot that a restart may begin from is what the records before it say
 authors    every rollout was written by whom its prompt was issued to, teacher or student
 
 Beside the guarantees it says how many steps were trained again, after a resume on as many ranks, and which of
@@ -32,11 +33,13 @@ from distill.control.records import (
     Location,
     Opened,
     Rollout,
+    Snapshot,
     Stepped,
     Trace,
     trace_of,
 )
 from distill.control.segments import read_all
+from distill.control.snapshot import differs
 from distill.control.state import Rules, RunState
 from student_trainer.ledger import read, repeated
 from sync.errors import DataError
@@ -69,6 +72,8 @@ class AuditReport:
     too_old: list[str] = field(default_factory=list)
     misweighed: list[str] = field(default_factory=list)
     """Rollouts whose weight on record is not the one of their age."""
+    misremembered: list[str] = field(default_factory=list)
+    """Checkpoints whose snapshot, which a restart begins from, is not what the records before it say."""
     late: int = 0
     """Rollouts of batches at a weight below 1, by their freshness. No violation."""
     unrecorded: list[str] = field(default_factory=list)
@@ -83,7 +88,7 @@ class AuditReport:
     @property
     def ok(self) -> bool:
         """Whether every guarantee holds."""
-        broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed)
+        broken = (self.issued_twice, self.lost, self.trained_twice, self.not_as_composed, self.misremembered)
         return not any((*broken, self.too_old, self.misweighed, self.unrecorded, self.other_author))
 
 
@@ -104,6 +109,7 @@ class _Books:
     bound: dict[Version, Bound] = field(default_factory=dict)
     """Bound on staleness when the batch was composed."""
     misweighed: set[str] = field(default_factory=set)
+    misremembered: list[str] = field(default_factory=list)
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -127,6 +133,7 @@ def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) ->
     report.dropped = dict(Counter(books.dropped.values()))
     report.lost = sorted(_lost(books))
     report.misweighed = sorted(books.misweighed)
+    report.misremembered = books.misremembered
     report.late = books.state.counters.late
     _check_authors(books, report)
     for lineage in ledger:
@@ -151,6 +158,8 @@ def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _Books:
             books.state.unload(record.id)
         elif isinstance(record, Composed):
             books.misweighed |= _misweighed(books, record, bound)
+        elif isinstance(record, Snapshot) and differs(record, books.state):
+            books.misremembered.append(str(record.checkpoint))
     if books is None:
         raise DataError("the journal is empty: there is nothing to audit")
     return books

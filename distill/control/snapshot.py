@@ -173,6 +173,13 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
     return state
 
 
+def differs(snapshot: Snapshot, state: RunState) -> bool:
+    """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it."""
+    saved = load(snapshot)
+    told = [one[0] for one in saved.asked], [one.id for one in saved.buffer], saved.next_step, saved.counters
+    return told != (list(state.asked), state.buffer.ids(), state.next_step, state.counters)
+
+
 def load(snapshot: Snapshot) -> Saved:
     """What it holds. Raises DataError when this release cannot read it."""
     try:

@@ -339,6 +339,24 @@ def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_often(tmp_path: Path) -> None:
+    collected, going_on = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        assert not collected.is_set(), "ten minutes have not passed"
+        assert going_on.wait(60)
+        collected.set()
+        raise StoreError("the store went away")  # costs nothing
+
+    path = SnapshotRoad(
+        FakePublisher(), FakeWeights(), _export, tmp_path / "scratch", SilentController(WELCOME), 0, collect
+    )  # type: ignore[arg-type]
+    path.start(Version(0, 0), None)
+    go(path, 1, 2, 3, 4)
+    going_on.set()
+    assert collected.wait(60)
+
+
 def test_adapters_always_go_whole(tmp_path: Path) -> None:
     publisher = FakePublisher()
     path, _ = road(tmp_path, publisher, adapters=True)
