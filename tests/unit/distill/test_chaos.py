@@ -70,7 +70,7 @@ class Chaos:
             if self._training.done():
                 break
             await self._rng.choice(kills)()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self._training
             return await self._running
 

@@ -138,7 +138,7 @@ async def test_processes_are_found_by_their_role(tmp_path: Path) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     supervisor = Supervisor([ChildSpec("student-0", sleeper), ChildSpec("evaluator", sleeper)], tmp_path, 0)
     await supervisor.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(found := players(os.getpid())) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert set(found) == {"student-0", "evaluator"}

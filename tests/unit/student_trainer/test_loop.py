@@ -198,14 +198,17 @@ class _Wrong(MemorySource):
 
 
 class FakePeer:
-    """Answers in order, each after `delay` seconds; keeps what it was asked."""
+    """Answers in order, as soon as `may_answer` is set; keeps what it was asked."""
 
-    def __init__(self, answers: list[Message | Exception], delay: float = 0.0) -> None:
+    def __init__(self, answers: list[Message | Exception], at_once: bool = True) -> None:
         self.asked: list[tuple[str, Message | None]] = []
-        self._answers, self._delay = answers, delay
+        self.may_answer = threading.Event()
+        self._answers = answers
+        if at_once:
+            self.may_answer.set()
 
     def call(self, path: str, body: Message | None, kind: Any, timeout: float | None = None) -> Any:
-        time.sleep(self._delay)
+        assert self.may_answer.wait(60)
         self.asked.append((path, body))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -218,7 +221,7 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     source, never = HttpSource(peer, 1, 2), threading.Event()  # type: ignore[arg-type]
     assert source.poll(Version(0, 0), never) == batch(0)
     source.expect(Version(0, 1))
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while len(peer.asked) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(peer.asked) == 2
@@ -236,9 +239,12 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
 
 
 def test_a_signal_ends_the_wait_for_a_batch() -> None:
-    source, asked = HttpSource(FakePeer([Wait()], delay=1.0), 0, 1), threading.Event()  # type: ignore[arg-type]
+    peer, asked = FakePeer([Wait()], at_once=False), threading.Event()
+    source = HttpSource(peer, 0, 1)  # type: ignore[arg-type]
     threading.Timer(0.05, asked.set).start()
     assert source.poll(Version(0, 0), asked) == Wait()
+    assert peer.asked == [], "the answer had not come"
+    peer.may_answer.set()
     source.close()
 
 
@@ -261,11 +267,12 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
 
 
 def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
-    controller = HttpController(FakePeer([Ok()], delay=2.0))  # type: ignore[arg-type]
+    peer = FakePeer([Ok()], at_once=False)
+    controller = HttpController(peer)  # type: ignore[arg-type]
     controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
-    started = time.monotonic()
     controller.close(patience=0.05)
-    assert time.monotonic() - started < 1.5
+    assert peer.asked == [], "it was not waited for"
+    peer.may_answer.set()
 
 
 # --- roads --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Loads:
 
 
 def wait_until_it_rests(engine: RestingEngine) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if not engine.awake:
             return
         time.sleep(0.01)
