@@ -178,7 +178,9 @@ def read_all(folder: Path) -> Iterator[tuple[int, int, AnyRecord]]:
 
 
 def _cut(path: Path, offset: int, size: int) -> None:
-    logger.warning("%s ends in %d bytes that never were forced to disk; they are cut off", path, size - offset)
+    logger.warning(
+        "%s ends in %d bytes that never were forced to disk; they are cut off", path, size - offset
+    )
     os.truncate(path, offset)
 
 
