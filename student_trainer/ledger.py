@@ -98,7 +98,8 @@ class Lineage:
     """What the files of one lineage say, all ranks together."""
 
     parent: Version | None = None
-    start: int = 0
+    start: int | None = None
+    """Step that it begins at; None: no file has said so."""
     steps: dict[int, list[str]] = field(default_factory=dict)
     """Step after it → ids it trained on."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
@@ -127,8 +128,10 @@ def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
         first = _decode(path, text, _First)
         if (first.lineage, first.rank) != (number, rank):
             raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
+        if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
+            raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
         lineage.parent, lineage.start = first.parent, first.step
-    for expected, text in enumerate(texts, lineage.start + 1):
+    for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
         line = _decode(path, text, _Step)
         if line.step != expected:
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")

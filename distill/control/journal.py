@@ -141,7 +141,7 @@ class Journal:
     def _mark_durable(self) -> None:
         """Queue the mark that all that is written is on disk; a segment that is over needs none."""
         if self._segment == self._file_segment:
-            self._queue(encode_mark(self._written, self._segment, self._size))
+            self._queue(encode_mark(self._written, self._segment))
 
     async def _commit_one(self, pending: _Pending) -> None:
         waiting = False
