@@ -17,10 +17,10 @@ def force(path: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, each with its entry on disk."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        force(folder.parent)
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        force(path.parent)
 
 
 def rename(source: Path, target: Path) -> None:

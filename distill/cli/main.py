@@ -229,18 +229,25 @@ def report(run_dir: RunDir) -> None:
 
 @app.command()
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Check a run's guarantees from its journal and the trainer's ledger."""
+    """Check a run's guarantees from its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
+    from distill.control.audit import VIOLATIONS
     from distill.control.audit import audit as check
 
     found = check(run_dir)
     figures = {**asdict(found), "ok": found.ok}
     for name, value in figures.items():
-        typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
+        typer.echo(f"{name:<18} {len(value) if isinstance(value, list) else value}")
+    for name, entries in found.violations.items():
+        typer.echo(f"\n{name}: {VIOLATIONS[name]}")
+        for entry in entries[:5]:
+            typer.echo(f"  {entry}")
+        if len(entries) > 5:
+            typer.echo(f"  and {len(entries) - 5} more; --json FILE writes them all")
     write_figures(json_file, figures)
     if not found.ok:
-        raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+        raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(found.violations)}")
 
 
 @app.command()

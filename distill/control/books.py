@@ -137,13 +137,17 @@ class Books:
         return state.batches.get(version)
 
     async def open_lineage(
-        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+        self,
+        checkpoint: Version | None,
+        fingerprint: str,
+        without: Collection[str] | None = None,
+        ranks: int | None = None,
     ) -> LineageOpened:
-        """A trainer started from `checkpoint`.
+        """A trainer of so many ranks started from `checkpoint`.
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        record = self.state.plan_lineage(checkpoint, fingerprint, without)
+        record = self.state.plan_lineage(checkpoint, fingerprint, without, ranks)
         self.write(record)
         self._drop_broken()
         await self.journal.commit(durable=True)

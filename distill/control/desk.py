@@ -133,7 +133,7 @@ class Desk:
                 f"from {at}: start it again from there"
             )
         without = None if self._retreat is None else self._retreat.without
-        record = await self._books.open_lineage(at, hello.fingerprint, without)
+        record = await self._books.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
         self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None

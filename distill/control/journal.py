@@ -142,7 +142,7 @@ class Journal:
     def _mark_durable(self) -> None:
         """Force to the disk what was written, then a mark that says so."""
         os.fsync(self._file)
-        self._write_all(encode_mark(self._written, self._segment, self._written))
+        self._write_all(encode_mark(self._written, self._segment))
         os.fsync(self._file)
         self._unsynced = False
 

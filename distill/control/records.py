@@ -142,6 +142,8 @@ class LineageOpened(Record, frozen=True):
     fingerprint: str
     without: list[str] = []
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
+    ranks: int | None = None
+    """Of the trainer; None: an earlier release did not note it."""
 
 
 class Stepped(Record, frozen=True):

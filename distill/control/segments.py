@@ -4,7 +4,8 @@
     entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
              "DS" | u32 length | u32 crc32 | u64 offset: before it all of this segment was on disk
 
-The crc32 covers the entry and its place (segment, offset): an entry that was moved, repeated or left out shows.
+The crc32 covers the entry and its place (segment, offset; a mark's segment): an entry that was moved, repeated
+or left out shows.
 
 A "DS" mark is written behind an fsync. A crash or a power cut may tear or blank whatever was not yet forced to
 disk, so a bad entry in the last segment that no mark covers is cut off with all that follows it. A bad entry
@@ -100,9 +101,9 @@ def encode_entry(record: AnyRecord, segment: int, offset: int) -> bytes:
     return _entry(_RECORD, _encoder.encode(record), segment, offset)
 
 
-def encode_mark(durable: int, segment: int, offset: int) -> bytes:
-    """The mark, at that place, that the first `durable` bytes of the segment are on disk."""
-    return _entry(_MARK, _OFFSET.pack(durable), segment, offset)
+def encode_mark(durable: int, segment: int) -> bytes:
+    """The mark that the first `durable` bytes of the segment are on disk."""
+    return _entry(_MARK, _OFFSET.pack(durable), segment, 0)
 
 
 def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
@@ -111,7 +112,8 @@ def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
 
 
 def _crc(kind: bytes, payload: bytes | memoryview, segment: int, offset: int) -> int:
-    return zlib.crc32(payload, zlib.crc32(_PLACE.pack(kind, len(payload), segment, offset)))
+    place = offset if kind == _RECORD else 0
+    return zlib.crc32(payload, zlib.crc32(_PLACE.pack(kind, len(payload), segment, place)))
 
 
 @dataclass(frozen=True)

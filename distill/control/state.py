@@ -222,7 +222,11 @@ class RunState:
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
     def plan_lineage(
-        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+        self,
+        checkpoint: Version | None,
+        fingerprint: str,
+        without: Collection[str] | None = None,
+        ranks: int | None = None,
     ) -> LineageOpened:
         """What a trainer starting from `checkpoint` opens; `without` as in `Books.open_lineage`."""
         start = checkpoint.step if checkpoint else 0
@@ -232,7 +236,7 @@ class RunState:
                 branch += 1
         batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
         left = [rollout for rollout in without or () if rollout in batched]
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left)
+        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left, ranks)
 
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""

@@ -102,7 +102,8 @@ def gc(
 ) -> Collected:
     """Remove versions that no reader needs.
 
-    Kept are the `keep_anchors` newest anchors and the deltas built on them; chains to leased versions; and
+    Kept are what LATEST names, the `keep_anchors` newest anchors and the deltas built on them, newer being the
+    later version and not the later time; chains to leased versions; and
     whatever a newer anchor made superfluous less than `grace_seconds` ago, since a reader may have set out
     before that. Removed is the rest, and files below LATEST that never got a manifest. Manifests go first,
     so that nobody sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
@@ -110,7 +111,8 @@ def gc(
     manifests = _manifests(store, run)
     now = time.time() if now is None else now
     needed = _needed(manifests, keep_anchors, now - grace_seconds)
-    for version in leased(store, run, now):
+    latest = read_latest(store, run)
+    for version in leased(store, run, now) | ({latest} if latest else set()):
         needed |= _chain(manifests, version)
     removed = [version for version in manifests if version not in needed]
     removed += _abandoned(store, run, manifests)

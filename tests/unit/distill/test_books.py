@@ -22,6 +22,7 @@ from distill.control.records import (
     Checkpointed,
     Composed,
     Dropped,
+    Issued,
     LineageOpened,
     Location,
     Opened,
@@ -283,6 +284,20 @@ async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -
     record = await again.open_lineage(Version(0, 3), "model")
     assert (record.start, record.branch) == (3, 4)
     again.journal.close()
+
+
+async def test_a_snapshot_that_the_records_before_it_contradict_is_found(tmp_path: Path) -> None:
+    books = opened(tmp_path)
+    await books.open_lineage(None, "model")
+    books.issue(2)
+    books.write(Checkpointed(Version(0, 0), "zero"))
+    await books.tidy(keep_checkpoints=2)
+    books.journal.close()
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path)]
+    assert check(records, {}).ok
+    [(issued, _)] = [one for one in enumerate(records) if isinstance(one[1][1], Issued)]
+    report = check(records[:issued] + records[issued + 1 :], {})
+    assert "Snapshot contradicts the records before it" in report.journal_damaged[0]
 
 
 async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
