@@ -77,7 +77,9 @@ class Run:
 
     async def compose(self, version: Version) -> Batch:
         for number, asked in enumerate(self.books.issue(RULES.batch + 1)):
-            await self.books.admit([generated(asked, Version(version.lineage, max(0, version.step - number % 3)))])
+            await self.books.admit(
+                [generated(asked, Version(version.lineage, max(0, version.step - number % 3)))]
+            )
         batch = await self.books.compose()
         assert batch is not None
         return batch
@@ -390,7 +392,9 @@ def test_missing_steps_are_named_as_ranges_with_their_rank(run: Path) -> None:
 def test_every_guarantee_of_the_document_has_a_lie_and_every_violation_its_meaning() -> None:
     page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     table = page.split("| guarantee |")[1].split("\n\n")[0]
-    assert set(re.findall(r"^\| ([^|]+?)(?:: [^|]*)? \|", table, re.M)) - {"---"} == {lie.guarantee for lie in LIES}
+    assert set(re.findall(r"^\| ([^|]+?)(?:: [^|]*)? \|", table, re.M)) - {"---"} == {
+        lie.guarantee for lie in LIES
+    }
     assert set(re.findall(r"`(\w+)`(?=[^|]*\|\n)", table + "\n")) <= VIOLATIONS.keys()
     assert {lie.violation for lie in LIES} == VIOLATIONS.keys()
     for name, meaning in VIOLATIONS.items():
@@ -414,7 +418,9 @@ def files_of(run: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(sound: Path, tmp_path: Path, seed: int) -> None:
+def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(
+    sound: Path, tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     for number in range(40):
         run = Path(shutil.copytree(sound, tmp_path / str(number)))
