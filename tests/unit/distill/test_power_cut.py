@@ -17,7 +17,7 @@ from distill.config import RunConfig
 from distill.control.controller import Controller
 from distill.control.journal import Journal
 from distill.control.memory import MemoryTrainer
-from distill.control.records import AnyRecord, Dropped
+from distill.control.records import AnyRecord, Dropped, Location
 from distill.control.segments import encode_entry, read_all, segment_path
 from sync.errors import DataError
 
@@ -44,8 +44,8 @@ class Watched:
     forced: dict[str, int] = field(default_factory=dict)
     promised: int = 0
     moments: list[Moment] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)
-    """File and end of every record."""
+    records: list[tuple[AnyRecord, Location]] = field(default_factory=list)
+    """Every record and its place, which is known once it is committed."""
 
     def write(self, file: int, data: memoryview) -> int:
         half = os.write(file, data[: -(-len(data) // 2)])
@@ -64,19 +64,23 @@ class Watched:
             self.moments.append(Moment(dict(self.sizes), dict(self.forced), self.promised))
         return path.name
 
+    def end_of(self, record: int) -> tuple[str, int]:
+        """File of a record, and the byte behind it."""
+        entry, at = self.records[record]
+        end = at.offset + len(encode_entry(entry, at.segment, at.offset))
+        return segment_path(self.folder, at.segment).name, end
+
     def journal(self) -> Journal:
         """A journal whose every write and fsync is followed."""
         journal = Journal(self.folder, "batch", segment_bytes=16_000, write=self.write)
         append, commit = journal.append, journal.commit
 
         def appending(record: AnyRecord) -> Any:
-            place = append(record)
-            end = place.offset + len(encode_entry(record, *place))
-            self.places.append((segment_path(self.folder, place.segment).name, end))
-            return place
+            self.records.append((record, append(record)))
+            return self.records[-1][1]
 
         async def committing(*, durable: bool = False) -> None:
-            before = len(self.places)
+            before = len(self.records)
             await commit(durable=durable)
             if durable:
                 self.promised = max(self.promised, before)
@@ -164,7 +168,7 @@ def test_a_flip_before_the_last_fsync_is_refused_by_name_whatever_the_tail_looks
     for _ in range(TRIALS):
         moment = rng.choice(proven)
         cut_at(moment, whole, folder, rng)
-        newest, end = lived.places[moment.promised - 1]
+        newest, end = lived.end_of(moment.promised - 1)
         name = rng.choice([name for name in moment.sizes if name <= newest])
         damaged = bytearray((folder / name).read_bytes())
         place = rng.randrange(end if name == newest else len(damaged))
