@@ -133,7 +133,7 @@ class Journal:
         self._write_all(entry)
         return place
 
-    def _entry(self, record: AnyRecord) -> bytes:
+    def _entry(self, record: AnyRecord) -> bytearray:
         """The record as it stands at the segment's end; the segment begins now if it is new."""
         if not self._written:
             self._write_all(SEGMENT_MAGIC)
@@ -146,7 +146,7 @@ class Journal:
         os.fsync(self._file)
         self._unsynced = False
 
-    def _write_all(self, data: bytes) -> None:
+    def _write_all(self, data: bytes | bytearray) -> None:
         """Write to the segment's end, all or nothing: what a full disk took of it is cut off again."""
         view, done = memoryview(data), 0
         self._unsynced = True

@@ -96,9 +96,14 @@ def _check_whole(folder: Path, numbers: Collection[int], first: int) -> None:
         )
 
 
-def encode_entry(record: AnyRecord, segment: int, offset: int) -> bytes:
-    """One entry as it stands at that place."""
-    return _entry(_RECORD, _encoder.encode(record), segment, offset)
+def encode_entry(record: AnyRecord, segment: int, offset: int) -> bytearray:
+    """One entry as it stands at that place; arrays are copied once."""
+    entry = bytearray()
+    _encoder.encode_into(record, entry, _HEAD.size)
+    with memoryview(entry)[_HEAD.size :] as payload:
+        crc = _crc(_RECORD, payload, segment, offset)
+        _HEAD.pack_into(entry, 0, _RECORD, len(payload), crc)
+    return entry
 
 
 def encode_mark(durable: int, segment: int) -> bytes:
@@ -107,8 +112,7 @@ def encode_mark(durable: int, segment: int) -> bytes:
 
 
 def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
-    crc = _crc(kind, payload, segment, offset)
-    return _HEAD.pack(kind, len(payload), crc) + payload
+    return _HEAD.pack(kind, len(payload), _crc(kind, payload, segment, offset)) + payload
 
 
 def _crc(kind: bytes, payload: bytes | memoryview, segment: int, offset: int) -> int:
