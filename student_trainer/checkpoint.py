@@ -5,9 +5,10 @@
     checkpoints/latest                            name of the newest one
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
-older versions go, never the one that `latest` names (`student_trainer.checkpoint_files`). While the disk is full all ranks wait, `latest` names the one before, and what was half-written is removed.
-DeepSpeed reads its files with torch.load; their digests are checked first. Every rank digests the files that
-bear its number, rank 0 all others: ranks wait for each other no longer than for the largest share.
+older versions go, never the one that `latest` names. While the disk is full all ranks wait, `latest` names
+the one before, and what was half-written is removed. DeepSpeed reads its files with torch.load; their digests
+are checked first. Every rank digests the files that bear its number, rank 0 all others: ranks wait for each
+other no longer than for the largest share.
 """
 
 from __future__ import annotations

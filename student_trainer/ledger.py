@@ -1,13 +1,13 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
     ledger/L000-rank0.jsonl
-        {"lineage": 0, "parent": null, "step": 0, "rank": 0, "chain": "…"}    first line
-        {"step": 1, "ids": ["…", …], "weights": "…", "chain": "…"}            one line per step, the step after it
+        {"lineage": 0, "parent": null, "step": 0, "rank": 0, "chain": "…"}     first line
+        {"step": 1, "ids": ["…", …], "weights": "…", "chain": "…"}        one line per step, after it
 
 Each line is forced to disk before its step is reported, so the files prove what the weights were trained on.
-"weights" is the checksum of the rank's shards after the step: trained again after a resume, the step must show
-it again. "chain" is a digest over the line and the chain of the line before it: a line that was altered, left
-out, repeated or moved shows. A crash can spoil the last line alone, of a step that was not reported yet.
+"weights" is the checksum of the rank's shards after the step: trained again after a resume, the step must
+show it again. "chain" is a digest over the line and the chain of the line before it: a line that was altered,
+left out, repeated or moved shows. A crash can spoil the last line alone, of a step that was not reported yet.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _texts(path: Path) -> Iterator[bytes]:
             if number == len(lines) and not rest:
                 return
             raise DataError(
-                f"{path} line {number} is not what was written there: it was altered, moved, repeated or left "
-                "out, or an earlier release wrote it; a crash spoils nothing but the last line"
+                f"{path} line {number} is not what was written there: it was altered, moved, repeated or "
+                "left out, or an earlier release wrote it; a crash spoils nothing but the last line"
             )
         chain = linked[2]
         yield linked[1] + b"}"

@@ -1,4 +1,4 @@
-"""What a power cut leaves: a file is forced to disk, then renamed, then its folder's entries are forced too."""
+"""Files that a power cut leaves whole: forced to disk, then renamed, then the folder's entries forced too."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@
     entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
              "DS" | u32 length | u32 crc32 | u64 offset: before it all of this segment was on disk
 
-The crc32 covers the entry and its place (segment, offset; a mark's segment): an entry that was moved, repeated
-or left out shows.
+The crc32 covers the entry and its place (segment, offset; a mark's segment): an entry that was moved,
+repeated or left out shows.
 
-A "DS" mark is written behind an fsync. A crash or a power cut may tear or blank whatever was not yet forced to
+A "DS" mark is written after an fsync. A crash or a power cut may tear or blank whatever was not yet forced to
 disk, so a bad entry in the last segment that no mark covers is cut off with all that follows it. A bad entry
-that a mark covers is damage, as is any in an older segment (it was forced to disk before the next one was
+that a mark covers is damage, and so is any in an older segment (it was forced to disk before the next one was
 made): that is refused.
 
 Segments "DJL1", of earlier releases, have neither marks nor places: a bad entry with sound ones after it is

@@ -102,11 +102,11 @@ def gc(
 ) -> Collected:
     """Remove versions that no reader needs.
 
-    Kept are what LATEST names, the `keep_anchors` newest anchors and the deltas built on them, newer being the
-    later version and not the later time; chains to leased versions; and
-    whatever a newer anchor made superfluous less than `grace_seconds` ago, since a reader may have set out
-    before that. Removed is the rest, and files below LATEST that never got a manifest. Manifests go first,
-    so that nobody sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
+    Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
+    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
+    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
+    Manifests go first, so that nobody sets out on a chain whose files are going. `now` is Unix time in
+    seconds; None: the clock.
     """
     manifests = _manifests(store, run)
     now = time.time() if now is None else now

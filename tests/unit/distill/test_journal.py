@@ -6,9 +6,12 @@ import asyncio
 import errno
 import logging
 import os
+import struct
 import threading
+import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -315,4 +318,91 @@ async def test_nothing_of_a_commit_runs_in_the_event_loop(tmp_path: Path) -> Non
     assert len(threads) == 1
     assert here not in threads
     assert [journal.read(place) for place in places] == records(3)
+
+
+def old_segment(folder: Path, *entries: AnyRecord) -> Path:
+    """A segment as earlier releases wrote it."""
+    payloads = [msgspec.msgpack.encode(entry) for entry in entries]
+    path = segment_path(folder, 0)
+    path.write_bytes(
+        b"DJL1" + b"".join(struct.pack("<2sII", b"DJ", len(p), zlib.crc32(p)) + p for p in payloads)
+    )
+    return path
+
+
+async def test_a_journal_of_an_earlier_release_is_gone_on_with_in_a_new_segment(tmp_path: Path) -> None:
+    path = old_segment(tmp_path, *records(2))
+    with path.open("ab") as file:
+        file.write(b"DJ torn")
+    journal = Journal(tmp_path)
+    found = list(journal.replay())
+    assert [record for _, record in found] == records(2)
+    assert [journal.read(place) for place, _ in found] == records(2)
+    place = journal.append(Dropped(["x"], "empty", 0))
+    await journal.commit(durable=True)
+    assert place.segment == 1
+    journal.close()
+    assert replayed(tmp_path) == [*records(2), Dropped(["x"], "empty", 0)]
+
+
+async def test_damage_in_a_segment_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
+    path = old_segment(tmp_path, *records(2))
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"journal-00000000.log is damaged at byte 4"):
+        replayed(tmp_path)
+
+
+async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tmp_path: Path) -> None:
+    await written(tmp_path, *records(2))
+    journal = Journal(tmp_path)
+    list(journal.replay())
+    first, second = [journal.append(entry) for entry in records(2)][:2]
+    await journal.commit()
+    data = bytearray(segment_path(tmp_path, 0).read_bytes())
+    data[first.offset : second.offset] = bytes(second.offset - first.offset)
+    segment_path(tmp_path, 0).write_bytes(data)
+    assert replayed(tmp_path) == records(2)
+    assert segment_path(tmp_path, 0).stat().st_size == first.offset
+
+
+async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    list(journal.replay())
+    for entry in records(2):
+        journal.append(entry)
+    await journal.commit()
+    journal.close()
+    journal.close()
+    data = bytearray(segment_path(tmp_path, 0).read_bytes())
+    data[-MARK_BYTES - 1] ^= 1
+    segment_path(tmp_path, 0).write_bytes(data)
+    with pytest.raises(DataError, match="was on disk before a later part was written"):
+        replayed(tmp_path)
+
+
+async def test_records_that_come_while_a_commit_is_forced_are_proven_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, real = Journal(tmp_path), os.fsync
+    list(journal.replay())
+    places = [journal.append(records(1)[0])]
+    late = iter(records(1)[1:])
+
+    def slow(file: int) -> None:
+        real(file)
+        if Path(os.readlink(f"/proc/self/fd/{file}")).is_file():
+            places.extend(journal.append(record) for record in late)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    await journal.commit(durable=True)
+    await journal.commit(durable=True)
+    monkeypatch.undo()
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[places[1].offset + 12] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"damaged at byte {places[1].offset}"):
+        replayed(tmp_path)
     journal.close()
