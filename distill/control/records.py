@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -201,6 +201,15 @@ class Location(msgspec.Struct, array_like=True):
 
     segment: int = -1
     offset: int = -1
+
+
+class Held(NamedTuple):
+    """What a snapshot holds on to."""
+
+    segment: int
+    """The one that it heads."""
+    needed: frozenset[int]
+    """Those that hold its prompts and rollouts."""
 
 
 class Snapshot(Record, frozen=True):

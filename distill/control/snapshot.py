@@ -20,6 +20,7 @@ from distill.control.buffer import Entry
 from distill.control.clock import Lineage
 from distill.control.records import (
     AnyRecord,
+    Held,
     Issued,
     Location,
     Opened,
@@ -28,7 +29,7 @@ from distill.control.records import (
     VersionApplied,
     VersionPublished,
 )
-from distill.control.state import Asked, Batch, Counters, Held, Rules, RunState
+from distill.control.state import Asked, Batch, Counters, Rules, RunState
 from distill.prompts.stream import Cursor, Prompt
 from sync.errors import DataError
 from sync.wire import EvalReport, Version, VersionSpan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from distill.control.buffer import Buffer, Entry
 from distill.control.clock import Bound, Lineage, Lineages, capacity
@@ -20,6 +20,7 @@ from distill.control.records import (
     Composed,
     Dropped,
     Evaluated,
+    Held,
     Issued,
     LineageOpened,
     Location,
@@ -84,15 +85,6 @@ class Batch:
     """Of each rollout, in versions."""
     weights: list[float]
     """What each rollout counts for; empty: 1 for all."""
-
-
-class Held(NamedTuple):
-    """What a snapshot holds on to."""
-
-    segment: int
-    """The one that it heads."""
-    needed: frozenset[int]
-    """Those that hold its prompts and rollouts."""
 
 
 @dataclass
