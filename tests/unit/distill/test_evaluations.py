@@ -62,7 +62,8 @@ async def settle(evaluations: Evaluations) -> None:
     """Until nothing is due and nothing is under way."""
     await asyncio.sleep(0)
     while evaluations._waiting is not None or evaluations._turn.locked():
-        await asyncio.sleep(0.001)
+        async with evaluations._turn:
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
