@@ -52,7 +52,11 @@ class TrainerSettings(Settings):
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of one rank."""
     checkpoint_every: int = Field(0, ge=0)
-    """Optimizer steps between checkpoints; 0: only when the run ends or is stopped."""
+    """Optimizer steps between checkpoints; 0: `checkpoint_minutes` alone decides."""
+    checkpoint_minutes: float = Field(15.0, ge=0)
+    """Minutes after which a step ends with a checkpoint, whatever `checkpoint_every` says; 0: never for that
+    reason. Another is saved when the run ends or is stopped. What was trained on since the oldest kept
+    checkpoint stays in the journal whole."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     lora: LoRAConfig | None = None

@@ -42,6 +42,7 @@ from sync.errors import DataError, StoreError
 from sync.stores import open_store
 from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.admin import gc
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
 from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
@@ -88,6 +89,7 @@ def run(config: TrainerConfig) -> None:
         interrupted=stopping,
         publish_every=config.weights.publish_every,
         checkpoint_every=config.trainer.checkpoint_every,
+        checkpoint_seconds=60 * config.trainer.checkpoint_minutes,
     )
     outcome = train(trainer)
     finish(config, trainer, weights, export, outcome)
@@ -204,8 +206,9 @@ def open_road(
             token = token_from_environment()
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastRoad(sender, weights, controller, stopping)
+    store = PatientStore(open_store(settings.store, config.run_dir / "store"))
     publisher = Publisher(
-        PatientStore(open_store(settings.store, config.run_dir / "store")),
+        store,
         config.run,
         fingerprint,
         weights.slices,
@@ -215,7 +218,8 @@ def open_road(
         anchor_share=settings.anchor_share,
         timeout=settings.timeout_seconds,
     )
-    return SnapshotRoad(publisher, weights, export, config.run_dir / "anchors", controller, ranks.rank)
+    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+    return SnapshotRoad(publisher, weights, export, scratch, controller, ranks.rank, collect)
 
 
 def save(

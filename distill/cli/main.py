@@ -177,14 +177,19 @@ def preflight(
     config: Config,
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+    tokens_per_second: Annotated[float, typer.Option(help="Generated, assumed for the disk it needs")] = 1000,
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
+    from distill.launch import disk
     from distill.launch.preflight import check
     from distill.launch.rehearse import check_machine, rehearse
 
     settings = _load(config, overrides)
     split = check(settings)
     check_machine(settings)
+    needed = disk.estimate(settings, tokens_per_second)
+    for line in [*disk.lines(settings, needed, tokens_per_second), disk.check_room(settings, needed)]:
+        typer.echo(line) if line else None
     if engines:
         import asyncio
 
@@ -224,18 +229,25 @@ def report(run_dir: RunDir) -> None:
 
 @app.command()
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Check a run's guarantees from its journal and the trainer's ledger."""
+    """Check a run's guarantees from its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
+    from distill.control.audit import VIOLATIONS
     from distill.control.audit import audit as check
 
     found = check(run_dir)
     figures = {**asdict(found), "ok": found.ok}
     for name, value in figures.items():
-        typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
+        typer.echo(f"{name:<18} {len(value) if isinstance(value, list) else value}")
+    for name, entries in found.violations.items():
+        typer.echo(f"\n{name}: {VIOLATIONS[name]}")
+        for entry in entries[:5]:
+            typer.echo(f"  {entry}")
+        if len(entries) > 5:
+            typer.echo(f"  and {len(entries) - 5} more; --json FILE writes them all")
     write_figures(json_file, figures)
     if not found.ok:
-        raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+        raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(found.violations)}")
 
 
 @app.command()

@@ -102,6 +102,11 @@ def student_limit(config: RunConfig) -> int:
 
 def context_length(source: ModelSource) -> int:
     """Longest sequence that a model takes, in tokens. Raises ConfigError when its config cannot be read."""
+    return int(text_config(source).max_position_embeddings)
+
+
+def text_config(source: ModelSource) -> Any:
+    """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -110,7 +115,7 @@ def context_length(source: ModelSource) -> int:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
-    return int(config.get_text_config().max_position_embeddings)
+    return config.get_text_config()
 
 
 def check_folder(source: ModelSource, key: str) -> None:

@@ -26,7 +26,7 @@ from distill.control.journal import Journal
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
-from distill.launch import live, preflight
+from distill.launch import disk, live, preflight
 from distill.launch.ports import Ports
 from distill.launch.probes import Finding
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
@@ -65,11 +65,13 @@ async def run(
     `seconds`: what was done beforehand and how long it took; it is added to the total.
     """
     began = time.monotonic()
-    split = preflight.check(config)
+    split, console = preflight.check(config), console or Console(stderr=True)
+    if warning := disk.check_room(config, disk.estimate(config)):
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
     token = token_of(config)
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         plan = plan_servers(config, folder, token, ports)
-        launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
+        launcher = _Launcher(config, folder, plan, split, token, console)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)

@@ -11,6 +11,8 @@ from typing import IO, Any
 
 from distill.config import RunConfig
 from distill.report.redact import without_secrets
+from student_trainer.checkpoint_files import saved
+from sync import durable
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.wire import Version
@@ -37,7 +39,7 @@ class RunFolder:
         if resume and not existing:
             raise ConfigError(f"run folder {path} holds no run to resume: leave --resume out")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(path)
         except OSError as error:
             raise ConfigError(
                 f"run folder {path} cannot be made ({error.strerror}): set run.folder"
@@ -70,13 +72,13 @@ class RunFolder:
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that a trainer resumes there. None must run."""
         folder = self.path / "checkpoints"
-        for path in folder.glob("L*-v*"):
-            if to is None or Version.parse(path.name) > to:
-                shutil.rmtree(path)
         if to is None:
             (folder / "latest").unlink(missing_ok=True)
         else:
-            write_text(folder / "latest", f"{to}\n")
+            durable.write(folder / "latest", f"{to}\n".encode())
+        for path in saved(folder):
+            if to is None or Version.parse(path.name) > to:
+                shutil.rmtree(path)
 
     def close(self) -> None:
         """Let another process use the folder."""
@@ -112,16 +114,7 @@ def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
     """Write so that a reader finds the old file or the whole new one; `mode` is less the umask."""
-    write_text(path, json.dumps(value, indent=2) + "\n", mode)
-
-
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """As `write_json`."""
-    pending = path.with_name(f".{path.name}.new")
-    pending.unlink(missing_ok=True)
-    pending.touch(mode)
-    pending.write_text(text)
-    pending.replace(path)
+    durable.write(path, json.dumps(value, indent=2).encode() + b"\n", mode)
 
 
 def _take_lock(path: Path) -> IO[str]:

@@ -376,7 +376,7 @@ def test_two_ranks_train_and_publish_a_tied_model(models: Path, tmp_path: Path, 
         assert folder_digests(mirror.path) == final.digests
     lineages = ledger.read(tmp_path / "ledger")
     assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
-    assert ledger.trained_twice(lineages, Version(0, 3)) == []
+    assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3], [])
 
 
 def test_resumed_and_stopped_by_signal_equals_uninterrupted(
@@ -405,8 +405,8 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     assert (tmp_path / "checkpoints/latest").read_text().strip() == str(Version(1, 4))
     lineages = ledger.read(tmp_path / "ledger")
     assert ledger.repeated(lineages) == ([Version(1, 3), Version(1, 4)], []), "bit for bit, step for step"
-    assert ledger.trained_twice(lineages, Version(1, 4)) == []
-    assert ledger.trained_twice(lineages, Version(0, 4)) == []
+    assert [lineages[1].parent, sorted(lineages[1].steps)] == [parent, [3, 4]]
+    assert not lineages[0].damage + lineages[1].damage
 
 
 def test_a_checkpoint_resumes_on_another_number_of_ranks(

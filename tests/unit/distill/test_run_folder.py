@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder, check_disk, write_role
 from distill.loading import load_run_dir, merge, validate
 from distill.report.redact import HIDDEN, without_secrets
+from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
 from sync.listening import join_port
 from sync.replica.config import ReplicaConfig
+from sync.wire import Version
 
 
 def config(tmp_path: Path, **more: Any):
@@ -170,3 +173,24 @@ def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights"]
     assert (tmp_path / "best" / "weights").read_text() == "two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "one", "two"]
+
+
+@pytest.mark.parametrize("to", [Version(0, 4), None])
+def test_a_rollback_never_leaves_latest_naming_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Version | None
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for version in (Version(0, 2), Version(0, 4), Version(1, 3), Version(1, 5)):
+        (checkpoints / str(version)).mkdir(parents=True)
+    (checkpoints / "latest").write_text(f"{Version(1, 5)}\n")
+    named: list[str] = []
+
+    def removing(path: Path) -> None:
+        named.append(latest(checkpoints))
+        path.rmdir()
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    with (tmp_path / "lock").open("w") as lock:
+        RunFolder(tmp_path, lock).set_back(to)
+    assert set(named) == {str(to) if to else ""}
+    assert [path.name for path in saved(checkpoints)] == (["L000-v00000002", "L000-v00000004"] if to else [])

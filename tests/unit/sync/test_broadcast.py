@@ -79,14 +79,14 @@ def test_tensors_that_were_not_announced_are_refused_and_the_receiver_is_told(se
 
 
 def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=2.0)
-    reception = receive(sender, "half", 1, 3, timeout=2.0)
+    sender = BroadcastSender("127.0.0.1", 0, timeout=5.0)
+    reception = receive(sender, "half", 1, 3, timeout=5.0)
     started = time.monotonic()
     with pytest.raises(Unreachable, match="half"):
         sender.send(Audience(group="half", world_size=3), METAS, WEIGHTS.items())
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
     reception = receive(sender, "again", 1, 2)
     sender.send(Audience(group="again", world_size=2), METAS, WEIGHTS.items())
@@ -294,7 +294,7 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
         )
     with pytest.raises(SnapshotError, match="student-2: it was killed"):
         reception.result()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "1 aborted" not in ends and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "1 aborted" in ends

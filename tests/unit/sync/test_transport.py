@@ -135,7 +135,7 @@ async def test_a_peer_that_stays_full_says_so() -> None:
     with serving(scripted) as url:
         async with Peer(url, "secret") as peer:
             with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-                await peer.call("/x", REQUEST, Ok, timeout=0.3)
+                await peer.call("/x", REQUEST, Ok, timeout=1.5)
 
 
 async def test_a_refusal_is_not_repeated() -> None:
@@ -195,7 +195,7 @@ def test_a_peer_that_stays_full_says_so_to_the_blocking_client_too() -> None:
     with serving(scripted) as url:
         peer = BlockingPeer(url, "secret")
         with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-            peer.call("/x", REQUEST, Ok, timeout=0.3)
+            peer.call("/x", REQUEST, Ok, timeout=1.5)
         peer.close()
 
 
