@@ -71,8 +71,7 @@ max_tokens = 8
 ranks = 1
 deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
 threads = 1
-[trainer.overrides]
-"optimizer.params.lr" = 1e-3
+lr = 1e-3
 [tracking]
 wandb = "disabled"
 """
