@@ -1,8 +1,8 @@
 """Which fields of a DeepSpeed JSON nobody reads: DeepSpeed refuses misspelt ones in some sections only.
 
-There is no list of fields here. DeepSpeed reads the configuration as it does in the trainer, from a table that
-notes what it is asked for: a field that was not asked for would be ignored. Parameters of the optimizer are
-those of its constructors.
+There is no list of fields here. DeepSpeed reads the configuration as it does in the trainer, from a table
+that notes what it is asked for: a field that was not asked for would be ignored. Parameters of the optimizer
+are those of its constructors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Keys:
 
 
 def refuse_ignored(config: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for a field that DeepSpeed refuses or would ignore, with the nearest that it knows."""
+    """Raise ConfigError for a field that DeepSpeed refuses or would ignore, with the nearest known one."""
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the trainer says it again
     try:

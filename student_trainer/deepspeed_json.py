@@ -86,7 +86,9 @@ def _check(config: dict[str, Any], source: str) -> None:
                 f"{source}: {name} is {config[name]}: batches come from the controller, leave it 1"
             )
     if "train_batch_size" in config:
-        raise ConfigError(f"{source}: train_batch_size is the controller's: set rollout.batch and leave it out")
+        raise ConfigError(
+            f"{source}: train_batch_size is the controller's: set rollout.batch and leave it out"
+        )
     if not _table(config, "optimizer").get("type"):
         raise ConfigError(f"{source} has no optimizer section with a type: name one, such as AdamW")
 
@@ -102,8 +104,8 @@ def _check_rate(config: dict[str, Any], settings: TrainerSettings, source: str) 
     for key, table in {"lr": config, "optimizer.params.lr": params}.items():
         if (lr := table.get("lr", settings.lr)) != settings.lr:
             raise ConfigError(
-                f"{source}: {key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by trainer.lr "
-                f"alone: set trainer.lr = {lr}, or leave {key} out"
+                f"{source}: {key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by "
+                f"trainer.lr alone: set trainer.lr = {lr}, or leave {key} out"
             )
 
 

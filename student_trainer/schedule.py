@@ -1,4 +1,4 @@
-"""The learning rate of each step, from [trainer] alone: nothing of it is in DeepSpeed's JSON or in a checkpoint.
+"""The learning rate of each step, from [trainer] alone: DeepSpeed's JSON and checkpoints have no say in it.
 
     warm-up   step n < W            rate · n / W
     constant  from W on             rate

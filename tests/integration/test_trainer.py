@@ -417,14 +417,14 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
 
     more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
 
-    def trained(ranks: int, lineage: int, steps: int, parent: Version | None) -> tuple[StubController, str]:
+    def trained(
+        ranks: int, lineage: int, steps: int, parent: Version | None, lr: float = 0.02
+    ) -> tuple[StubController, str]:
         start = Version(lineage, parent.step if parent else 0)
         stub = controller(until(steps, Stop(reason="enough", checkpoint=True)), start, parent)
-        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9, "warmup_steps": 6}
+        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9, "lr": lr, "warmup_steps": 6}
         checkpoint = None if parent is None else str(parent)
-        config = settings(
-            models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=checkpoint, **more
-        )
+        config = settings(models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=checkpoint, **more)
         with Running(config) as running:
             assert running.end() == 0, running.log
             return stub, running.log
@@ -455,6 +455,10 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     for ours, theirs in zip(*reports, strict=True):
         assert ours["lr"] == theirs["lr"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    lower, _ = trained(2, 4, 3, Version(0, 2), lr=0.003)
+    for stub, rate in ((whole, 0.02), (alone, 0.02), (lower, 0.003)):
+        third = next(r.metrics for r in stub.told(StepReport) if r.version.step == 3)
+        assert third["lr"] == pytest.approx(rate * 2 / 6)
     ends = [
         get_fp32_state_dict_from_zero_checkpoint(str(saved / str(Version(n, 4))), "deepspeed") for n in (0, 3)
     ]

@@ -1,4 +1,4 @@
-"""The learning rate of each step: closed forms, the schedules of transformers, and what a checkpoint may not say."""
+"""The learning rate of each step: closed forms, transformers, and what a checkpoint may not say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def optimizer(rate: float = RATE, **more: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
+    ("kind", "make"),
+    [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)],
 )
 def test_rates_are_those_of_transformers_schedules(kind: str, make: Any) -> None:
     theirs, ours = optimizer(), optimizer()
