@@ -50,9 +50,6 @@ def load_run_dir(run_dir: Path) -> RunConfig:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     raw["run"]["folder"] = str(run_dir.absolute().parent)
     raw.pop("content", None)
-    if options := raw.get("weights", {}).get("store", {}).get("options"):
-        # a store's client looks into its own environment for what is not given
-        raw["weights"]["store"]["options"] = {k: v for k, v in options.items() if v != secrets.HIDDEN}
     return validate(raw, str(path))
 
 

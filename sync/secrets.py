@@ -23,7 +23,7 @@ from setproctitle import setproctitle
 HIDDEN: Final = "(hidden)"
 VARIABLE: Final = "DISTILL_HIDDEN"
 """Environment variable with the secrets of a role's file: JSON, place → value."""
-FREE_FORM: Final = frozenset({"env", "options", "engine_args", "overrides"})
+FREE_FORM: Final = frozenset({"env", "options", "engine_args", "overrides", "deepspeed"})
 """Tables of a configuration whose keys are the user's, so that any of them may name a secret."""
 _SECRET_NAME: Final = re.compile(
     r"(token|key|pwd)$|secret|passw|passphrase|credential|signature", re.IGNORECASE
@@ -31,7 +31,8 @@ _SECRET_NAME: Final = re.compile(
 _SHAPES: Final = re.compile(
     r"(?<=://)(?P<user>[^/\s@\"']+)(?=@)"
     r"|(?:token|secret|passw(?:or)?d|credentials?|signature|(?:[_-]|api|access|account|private)key)"
-    r"(?:\s*=\s*[\"']?|[\"']\s*[:=]\s*[\"'])(?P<value>[^\s\"',;&}\])]+)"
+    r"(?:\s*=\s*|[\"']\s*[:=]\s*(?=[\"']))"
+    r"(?:[\"'](?P<quoted>[^\"']+)[\"']|(?!\(hidden)(?P<value>[^\s\"',;&}\])]+))"
     r"|Bearer\s+(?P<bearer>[\w.~+/=-]{8,})"
     r"|\b(?P<token>(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|ASIA|AIza)[\w-]{14,})"
     r"|\b(?P<jwt>eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
@@ -144,7 +145,8 @@ def _hide(value: Any, place: str, places: dict[str, str], free: bool = False, na
         return value
     shown = HIDDEN if named and value else _SHAPES.sub(_hidden, value)
     if shown != value:
-        _learn(value if named else "", *(p for m in _SHAPES.finditer(value) for p in m.groups() if p))
+        parts = [part for match in _SHAPES.finditer(value) for part in match.groups() if part]
+        _learn(value if named else "", *parts, *(part.partition(":")[2] for part in parts))
         places[place] = value
     return shown
 

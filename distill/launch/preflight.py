@@ -172,8 +172,8 @@ def check_secrets(config: RunConfig) -> None:
         parts = place.split("/")[1:]
         if "engine_args" in parts or "launcher_args" in parts:
             raise ConfigError(
-                f"{'.'.join(parts)} holds a secret, which a command line or the engine's log would show: set it "
-                "in the environment, such as [student.env] (HF_TOKEN, …), and leave it out"
+                f"{'.'.join(parts)} holds a secret, which a command line or the engine's log would show: set "
+                "it in the environment, such as [student.env] (HF_TOKEN, …), and leave it out"
             )
 
 
