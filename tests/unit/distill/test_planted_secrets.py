@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
         assert folder.keep(config, {}) == [], "what is hidden has not changed"
 
 
+def recorded(written: dict[Path, bytes]) -> bool:
+    """Whether wandb's own file holds the configuration."""
+    return any(path.suffix == ".wandb" and b"max_tokens" in content for path, content in written.items())
+
+
 def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,8 +158,11 @@ def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
     sink = Wandb(config)
     sink.log(1, {"loss": 0.5})
     sink.close()
-    written = files(config.run_dir / "wandb")
-    assert any(path.suffix == ".wandb" and b"max_tokens" in content for path, content in written.items())
+    deadline, written = time.monotonic() + 60.0, files(config.run_dir / "wandb")
+    while not recorded(written) and time.monotonic() < deadline:  # its service writes on behind the end
+        time.sleep(0.1)
+        written = files(config.run_dir / "wandb")
+    assert recorded(written), {path: len(content) for path, content in written.items()}
     assert {path: shown(content) for path, content in written.items() if shown(content)} == {}
 
 
