@@ -26,7 +26,7 @@ VARIABLE: Final = "DISTILL_HIDDEN"
 FREE_FORM: Final = frozenset({"env", "options", "engine_args", "overrides", "deepspeed"})
 """Tables of a configuration whose keys are the user's, so that any of them may name a secret."""
 _SECRET_NAME: Final = re.compile(
-    r"(token|key|pwd)$|secret|passw|passphrase|credential|signature", re.IGNORECASE
+    r"(token|key|[_-]pwd)$|secret|passw|passphrase|credential|signature", re.IGNORECASE
 )
 _SHAPES: Final = re.compile(
     r"(?<=://)(?P<user>[^/\s@\"']+)(?=@)"

@@ -21,14 +21,15 @@ def none_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["secret_access_key", "HF_TOKEN", "api-key", "password", "AWS_SESSION_TOKEN", "pwd"]
+    "name", ["secret_access_key", "HF_TOKEN", "api-key", "password", "AWS_SESSION_TOKEN", "db_pwd"]
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["max_tokens", "tokenizer", "stop_token_ids", "ssl-keyfile", "DISTILL_TOKEN_FILE", "keep_anchors"]
+    "name",
+    ["max_tokens", "tokenizer", "stop_token_ids", "ssl-keyfile", "DISTILL_TOKEN_FILE", "PWD", "OLDPWD"],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
