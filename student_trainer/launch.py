@@ -12,6 +12,7 @@ With a hostfile the launcher does as it does: ranks stop when the controller say
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -25,7 +26,8 @@ from typing import Final
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
-from student_trainer.hosts import ENVIRONMENT_VARIABLE, check_reach, write_environment
+from student_trainer.hosts import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
+from sync import secrets
 from sync.errors import ConfigError
 from sync.listening import ON_LOOPBACK
 from sync.transport import TOKEN_FILE_VARIABLE
@@ -53,12 +55,20 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
     argv = [sys.executable, "-m", "student_trainer.launch"]
     argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
     argv += ["--log_level", "warning", *settings.launcher_args, "--module", _MODULE, "--config", str(path)]
-    environment = _environment(settings)
+    given = secrets.environment(config.model_dump(mode="json"))
+    environment = _environment(settings) | given
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
         told = {name: environment[name] for name in names if name in environment}
         environment[ENVIRONMENT_VARIABLE] = str(write_environment(path.with_suffix(".env"), told))
+        if given and not set(read_hosts(settings.hostfile)) <= HERE:
+            places = ", ".join(json.loads(given[secrets.VARIABLE]))
+            raise ConfigError(
+                f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
+                "command line: leave it out and set the variable of the client that reads it "
+                "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, …) on each machine"
+            )
     return argv, environment
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 
-from student_trainer import checkpoint
+from student_trainer import checkpoint, schedule
 from student_trainer.config import TrainerConfig
 from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
 from student_trainer.engine import Loaded, load
@@ -45,7 +45,17 @@ from sync.transport import BlockingPeer, token_from_environment
 from sync.weights.admin import gc
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
-from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
+from sync.wire import (
+    FinalDigests,
+    Head,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    Version,
+    decode,
+    encode,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
@@ -169,7 +179,14 @@ def step_function(
         coefficients(objective, welcome.teachers),
         objective.task is not None,
     )
-    return lambda batch: train_step(loaded.engine, batch, aim, ranks)
+
+    def step(batch: TrainBatch) -> dict[str, float]:
+        now = schedule.share(config.trainer, batch.version.step, config.steps)
+        for optimizer in loaded.optimizers:
+            schedule.apply(optimizer.param_groups, loaded.hyperparameters, now)
+        return train_step(loaded.engine, batch, aim, ranks)
+
+    return step
 
 
 def teacher_head(head: Head, vocab: int, device: torch.device, temperature: float = 1.0) -> HeadWeights:

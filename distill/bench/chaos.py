@@ -97,8 +97,7 @@ def patient(config: Path | None, overrides: Sequence[str], kills: int, seed: int
     """The run to kill, of a file or the quickstart's; it may restart often enough. Raises ConfigError."""
     if config is None:
         path, ours = quickstart.source(0)
-        steps = STEPS_PER_KILL * kills
-        ours += [f"run.steps={steps}", f'trainer.overrides."scheduler.params.total_num_steps"={steps}']
+        ours += [f"run.steps={STEPS_PER_KILL * kills}"]
     else:
         path, ours = config, []
     ours = [*ours, f"run.restarts={2 * kills + 10}", "tracking.wandb=disabled", *overrides]

@@ -18,6 +18,7 @@ from distill.cli import sync as cli_sync
 from distill.cli.guarded import guarded
 from distill.cli.options import Config, Controller, JsonFile, Overrides, Resume, RunDir, write_figures
 from sync.errors import DistillError
+from sync.secrets import redact, redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -37,13 +38,17 @@ app.add_typer(cli_sync.app, name="sync")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `distill`; leaves with an exit status."""
-    sys.exit(guarded(lambda: app(arguments)))
+    words = sys.argv[1:] if arguments is None else arguments
+    redact_process()
+    sys.exit(guarded(lambda: app(words)))
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     from distill.loading import load
 
-    return load(path, overrides)
+    config = load(path, overrides)
+    redact_process()  # once more, for what the configuration holds
+    return config
 
 
 def _log_to_stderr() -> None:
@@ -194,7 +199,7 @@ def preflight(
         import asyncio
 
         _log_to_stderr()
-        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.launch.preflight import check_folder, check_following
+from distill.launch.preflight import check_folder, check_following, check_secrets
 from distill.launch.processor import check_processor, check_teacher
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
@@ -31,6 +31,7 @@ def student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
     check_folder(config.student, "student")
     check_processor("student")
+    check_secrets(config)
     host, port = _listen(config.student, index, "student")
     return roles.student_child(config, index, host, port)
 
@@ -42,6 +43,7 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     if name not in config.teachers:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
+    check_secrets(config)
     check_folder(place, f"teachers.{name}")
     check_teacher(place, name)
     if place.follow_student_every is not None:
@@ -57,12 +59,13 @@ def evaluator(config: RunConfig) -> ChildSpec:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     host, port = _listen(config.evaluation.placement, 0, "evaluation.placement")
     path = write_role(config.run_dir, roles.EVALUATOR, config)
-    return roles.evaluator_child(config.evaluation, path, host, port)
+    return roles.evaluator_child(config, path, host, port)
 
 
 def trainer(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
     check_folder(config.student, "student")
+    check_secrets(config)
     settings = roles.trainer_config(config, controller_url)
     argv, env = trainer_launch.command(settings, write_role(config.run_dir, roles.TRAINER, settings))
     return ChildSpec(roles.TRAINER, argv, env)

@@ -15,7 +15,7 @@ from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
-from sync import tokenizers
+from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.wire import TeacherInfo
@@ -35,6 +35,7 @@ def check(config: RunConfig) -> PromptSplit:
         if not teacher.urls:
             check_folder(teacher, f"teachers.{name}")
     deepspeed_config(config.trainer)
+    check_secrets(config)
     _check_combinations(config)
     _check_temperature(config)
     router = Router(config.teachers)
@@ -195,6 +196,17 @@ def _check_temperature(config: RunConfig) -> None:
             rollouts,
             rollouts,
         )
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Raises ConfigError for secrets where a command line or an engine's own log would show them."""
+    for place in secrets.found(config.model_dump(mode="json")):
+        parts = place.split("/")[1:]
+        if "engine_args" in parts or "launcher_args" in parts:
+            raise ConfigError(
+                f"{'.'.join(parts)} holds a secret, which a command line or the engine's log would show: set "
+                "it in the environment, such as [student.env] (HF_TOKEN, …), and leave it out"
+            )
 
 
 def check_following(config: RunConfig, name: str) -> None:

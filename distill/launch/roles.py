@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
+from sync import secrets as hidden
 from sync.errors import ConfigError
 from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
@@ -123,7 +124,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     place = config.teachers[name]
     argv = _module("teacher_service", path, host, port) + ["--name", name, "--index", str(index)]
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
-    environment = _environment(place, index, label)
+    environment = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
     if place.follow_student_every is not None:
         environment |= followed(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
@@ -132,10 +133,12 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     return ChildSpec(label, argv, environment, url=url_of(host, port))
 
 
-def evaluator_child(settings: EvaluationConfig, path: Path, host: str, port: int) -> ChildSpec:
-    """The evaluator whose RunConfig is at `path`."""
+def evaluator_child(config: RunConfig, path: Path, host: str, port: int) -> ChildSpec:
+    """The evaluator whose RunConfig, this one, is at `path`."""
+    assert config.evaluation is not None, "there is one only with an evaluation"
     argv = _module("distill.evaluate.service", path, host, port)
-    env = _environment(settings.placement, 0, EVALUATOR)
+    env = _environment(config.evaluation.placement, 0, EVALUATOR)
+    env |= hidden.environment(config.model_dump(mode="json"))
     return ChildSpec(EVALUATOR, argv, env, url=url_of(host, port))
 
 
@@ -182,7 +185,7 @@ def _evaluator(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[t
         return
     path = folder.write_role(EVALUATOR, config)
     port = ports.take(place.host, place.port, "evaluation.placement.port")
-    child = evaluator_child(config.evaluation, path, place.host, port)
+    child = evaluator_child(config, path, place.host, port)
     yield str(child.url), [child]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from sync.secrets import redact_process
+
 PLUGIN: Final = "onpolicy_distill"
 """Name of the entry point, for VLLM_PLUGINS."""
 BACKEND: Final = "distill"
@@ -13,6 +15,7 @@ BACKEND: Final = "distill"
 
 def register() -> None:
     """Register the engine by name, without importing it. Calling again changes nothing."""
+    redact_process()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

@@ -13,13 +13,12 @@ import pytest
 
 from distill.evaluate.best import keep_best
 from distill.launch.ports import Ports
-from distill.launch.run_folder import RunFolder, check_disk, write_role
+from distill.launch.run_folder import RunFolder, check_disk
 from distill.loading import load_run_dir, merge, validate
-from distill.report.redact import HIDDEN, without_secrets
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
 from sync.listening import join_port
-from sync.replica.config import ReplicaConfig
+from sync.secrets import HIDDEN
 from sync.wire import Version
 
 
@@ -76,6 +75,7 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     env = {"WANDB_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"}
     settings = config(tmp_path, student={"path": "s", "env": env})
     with RunFolder.open(settings, resume=False) as folder:
+        folder.keep(settings, {})
         kept = json.loads((folder.path / "config.json").read_text())
         role = folder.write_role("student", settings.student)
     assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
@@ -83,27 +83,6 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     assert json.loads(role.read_text())["path"] == "s"
     assert "s3cret" not in role.read_text()
     assert load_run_dir(tmp_path / "x").run == settings.run
-
-
-def test_what_a_role_is_told_can_be_read_by_the_owner_of_the_run_alone(tmp_path: Path) -> None:
-    """It holds the options of the store, and with them perhaps a key."""
-    store = {"type": "object", "url": "s3://b/p", "options": {"secret_access_key": "told to the role"}}
-    told = ReplicaConfig.model_validate({"run": "r", "store": store, "store_path": "s", "mirror": "m"})
-    for _ in range(2):
-        path = write_role(tmp_path, "student-0", told)
-        assert "told to the role" in path.read_text()
-        assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_only_free_form_tables_are_searched_for_secrets() -> None:
-    raw = {
-        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
-        "options": {"secret_access_key": "x", "a": "b"},
-    }
-    assert without_secrets(raw) == {
-        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
-        "options": {"secret_access_key": HIDDEN, "a": "b"},
-    }
 
 
 def test_a_port_in_use_is_named_with_its_setting() -> None:
