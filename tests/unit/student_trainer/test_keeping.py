@@ -531,7 +531,7 @@ def test_whatever_a_power_cut_does_behind_the_last_fsync_the_ledger_before_it_st
     ledger = Ledger(tmp_path, Version(0, 0), None, 0)
     del sizes[:-2], sizes[1:]  # of folders
     for step in range(1, 6):
-        ledger.record(step, [f"{step}-{i}" for i in range(2000)], "bits")
+        ledger.record(step, [f"{step}-{i}" for i in range(800)], "bits")
         assert sizes[step:] == [path.stat().st_size], "on disk before anybody hears of it"
     whole = path.read_bytes()
     for _ in range(1000):
@@ -540,4 +540,4 @@ def test_whatever_a_power_cut_does_behind_the_last_fsync_the_ledger_before_it_st
         (lineage,) = read(tmp_path).values()
         assert lineage.damage == []
         assert len(lineage.steps) in (step - 1, step)
-        assert all(ids == [f"{n}-{i}" for i in range(2000)] for n, ids in lineage.steps.items())
+        assert all(ids == [f"{n}-{i}" for i in range(800)] for n, ids in lineage.steps.items())
