@@ -43,7 +43,8 @@ class Loads:
 def wait_until_it_rests(engine: RestingEngine) -> None:
     for _ in range(6000):
         if not engine.awake:
-            return
+            with engine._lock:  # which it holds until it has closed what it held
+                return
         time.sleep(0.01)
     raise AssertionError("it never rested")
 
@@ -54,6 +55,7 @@ def test_it_rests_without_work_and_gives_the_same_marks_after_waking() -> None:
     before = engine.score([ITEM], Asked()).logprob_C
     wait_until_it_rests(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
+    engine._idle_seconds = 60.0  # it is not to rest again before it was looked at
     after = engine.score([ITEM], Asked()).logprob_C
     assert np.array_equal(before, after)
     assert engine.awake
