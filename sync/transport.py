@@ -10,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import os
+import socket
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
 
-from sync.claims import MODEL_HEADER, RUN_HEADER, Claim, parse
+from sync.answers import MOST_REFUSAL, PLAIN, BoundedBlockingTransport, BoundedTransport
+from sync.claims import MODEL_HEADER, Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.urls import checked_url
 from sync.wire import CONTENT_TYPE, Message, decode, encode
@@ -34,7 +36,7 @@ TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
 """Path of a file that holds the bearer token, where the variable itself does not reach."""
 MAX_BODY: Final = 1 << 30
 _RETRY_STATUS: Final = {502, 503, 504}
-_MISDIRECTED: Final = 421
+MISDIRECTED: Final = 421
 
 M = TypeVar("M", bound=Message)
 
@@ -77,7 +79,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"} if token else {}
+    return PLAIN | ({"authorization": f"Bearer {token}"} if token else {})
 
 
 def _raise_refusal(url: str, response: httpx.Response) -> None:
@@ -85,9 +87,9 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     try:
-        text = str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        text = response.text[:500]
+        text = str(json.loads(response.content)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = response.content[:500].decode("utf-8", "replace")
     message = f"{url} answered {response.status_code}: {text}"
     if response.status_code == 429:
         try:
@@ -95,7 +97,7 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
         except ValueError:
             retry_after = 1.0
         raise Overloaded(message, retry_after)
-    raise (WrongServer if response.status_code == _MISDIRECTED else RemoteError)(message)
+    raise (WrongServer if response.status_code == MISDIRECTED else RemoteError)(message)
 
 
 class Unavailable(RemoteError):
@@ -158,7 +160,9 @@ class Peer:
             base_url=self.url,
             headers=_headers(token),
             timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            transport=BoundedTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False
+            ),
             trust_env=False,
         )
 
@@ -174,8 +178,9 @@ class Peer:
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            return (await self._http.get("/health", timeout=2.0)).status_code == 200
-        except httpx.HTTPError:
+            answer = await self._http.get("/health", timeout=2.0, extensions={"most": MOST_REFUSAL})
+            return answer.status_code == 200
+        except (httpx.HTTPError, RemoteError):
             return False
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -243,6 +248,7 @@ class Peer:
                 content=encode(body),
                 headers=self._named(),
                 timeout=httpx.Timeout(None, connect=5.0),
+                extensions={"most": None},
             ) as response:
                 if response.status_code != 200:
                     await response.aread()
@@ -251,7 +257,7 @@ class Peer:
                 buffer = bytearray()
                 async for chunk in response.aiter_bytes():
                     buffer += chunk
-                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := int.from_bytes(buffer[:4], "little")):
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
                         message = decode(bytes(buffer[4 : 4 + n]), kind)
                         del buffer[: 4 + n]
                         yield message
@@ -271,7 +277,11 @@ class BlockingPeer:
         self.timeout = timeout
         self._claim = claim or Claim()
         self._http = httpx.Client(
-            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+            base_url=self.url,
+            headers=_headers(token),
+            timeout=timeout,
+            transport=BoundedBlockingTransport(trust_env=False),
+            trust_env=False,
         )
 
     def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -300,17 +310,51 @@ class BlockingPeer:
         self._http.close()
 
 
+def _frame_length(buffer: bytearray) -> int:
+    """Bytes of the frame that `buffer` begins with. Raises WireError for more than any frame has."""
+    if (length := int.from_bytes(buffer[:4], "little")) > MAX_BODY:
+        raise WireError(f"a frame of {length} bytes is announced, the limit is {MAX_BODY}: it is no frame")
+    return length
+
+
 # --- server -----------------------------------------------------------------------------------------------
 
 
+def stray(scope: Scope) -> str | None:
+    """Why a request was not meant for this server; None: it was.
+
+    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
+    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
+    """
+    headers = dict(scope["headers"])
+    if (origin := headers.get(b"origin")) is not None:
+        return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
+    server, host = scope.get("server"), headers.get(b"host", b"").decode("latin-1")
+    if server is None or not is_loopback(server[0]):
+        return None
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if is_loopback(name) or name == socket.gethostname().lower():
+        return None
+    return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
+
+
 class TokenGuard:
-    """ASGI middleware: 401 unless the bearer token fits; /health is open; no token set, no guard."""
+    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
+
+    /health needs no token; where none is set, nothing does.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app = app
         self._token = token if token is not None else token_from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := stray(scope)) is not None:
+            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
+            return
         if scope["type"] == "http" and self._token and scope["path"] != "/health":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
@@ -319,44 +363,6 @@ class TokenGuard:
                 )
                 return
         await self.app(scope, receive, send)
-
-
-class RunGuard:
-    """ASGI middleware: 421 for a request of another run than `claim`'s; answers name run and model.
-
-    A request to a path of `claiming` claims a server that no run has claimed.
-    """
-
-    def __init__(
-        self, app: ASGIApp, claim: Claim | None, claiming: Collection[str] = (), model: str | None = None
-    ) -> None:
-        """`claim`: None for a server that may serve many runs; `model`: what it scores with, if it does."""
-        self.app = app
-        self._claim, self._claiming = claim, claiming
-        self._model = {} if model is None else {MODEL_HEADER: model}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def named(message: AsgiMessage) -> None:
-            if message["type"] == "http.response.start":
-                served = self._claim.headers() if self._claim else {}
-                message.setdefault("headers", [])
-                MutableHeaders(scope=message).update({**self._model, **served})
-            await send(message)
-
-        try:
-            if self._claim is not None:
-                asking = parse(Headers(scope=scope).get(RUN_HEADER))
-                self._claim.admit(asking, scope["path"] in self._claiming)
-        except WireError as error:
-            await refuse(400, str(error))(scope, receive, named)
-        except WrongServer as error:
-            await refuse(_MISDIRECTED, str(error))(scope, receive, named)
-        else:
-            await self.app(scope, receive, named)
 
 
 async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:

@@ -27,7 +27,8 @@ from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.transport import RunGuard, TokenGuard, refuse, reply
+from sync.guard import RunGuard
+from sync.transport import TokenGuard, refuse, reply
 from sync.wire import (
     Message,
     Scored,

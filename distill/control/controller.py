@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
+from distill.control.provenance import may_exist
 from distill.control.records import Concluded, DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
@@ -317,7 +319,7 @@ class Controller:
         fleet = Fleet(
             target=lambda: state.target.version if state.target else None,
             step_of=state.step_of,
-            may_exist=state.may_exist,
+            may_exist=partial(may_exist, state=state),
             applied=self._applied,
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,

@@ -33,7 +33,8 @@ from distill.launch.rehearse import claim_of
 from distill.report.results import complete
 from sync.claims import Claim
 from sync.errors import RemoteError, WrongServer
-from sync.transport import BlockingPeer, RunGuard, read_message, reply
+from sync.guard import RunGuard
+from sync.transport import BlockingPeer, read_message, reply
 from sync.wire import (
     EvalReport,
     EvalRequest,

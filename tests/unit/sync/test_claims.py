@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from sync.claims import MODEL_HEADER, RUN_HEADER, Claim
 from sync.errors import WireError, WrongServer
-from sync.transport import BlockingPeer, Peer, RunGuard, reply
+from sync.guard import RunGuard
+from sync.transport import BlockingPeer, Peer, reply
 from sync.wire import EvalRequest, Ok, RunIdentity, Version, frame
 
 OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
