@@ -11,10 +11,12 @@ import hmac
 import ipaddress
 import json
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
@@ -286,14 +288,41 @@ def _frame_length(buffer: bytearray) -> int:
 # --- server -----------------------------------------------------------------------------------------------
 
 
+def stray(scope: Scope) -> str | None:
+    """Why a request was not meant for this server; None: it was.
+
+    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
+    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
+    """
+    headers = dict(scope["headers"])
+    if (origin := headers.get(b"origin")) is not None:
+        return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
+    server, host = scope.get("server"), headers.get(b"host", b"").decode("latin-1")
+    if server is None or not is_loopback(server[0]):
+        return None
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if is_loopback(name) or name == socket.gethostname().lower():
+        return None
+    return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
+
+
 class TokenGuard:
-    """ASGI middleware: 401 unless the bearer token fits; /health is open; no token set, no guard."""
+    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
+
+    /health needs no token; where none is set, nothing does.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app = app
         self._token = token if token is not None else token_from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := stray(scope)) is not None:
+            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
+            return
         if scope["type"] == "http" and self._token and scope["path"] != "/health":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):

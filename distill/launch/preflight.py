@@ -10,11 +10,12 @@ from typing import Any
 from distill.config import RunConfig, TaskPrompts
 from distill.control import lateness
 from distill.launch.probes import Finding
+from distill.launch.processor import check_processors
 from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
-from sync import tokenizers
+from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.wire import TeacherInfo
@@ -28,11 +29,13 @@ CANNOT_WRITE = ("openai", "sglang")
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
+    check_processors(config)
     check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_folder(teacher, f"teachers.{name}")
     deepspeed_config(config.trainer)
+    check_secrets(config)
     _check_combinations(config)
     _check_temperature(config)
     router = Router(config.teachers)
@@ -100,6 +103,11 @@ def student_limit(config: RunConfig) -> int:
 
 def context_length(source: ModelSource) -> int:
     """Longest sequence that a model takes, in tokens. Raises ConfigError when its config cannot be read."""
+    return int(text_config(source).max_position_embeddings)
+
+
+def text_config(source: ModelSource) -> Any:
+    """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -108,7 +116,7 @@ def context_length(source: ModelSource) -> int:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
-    return int(config.get_text_config().max_position_embeddings)
+    return config.get_text_config()
 
 
 def check_folder(source: ModelSource, key: str) -> None:
@@ -188,6 +196,17 @@ def _check_temperature(config: RunConfig) -> None:
             rollouts,
             rollouts,
         )
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Raises ConfigError for secrets where a command line or an engine's own log would show them."""
+    for place in secrets.found(config.model_dump(mode="json")):
+        parts = place.split("/")[1:]
+        if "engine_args" in parts or "launcher_args" in parts:
+            raise ConfigError(
+                f"{'.'.join(parts)} holds a secret, which a command line or the engine's log would show: set "
+                "it in the environment, such as [student.env] (HF_TOKEN, …), and leave it out"
+            )
 
 
 def check_following(config: RunConfig, name: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 from uuid import uuid4
 
+from sync.durable import force, make_folder
 from sync.errors import StoreError
 from sync.stores.base import check_key, missing, taken
 
@@ -28,7 +29,7 @@ class DirectoryStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         with _explained("open", self.root):
-            (self.root / _PENDING).mkdir(parents=True, exist_ok=True)
+            make_folder(self.root / _PENDING)
 
     def create(self, key: str, data: bytes | Path) -> None:
         target = self._path(key)
@@ -93,7 +94,7 @@ class DirectoryStore:
                     _fill(file, data)
                     os.fsync(file.fileno())
                 _place(pending, target, place)
-                _sync_folder(target.parent)
+                force(target.parent)
             except FileExistsError:
                 raise taken(str(self), target.relative_to(self.root).as_posix()) from None
             finally:
@@ -123,21 +124,12 @@ def _fill(file: BinaryIO, data: bytes | Path) -> None:
 def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> None:
     """Link or rename into place; a deletion may have removed the empty folder meanwhile: try again."""
     while True:
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            make_folder(target.parent)
             return place(pending, target)
         except FileNotFoundError:
             if target.parent.exists():
                 raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove_empty(folder: Path, root: Path) -> None:

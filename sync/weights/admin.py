@@ -117,17 +117,18 @@ def gc(
 ) -> Collected:
     """Remove versions that no reader needs.
 
-    Kept are the `keep_anchors` newest anchors and the deltas built on them; chains to leased versions; and
-    whatever a newer anchor made superfluous less than `grace_seconds` ago, since a reader may have set out
-    before that. Removed is the rest, and files below LATEST that never got a manifest. Manifests go first,
-    so that nobody sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
+    Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
+    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
+    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
+    Manifests go first, so that nobody sets out on a chain whose files are going. `now` is Unix time in
+    seconds; None: the clock.
     """
     held = _read(store, run)
     manifests = held.manifests
     now = time.time() if now is None else now
     needed = _needed(held, keep_anchors, now - grace_seconds)
     leases, odd_leases = leased(store, run, now)
-    for version in leases:
+    for version in leases | ({held.latest} if held.latest else set()):
         needed |= _chain(manifests, version).keys()
     removed = [version for version in manifests if version not in needed]
     removed += _abandoned(store, run, held)

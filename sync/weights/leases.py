@@ -3,6 +3,10 @@
 `RUN/leases/NAME.json` holds a version and the time at which nobody need care about the lease any more: a
 reader that died holds nothing back for ever, and one that lives renews it. Short reads need none: see
 `sync.weights.admin.gc`.
+
+Readers and the collector are on different machines, so the time is that of the wall. A clock that is wrong by
+more than a lease costs a reader its read (a missing file is an error; it begins again at the newest version)
+or keeps files for longer. What LATEST names is kept whatever the clocks say.
 """
 
 from __future__ import annotations

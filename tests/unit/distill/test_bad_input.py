@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distill.cli.main import main
+from distill.launch import processor
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
@@ -72,6 +73,15 @@ def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) ->
         main(["run", "nowhere.toml"])
     assert leaving.value.code == 2
     assert "nowhere.toml cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_processor_that_vllm_cannot_run_on_is_refused_by_what_it_lacks(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = processor.cpuinfo().replace(" avx2 ", " ").replace(" f16c ", " ")
+    monkeypatch.setattr(processor, "cpuinfo", lambda: older)
+    message = distill(name="preflight")
+    assert "this processor lacks avx2, f16c, and the CPU build of vLLM, which student runs, needs" in message
 
 
 def test_a_missing_model_folder_is_named(distill: Distill, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import socket
 import threading
 import time
 import tracemalloc
@@ -91,6 +92,36 @@ async def test_a_call_brings_the_answer() -> None:
             assert await peer.alive()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:5"}, 200),
+        ({"host": "[::1]:5"}, 200),
+        ({"host": socket.gethostname()}, 200),
+        ({"host": "a.page.example"}, 403),
+        ({"host": "127.0.0.1.a.page.example:5"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": "10.0.0.1"}, 403),
+        ({"origin": "http://a.page.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+async def test_what_a_page_in_a_browser_sends_to_loopback_is_refused(
+    headers: dict[str, str], status: int
+) -> None:
+    with serving(Scripted()) as url:
+        async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer secret"}) as client:
+            for path in ("/x", "/health"):
+                assert (await client.get(url + path, headers=headers)).status_code == status
+
+
+async def test_a_server_for_other_machines_goes_by_any_name() -> None:
+    app = Scripted().app
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://10.0.0.1") as client:
+        assert (await client.get("/health", headers={"host": "node-1"})).status_code == 200
+
+
 async def test_a_full_peer_is_asked_again_when_it_said() -> None:
     scripted = Scripted(refuse(429, "full", retry_after=0.01), refuse(503, "starting"))
     with serving(scripted) as url:
@@ -104,7 +135,7 @@ async def test_a_peer_that_stays_full_says_so() -> None:
     with serving(scripted) as url:
         async with Peer(url, "secret") as peer:
             with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-                await peer.call("/x", REQUEST, Ok, timeout=0.3)
+                await peer.call("/x", REQUEST, Ok, timeout=1.5)
 
 
 async def test_a_refusal_is_not_repeated() -> None:
@@ -164,7 +195,7 @@ def test_a_peer_that_stays_full_says_so_to_the_blocking_client_too() -> None:
     with serving(scripted) as url:
         peer = BlockingPeer(url, "secret")
         with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-            peer.call("/x", REQUEST, Ok, timeout=0.3)
+            peer.call("/x", REQUEST, Ok, timeout=1.5)
         peer.close()
 
 
