@@ -136,15 +136,13 @@ class RunState:
         self.reached: Version | None = None
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
-        """Completion tokens of each step trained on the way of the current lineage; those of steps that the
-        kept checkpoints cover are one sum, under the last of them."""
+        """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: deque[VersionPublished] = deque(maxlen=RECENT)
-        self.newest: dict[int, int] = {}
-        """Lineage → newest step that was published of it, to the store or by broadcast."""
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
         self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
         """The newest ones, in the order of their saving."""
