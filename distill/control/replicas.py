@@ -240,13 +240,19 @@ class Fleet:
         self.wake.wake()
 
     async def _catch_up(self, replica: Replica) -> None:
-        while (target := self._due(replica)) is not None:
-            await self.update(replica, self.request_for(target))
-        while self.by_broadcast and replica.version is None:
-            self._stranded()
+        while True:
+            if (target := self._due(replica)) is not None:
+                await self.update(replica, self.request_for(target))
+                continue
+            held = replica.version
+            stranded = self.by_broadcast and held is None
+            if not stranded and (held is None or self._may_exist(held)):
+                return
+            if stranded:
+                self._stranded()
             await self._published.wait(self.poll_seconds)
             if replica.lost.is_set():
-                raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
+                raise Unreachable(f"replica {replica.name} was lost while it waited for a version")
 
     def _due(self, replica: Replica) -> Version | None:
         """The version to bring the replica to; None: it holds the newest.
