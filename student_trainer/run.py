@@ -22,7 +22,7 @@ import torch
 
 from student_trainer import checkpoint
 from student_trainer.config import TrainerConfig
-from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
+from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController, beat
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
@@ -43,7 +43,17 @@ from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
-from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
+from sync.wire import (
+    FinalDigests,
+    Head,
+    Heartbeat,
+    TrainerHello,
+    TrainerWelcome,
+    Version,
+    decode,
+    encode,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
@@ -64,6 +74,9 @@ def run(config: TrainerConfig) -> None:
     stopping = threading.Event()
     controller = HttpController(peer, config.trainer.init_timeout_seconds, stopping)
     welcome = introduce(controller, start, fingerprint, ranks)
+    if config.heartbeat_seconds:
+        pulse = BlockingPeer(config.controller_url, token_from_environment(), config.heartbeat_seconds)
+        beat(pulse, Heartbeat(version=welcome.version, rank=ranks.rank), config.heartbeat_seconds)
     source = HttpSource(
         BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
         ranks.rank,

@@ -5,7 +5,7 @@
       └───────────── a connection is lost, or it came back with other weights ┘
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
-prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that answers
+prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
 and writes no token is lost too.
 """
 
@@ -183,12 +183,22 @@ class Fleet:
                 self._lose(replica)
 
     async def _listen(self, replica: Replica) -> None:
-        """Report a replica that falls silent, during an update too."""
-        if self._silent_seconds == 0:
-            return
-        await until_silent(replica, self._silent_seconds, self.poll_seconds)
+        """Report a replica that has work and writes nothing, whether it answers or not, in an update too."""
+        tokens: int | None = None
+
+        async def progresses() -> bool:
+            nonlocal tokens
+            before = tokens
+            try:
+                tokens = (await replica.engine.state()).tokens
+            except DistillError:
+                return False
+            return replica.in_flight == 0 or tokens is None or tokens != before
+
+        await until_silent(progresses, self._silent_seconds)
         logger.error(
-            "replica %s has %d completions to write and wrote no token for %.0f s: it is taken for stuck",
+            "replica %s has %d completions to write and wrote no token for rollout.silent_seconds = %g s: it "
+            "is taken for hung, its prompts are asked elsewhere",
             replica.name,
             replica.in_flight,
             self._silent_seconds,
