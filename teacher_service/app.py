@@ -265,7 +265,9 @@ class TeacherService:
         """GET /health"""
         if self._batcher.healthy:
             return PlainTextResponse("ok")
-        return refuse(503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process")
+        return refuse(
+            503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process"
+        )
 
     async def get_metrics(self, _: Request) -> Response:
         """GET /metrics"""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from distill.control.journal import Journal, Location
 from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
 from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from student_trainer import checkpoint, room
 from student_trainer.ledger import Ledger, read, repeated, trained_twice
 from student_trainer.ranks import Ranks
