@@ -49,6 +49,8 @@ LONGEST_CALM_SECONDS = 4.0
 """Between a recovery and the next event: a random time up to this."""
 HEALTH_SECONDS = 20.0
 """run.health_timeout_seconds, unless it is overridden: what is stopped is found so late."""
+SILENT_SECONDS = 60.0
+"""rollout.silent_seconds, likewise: an engine that is stopped behind its server is."""
 PAUSE_SECONDS = 1.5 * HEALTH_SECONDS
 """For which the controller is stopped: by the clock it would take everybody for hung."""
 FAULT_SECONDS = 5.0
@@ -136,8 +138,8 @@ def patient(
         ours += [f"run.steps={steps}", f'trainer.overrides."scheduler.params.total_num_steps"={steps}']
     else:
         path, ours = config, []
-    ours += [f"run.restarts={2 * events + 10}", "tracking.wandb=disabled"]
-    ours += [f"run.health_timeout_seconds={HEALTH_SECONDS}", "run.min_free_disk_gib=0"]
+    ours += [f"run.restarts={2 * events + 10}", "tracking.wandb=disabled", "run.min_free_disk_gib=0"]
+    ours += [f"run.health_timeout_seconds={HEALTH_SECONDS}", f"rollout.silent_seconds={SILENT_SECONDS}"]
     settings = load(path, [*ours, *overrides])
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
     ours += [*overrides, f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]

@@ -171,40 +171,45 @@ class Fleet:
         self._published.wake()
 
     async def _follow(self, replica: Replica) -> None:
-        while True:
-            await self._join(replica)
-            listening = asyncio.create_task(self._listen(replica))
-            try:
-                await self._serve(replica)
-            except DistillError as error:
-                logger.warning("replica %s is lost: %s", replica.name, error)
-            finally:
-                await cancel([listening])
-                self._lose(replica)
+        listening = asyncio.create_task(self._listen(replica))
+        try:
+            while True:
+                await self._join(replica)
+                try:
+                    await self._serve(replica)
+                except DistillError as error:
+                    logger.warning("replica %s is lost: %s", replica.name, error)
+                finally:
+                    self._lose(replica)
+        finally:
+            await cancel([listening])
 
     async def _listen(self, replica: Replica) -> None:
-        """Report a replica that has work and writes nothing, whether it answers or not, in an update too."""
-        tokens: int | None = None
+        """Report each time that a replica with work writes nothing and is not updated, though it answer."""
+        seen: tuple[int | None, Version | None] = None, None
 
         async def progresses() -> bool:
-            nonlocal tokens
-            before = tokens
+            nonlocal seen
+            before = seen
             try:
-                tokens = (await replica.engine.state()).tokens
+                tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
             except DistillError:
                 return False
-            return replica.in_flight == 0 or tokens is None or tokens != before
+            seen = tokens, replica.version
+            works = replica.in_flight > 0 or replica.busy.locked()
+            return not works or tokens is None or seen != before
 
-        await until_silent(progresses, self._silent_seconds)
-        logger.error(
-            "replica %s has %d completions to write and wrote no token for rollout.silent_seconds = %g s: it "
-            "is taken for hung, its prompts are asked elsewhere",
-            replica.name,
-            replica.in_flight,
-            self._silent_seconds,
-        )
-        self.report_lost(replica)
-        self._stuck(replica.name)
+        while True:
+            await until_silent(progresses, self._silent_seconds)
+            logger.error(
+                "replica %s has %d completions to write or weights to load and wrote no token for "
+                "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
+                replica.name,
+                replica.in_flight,
+                self._silent_seconds,
+            )
+            self.report_lost(replica)
+            self._stuck(replica.name)
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""
