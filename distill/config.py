@@ -144,8 +144,8 @@ class RolloutConfig(Settings):
     straggler_seconds: float | None = Field(None, gt=0)
     """Seconds from its sending that a completion may take; None: no limit."""
     silent_seconds: float = Field(240.0, ge=0)
-    """Seconds without a new token after which a replica with work (completions or an update) is hung, whether it
-    answers or not: its prompts are asked elsewhere, and its process, if it was started here, is killed and
+    """Seconds without a new token after which a replica with work (completions or an update) is hung, though
+    it answers: its prompts are asked elsewhere, and its process, if it was started here, is killed and
     started again (one of run.restarts). Keep it below weights.timeout_seconds. 0: never."""
     stragglers: AtLimit = "requeue"
     """What becomes of a completion that `straggler_seconds` ends. keep: the part written is trained on,
