@@ -133,8 +133,11 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
         await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
     beat(client.peer, Heartbeat(version=Version(0, 0), rank=0), 0.05)
     assert await asyncio.wait_for(hung.get(), 20) == "trainer"
+    await asyncio.to_thread(until, lambda: run.heartbeats.watched == [0])
     assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
+
     await client.call("/v1/hello", hello(2), TrainerWelcome)
+    assert run.heartbeats.watched == []
     await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
     assert hung.empty()
     client.peer.close()
@@ -150,8 +153,8 @@ async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(control
     await desk.batch(request(version))
     await desk.event(StepReport(version=Version(0, 1), metrics={}, seconds={}))
     await desk.event(FinalDigests(version=Version(0, 1), digests={}))
-    await desk.event(Heartbeat(version=version, rank=0))
     await asyncio.wait_for(task, 20)
+    await desk.event(Heartbeat(version=version, rank=0))
     assert run.heartbeats.watched == []
 
 

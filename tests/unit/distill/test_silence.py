@@ -84,6 +84,8 @@ async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_n
 
     tasks = [asyncio.create_task(beats.run()), asyncio.create_task(alive())]
     assert await asyncio.wait_for(hung.get(), 20) == [1, 3]
+    beats.heard(5)
+    assert await asyncio.wait_for(hung.get(), 20) == [5]
     for task in tasks:
         task.cancel()
 
