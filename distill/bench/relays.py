@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.launch import run
+from distill.launch.ports import Ports
 from distill.launch.roles import Plan, plan_servers, trainer_child
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
@@ -133,9 +134,9 @@ def main() -> None:
 
     relays: list[Relays] = []
 
-    def planned(config: RunConfig, folder: RunFolder, token: str | None) -> Plan:
+    def planned(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
         relays.append(Relays(folder.path / FAULTS))
-        plan = plan_servers(config, folder, token)
+        plan = plan_servers(config, folder, token, ports)
         urls = {child.url: relays[0].before(child.name, child.url) for child in plan.children if child.url}
         plan.replicas = {name: urls.get(url, url) for name, url in plan.replicas.items()}
         plan.teachers = {name: [urls.get(url, url) for url in all_] for name, all_ in plan.teachers.items()}

@@ -6,14 +6,13 @@ again), `buffer`, a batch of `batches`, or dropped.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from distill.control.buffer import Buffer, Entry
 from distill.control.clock import Bound, Lineage, Lineages, capacity
-from distill.control.journal import Location
 from distill.control.records import (
     AnyRecord,
     AskedAgain,
@@ -21,12 +20,15 @@ from distill.control.records import (
     Composed,
     Dropped,
     Evaluated,
+    Held,
     Issued,
     LineageOpened,
+    Location,
     Opened,
     Record,
     RolledBack,
     Rollout,
+    Snapshot,
     Stepped,
     Trace,
     VersionApplied,
@@ -34,6 +36,9 @@ from distill.control.records import (
 )
 from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
+
+RECENT = 256
+"""Newest publications, updates of replicas and checkpoints that are remembered one by one."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,10 @@ class Counters:
     """Rollouts in composed batches."""
     late: int = 0
     """Of them, those older than the limit, at a weight below 1."""
+    published: int = 0
+    """Versions."""
+    applied: int = 0
+    """Updates of replicas."""
 
 
 class RunState:
@@ -126,14 +135,20 @@ class RunState:
         self.reached: Version | None = None
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
-        """Completion tokens of each step trained on the way of the current lineage."""
+        """Completion tokens of each step trained on the way of the current lineage; those of steps that the
+        kept checkpoints cover are one sum, under the last of them."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
-        self.published: list[VersionPublished] = []
-        self.applied: list[VersionApplied] = []
+        self.published: deque[VersionPublished] = deque(maxlen=RECENT)
+        self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
+        """The newest ones, in the order of their saving."""
+        self.snapshots: dict[Version, Held] = {}
+        """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
+        self.opened: Opened | None = None
+        """By the newest controller."""
         self.evaluations: list[EvalReport] = []
         self.rollbacks = 0
         """Of the guard, over the whole run."""
@@ -159,6 +174,7 @@ class RunState:
             Checkpointed: self._checkpointed,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
+            Snapshot: self._snapshot,
         }
 
     # --- questions ----------------------------------------------------------------------------------------
@@ -171,6 +187,10 @@ class RunState:
     def step_of(self, version: Version) -> int:
         """A token's version as a step of the current lineage."""
         return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
+
+    def passed(self, version: Version) -> bool:
+        """Whether a version lies on the way of the current lineage."""
+        return self.lineage is not None and self.step_of(version) == version.step
 
     def room(self, applied: Version | None) -> int:
         """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
@@ -194,7 +214,11 @@ class RunState:
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
     def plan_lineage(
-        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+        self,
+        checkpoint: Version | None,
+        fingerprint: str,
+        without: Collection[str] | None = None,
+        ranks: int | None = None,
     ) -> LineageOpened:
         """What a trainer starting from `checkpoint` opens; `without` as in `Books.open_lineage`."""
         start = checkpoint.step if checkpoint else 0
@@ -204,7 +228,7 @@ class RunState:
                 branch += 1
         batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
         left = [rollout for rollout in without or () if rollout in batched]
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left)
+        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left, ranks)
 
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""
@@ -218,7 +242,7 @@ class RunState:
         self._apply[type(record)](record, location)
 
     def _opened(self, record: Opened, _: Location | None) -> None:
-        pass
+        self.opened = record
 
     def _issued(self, record: Issued, location: Location | None) -> None:
         written = set(record.by_teacher)
@@ -334,6 +358,7 @@ class RunState:
 
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
+        self.counters.published += 1
         if record.kind == "broadcast":
             return
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
@@ -341,9 +366,16 @@ class RunState:
 
     def _version_applied(self, record: VersionApplied, _: Location | None) -> None:
         self.applied.append(record)
+        self.counters.applied += 1
 
     def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
         self.checkpoints.append(record.version)
+        del self.checkpoints[:-RECENT]
+
+    def _snapshot(self, record: Snapshot, location: Location | None) -> None:
+        if location:
+            needed = frozenset(place.segment for place in record.where.values())
+            self.snapshots[record.checkpoint] = Held(location.segment, needed)
 
     def _rolled_back(self, record: RolledBack, _: Location | None) -> None:
         self.rollbacks += 1
@@ -355,20 +387,9 @@ class RunState:
     def forget_unavailable(self) -> None:
         """After a replay: forget batches whose rollouts the journal no longer holds whole."""
         for version in [v for v in self.batches if not self.available(v)]:
-            self._forget(version)
+            self.forget(version)
 
-    def _forget(self, version: Version) -> None:
+    def forget(self, version: Version) -> None:
+        """No trainer will ask for this batch again."""
         for entry in self.batches.pop(version).entries:
             self.where.pop(entry.id, None)
-
-    def forget_covered(self, keep_checkpoints: int) -> set[int]:
-        """Forget what the oldest kept checkpoint covers; returns the journal segments still needed.
-
-        Until `keep_checkpoints` of the current lineage's way are there, nothing is forgotten.
-        """
-        kept = [v for v in self.checkpoints if self.lineage is not None and self.step_of(v) == v.step]
-        if len(kept) >= keep_checkpoints:
-            covered = min(version.step for version in kept[-keep_checkpoints:])
-            for version in [v for v in self.batches if v.step < covered]:
-                self._forget(version)
-        return {location.segment for location in self.where.values()}

@@ -21,9 +21,9 @@ Answer = Written | ScoreRefused
 class Writing:
     """Runs for the length of the run; `put` at any time.
 
-    The teacher samples at temperature 1 from its whole distribution, with the prompt that it sees when it
-    scores. What it wrote goes to `finished`, looks like a student's completion without versions, and is
-    scored like one; `refused` is called with an empty completion and the reason.
+    The teacher samples from its whole distribution, at the temperature of its scores, with the prompt that
+    it sees when it scores. What it wrote goes to `finished`, looks like a student's completion without
+    versions, and is scored like one; `refused` is called with an empty completion and the reason.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class Writing:
 
     async def _ask(self, name: str, work: list[Asked]) -> list[Answer]:
         prompts = [self._prompt(name, asked) for asked in work]
-        rollout = self._config.rollout
-        return await self._parts.teachers[name].write(prompts, rollout.max_tokens, rollout.stop_token_ids)
+        rollout, teacher = self._config.rollout, self._parts.teachers[name]
+        temperature = self._parts.want.temperature
+        return await teacher.write(
+            prompts, rollout.max_tokens, rollout.stop_token_ids, temperature=temperature
+        )
 
     def _prompt(self, name: str, asked: Asked) -> WritePrompt:
         transform, prompt = (self._parts.transforms or {}).get(name), asked.prompt
