@@ -22,7 +22,7 @@ import torch
 
 from student_trainer import checkpoint, schedule
 from student_trainer.config import TrainerConfig
-from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
+from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController, beat
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
@@ -49,6 +49,7 @@ from sync.weights.publish import Publisher
 from sync.wire import (
     FinalDigests,
     Head,
+    Heartbeat,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -78,6 +79,9 @@ def run(config: TrainerConfig) -> None:
     controller = HttpController(peer, config.trainer.init_timeout_seconds, stopping)
     welcome = introduce(controller, hello, ranks)
     claim.run = welcome.run
+    if config.heartbeat_seconds:
+        pulse = BlockingPeer(url, token, config.heartbeat_seconds, claim)
+        beat(pulse, Heartbeat(version=welcome.version, rank=ranks.rank), config.heartbeat_seconds)
     source = HttpSource(BlockingPeer(url, token, _POLL_SECONDS, claim), ranks.rank, ranks.world_size)
     source.expect(welcome.version)
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)

@@ -49,7 +49,7 @@ from teacher_service.admission import (
     check_request,
     check_write,
 )
-from teacher_service.batching import Batcher
+from teacher_service.batching import STUCK_SECONDS, Batcher
 from teacher_service.bodies import BodyGate
 from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks
 from teacher_service.metrics import Metrics
@@ -278,7 +278,9 @@ class TeacherService:
         """GET /health"""
         if self._batcher.healthy:
             return PlainTextResponse("ok")
-        return refuse(503, "the batching task has ended: restart this process, its log says why")
+        return refuse(
+            503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process"
+        )
 
     async def get_metrics(self, _: Request) -> Response:
         """GET /metrics"""

@@ -39,8 +39,9 @@ from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
+from distill.control.silence import Heartbeats
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
-from distill.control.timeline import Timeline
+from distill.control.timeline import TRAINER, Timeline
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
 from sync.errors import Overloaded
@@ -98,6 +99,7 @@ class Controller:
             write=self.writing.put,
         )
         self._guard = Guard(config.guard)
+        self.heartbeats = Heartbeats(config.run.health_timeout_seconds, self._hung)
         self.desk = self._make_desk(parts)
         self.composer = self._make_composer()
         self._set_back()
@@ -126,6 +128,7 @@ class Controller:
     def trainer_left(self) -> None:
         """The trainer's processes have ended for good."""
         self._left = True
+        self.heartbeats.forget()
         self._changed.wake()
 
     def withhold(self) -> None:
@@ -174,7 +177,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self.composer.run(), self._keep_tidy()]
+        return [*parts, self.composer.run(), self._keep_tidy(), self.heartbeats.run()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -198,6 +201,7 @@ class Controller:
             await self.books.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
+        self.heartbeats.forget()
         if self._interrupted:
             self._end = await conclude_interrupted(self.desk.final, self.fleet)
         else:
@@ -250,6 +254,14 @@ class Controller:
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
 
+    def _hung(self, ranks: list[int]) -> None:
+        logger.error(
+            "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: the trainer is hung",
+            ", ".join(map(str, ranks)),
+            self.config.run.health_timeout_seconds,
+        )
+        self._hooks.stuck(TRAINER)
+
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
         end = time.time()
@@ -258,6 +270,7 @@ class Controller:
     def _opened(self, welcome: TrainerWelcome) -> None:
         self._guard.forget()
         self._claim.run = welcome.run
+        self.heartbeats.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -359,6 +372,7 @@ class Controller:
                 reported=self._reported,
                 published=self._published,
                 saved=self._tidy.wake,
+                heard=self.heartbeats.heard,
                 wants_broadcast=self.broadcasts.wanted,
                 lost_seats=self.broadcasts.lost_seats,
             ),

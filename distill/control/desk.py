@@ -24,6 +24,7 @@ from sync.wire import (
     BatchRequest,
     CheckpointSaved,
     FinalDigests,
+    Heartbeat,
     Ok,
     Published,
     RunIdentity,
@@ -37,7 +38,7 @@ from sync.wire import (
 )
 
 LONG_POLL_SECONDS = 20.0
-Event = StepReport | Published | CheckpointSaved | FinalDigests
+Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +57,8 @@ class Listener:
     saved: Callable[[], None]
     wants_broadcast: Callable[[], bool]
     """Whether a replica can only go on when the trainer broadcasts what it holds."""
+    heard: Callable[[int], None]
+    """A rank lives."""
     lost_seats: Callable[[str], dict[str, str]]
     """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
 
@@ -249,6 +252,10 @@ class Desk:
     async def event(self, event: Event) -> Ok | Audience:
         """Take note of what the trainer did. Raises RemoteError for another lineage."""
         self._check(event.version)
+        if isinstance(event, Heartbeat):  # never waits for a disk; none is missed after the last word
+            if self.final is None:
+                self._listener.heard(event.rank)
+            return Ok()
         answer: Audience | None = None
         if isinstance(event, StepReport):
             self._step(event)

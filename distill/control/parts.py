@@ -49,7 +49,7 @@ class Hooks:
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
     stuck: Callable[[str], None] = _ignore
-    """A replica answers and writes nothing: start its process again, if it is ours."""
+    """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
     span: Callable[[Span], None] = _ignore
     """A stretch of work or waiting has ended: a line of timeline.jsonl."""
 

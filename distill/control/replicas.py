@@ -5,7 +5,7 @@
       └───────────── a connection is lost, or it came back with other weights ┘
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
-prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that answers
+prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
 and writes no token is lost too. One that serves another run is taken out; the run ends when it has no other.
 """
 
@@ -179,20 +179,20 @@ class Fleet:
         self._published.wake()
 
     async def _follow(self, replica: Replica) -> None:
-        while True:
-            try:
+        listening = asyncio.create_task(self._listen(replica))
+        try:
+            while True:
                 await self._join(replica)
-            except WrongServer as error:
-                await self._expel(replica, error)
-                return
-            listening = asyncio.create_task(self._listen(replica))
-            try:
-                await self._serve(replica)
-            except DistillError as error:
-                logger.warning("replica %s is lost: %s", replica.name, error)
-            finally:
-                await cancel([listening])
-                self._lose(replica)
+                try:
+                    await self._serve(replica)
+                except DistillError as error:
+                    logger.warning("replica %s is lost: %s", replica.name, error)
+                finally:
+                    self._lose(replica)
+        except WrongServer as error:
+            await self._expel(replica, error)
+        finally:
+            await cancel([listening])
 
     async def _expel(self, replica: Replica, error: WrongServer) -> None:
         """Take out a replica of another run. Raises its error when it was to begin with, or is the last."""
@@ -203,18 +203,31 @@ class Fleet:
         await replica.engine.aclose()
 
     async def _listen(self, replica: Replica) -> None:
-        """Report a replica that falls silent, during an update too."""
-        if self._silent_seconds == 0:
-            return
-        await until_silent(replica, self._silent_seconds, self.poll_seconds)
-        logger.error(
-            "replica %s has %d completions to write and wrote no token for %.0f s: it is taken for stuck",
-            replica.name,
-            replica.in_flight,
-            self._silent_seconds,
-        )
-        self.report_lost(replica)
-        self._stuck(replica.name)
+        """Report each time that a replica with work writes nothing and is not updated, though it answer."""
+        seen: tuple[int | None, Version | None] = None, None
+
+        async def progresses() -> bool:
+            nonlocal seen
+            before = seen
+            try:
+                tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
+            except DistillError:
+                return False
+            seen = tokens, replica.version
+            works = replica.in_flight > 0 or replica.busy.locked()
+            return not works or tokens is None or seen != before
+
+        while True:
+            await until_silent(progresses, self._silent_seconds)
+            logger.error(
+                "replica %s has %d completions to write or weights to load and wrote no token for "
+                "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
+                replica.name,
+                replica.in_flight,
+                self._silent_seconds,
+            )
+            self.report_lost(replica)
+            self._stuck(replica.name)
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""

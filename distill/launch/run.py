@@ -123,7 +123,12 @@ class _Launcher:
         if config.controller.trainer == "launch":
             child = trainer_child(config, folder, self._controller.url, token)
             children.append(replace(child, joined=lambda: self._joined, prepare=self._before_trainer))
-        self._supervisor = Supervisor(children, folder.logs, config.run.restarts)
+        self._supervisor = Supervisor(
+            children,
+            folder.logs,
+            config.run.restarts,
+            health_seconds=config.run.health_timeout_seconds,
+        )
 
     async def run(self) -> dict[str, Any]:
         """The controller's figures."""
@@ -304,6 +309,7 @@ class _Launcher:
 
     def _before_trainer(self) -> None:
         self._joined = False
+        self._controller.heartbeats.forget()
         for version in self._back_to:
             self._folder.set_back(version)
 

@@ -113,6 +113,14 @@ class Stop(Message, frozen=True):
     """Save a checkpoint before leaving."""
 
 
+class Heartbeat(Message, frozen=True):
+    """Every rank, every few seconds from its welcome on: its process runs, whatever its main thread does."""
+
+    version: Version
+    """TrainerWelcome.version of this start."""
+    rank: int
+
+
 class StepReport(Message, frozen=True):
     """Rank 0, after each optimizer step."""
 

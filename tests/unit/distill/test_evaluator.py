@@ -183,7 +183,7 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
         return report(version, 0.5)
 
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, silent_seconds=3.0, look_seconds=0.05)
+        evaluator = HttpEvaluator(url, silent_seconds=3.0)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert asked == [Version(0, 3)]
@@ -198,7 +198,7 @@ async def test_an_evaluation_that_goes_on_is_told_in_the_log(
 
     monkeypatch.setattr(evaluator_client, "SAY_SECONDS", 0.1)
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, look_seconds=0.05)
+        evaluator = HttpEvaluator(url)
         await evaluator.evaluate(Version(0, 3))
         await evaluator.aclose()
     assert "the evaluation of L000-v00000003 has taken 0 s and goes on" in caplog.messages
@@ -208,7 +208,7 @@ async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
     bound = listen("127.0.0.1", 0, None)
     bound.listen()  # connections are taken, and never answered
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    evaluator = HttpEvaluator(url, silent_seconds=0.2, look_seconds=0.05)
+    evaluator = HttpEvaluator(url, silent_seconds=0.2)
     with pytest.raises(
         Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
     ):

@@ -459,6 +459,37 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
         await world.until(lambda: world.fleet.replicas["a"].phase is Phase.CATCHING_UP)
 
 
+async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
+    class Hanging(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits so long")
+
+    world = World(0.2, a=Hanging())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.stuck == ["a", "a"])
+
+
+async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> None:
+    class Away(MemoryReplica):
+        looks = 0
+
+        async def alive(self) -> bool:
+            self.looks += 1
+            return False
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            raise Unreachable("starting")
+
+    away = Away()
+    world = World(0.02, a=away)
+    async with world.running():
+        await world.until(lambda: away.looks > 20)
+        assert world.stuck == []
+
+
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: bool) -> None:
     class Uncounted(MemoryReplica):

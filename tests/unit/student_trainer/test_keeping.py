@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 from power_cut import power_cut
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from student_trainer import checkpoint, room
 from student_trainer import checkpoint_files as files
 from student_trainer.ledger import Ledger, read, repeated
