@@ -194,7 +194,7 @@ class Fleet:
             try:
                 tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
             except DistillError:
-                return False
+                return True
             seen = tokens, replica.version
             works = replica.in_flight > 0 or replica.busy.locked()
             return not works or tokens is None or seen != before
@@ -202,7 +202,7 @@ class Fleet:
         while True:
             await until_silent(progresses, self._silent_seconds)
             logger.error(
-                "replica %s has %d completions to write or weights to load and wrote no token for "
+                "replica %s answers, has %d completions to write or weights to load, and wrote no token for "
                 "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
                 replica.name,
                 replica.in_flight,
