@@ -185,7 +185,10 @@ class Fleet:
             await cancel([listening])
 
     async def _listen(self, replica: Replica) -> None:
-        """Report each time that a replica with work writes nothing and is not updated, though it answer."""
+        """Report each time that a replica with work answers, but writes nothing and is not updated.
+
+        One that does not answer may be starting again: its launcher and `_check` look after that.
+        """
         seen: tuple[int | None, Version | None] = None, None
 
         async def progresses() -> bool:
