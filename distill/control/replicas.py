@@ -203,7 +203,10 @@ class Fleet:
         await replica.engine.aclose()
 
     async def _listen(self, replica: Replica) -> None:
-        """Report each time that a replica with work writes nothing and is not updated, though it answer."""
+        """Report each time that a replica with work answers, but writes nothing and is not updated.
+
+        One that does not answer may be starting again: its launcher and `_check` look after that.
+        """
         seen: tuple[int | None, Version | None] = None, None
 
         async def progresses() -> bool:
@@ -212,7 +215,7 @@ class Fleet:
             try:
                 tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
             except DistillError:
-                return False
+                return True
             seen = tokens, replica.version
             works = replica.in_flight > 0 or replica.busy.locked()
             return not works or tokens is None or seen != before
@@ -220,7 +223,7 @@ class Fleet:
         while True:
             await until_silent(progresses, self._silent_seconds)
             logger.error(
-                "replica %s has %d completions to write or weights to load and wrote no token for "
+                "replica %s answers, has %d completions to write or weights to load, and wrote no token for "
                 "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
                 replica.name,
                 replica.in_flight,
