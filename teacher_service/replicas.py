@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from sync.errors import Overloaded, Unreachable
 from sync.transport import Peer
@@ -24,6 +24,13 @@ LONGEST_PAUSE: Final = 2.0
 """Seconds that a replica is left alone after a failure, doubling from the first to the longest."""
 
 
+class Answer(NamedTuple):
+    """What came back, and whence."""
+
+    body: bytes
+    url: str
+
+
 @dataclass(eq=False)
 class Replica:
     """What is known of one process."""
@@ -34,6 +41,8 @@ class Replica:
     back_at: float = 0.0
     """time.monotonic() before which it is left alone."""
     pause: float = FIRST_PAUSE
+    left_out: bool = False
+    """It is asked nothing any more, while there is another."""
 
     def failed(self, wait: float) -> None:
         """Leave it alone for `wait` seconds, or for its pause when that is longer."""
@@ -57,13 +66,20 @@ class Replicas:
         """Close every connection."""
         await asyncio.gather(*(replica.peer.aclose() for replica in self.all))
 
-    async def exchange(self, path: str, body: bytes | None, tokens: int, expires: float) -> bytes:
+    def leave_out(self, url: str) -> bool:
+        """Ask the replica at `url` nothing more; whether another is left."""
+        for replica in self.all:
+            replica.left_out |= replica.peer.url == url
+        return not all(replica.left_out for replica in self.all)
+
+    async def exchange(self, path: str, body: bytes | None, tokens: int, expires: float) -> Answer:
         """Answer of the first replica that gives one before `expires` (time.monotonic()).
 
         Raises Unreachable when none did, Overloaded when the last one was full, RemoteError for a refusal.
         """
         while True:
-            replica = min(self.all, key=lambda r: (max(0.0, r.back_at - time.monotonic()), r.outstanding))
+            used = [replica for replica in self.all if not replica.left_out] or self.all
+            replica = min(used, key=lambda r: (max(0.0, r.back_at - time.monotonic()), r.outstanding))
             pause = replica.back_at - time.monotonic()
             if pause > 0:
                 await asyncio.sleep(min(pause, max(0.0, expires - time.monotonic())))
@@ -71,10 +87,10 @@ class Replicas:
             try:
                 answer = await self._attempt(replica, path, body, max(0.05, expires - time.monotonic()))
                 replica.answered()
-                return answer
+                return Answer(answer, replica.peer.url)
             except (Unreachable, Overloaded) as error:
                 replica.failed(error.retry_after if isinstance(error, Overloaded) else 0.0)
-                if time.monotonic() >= expires or min(r.back_at for r in self.all) >= expires:
+                if time.monotonic() >= expires or min(r.back_at for r in used) >= expires:
                     raise
                 self.retries += 1
                 log.warning("%s; trying again", error)

@@ -17,8 +17,9 @@ from distill.control.books import Books
 from distill.control.records import Evaluated
 from distill.control.signals import Signal
 from distill.control.timeline import Timeline
-from sync.errors import RemoteError, Unreachable
-from sync.wire import EvalReport, Version
+from distill.control.trust import Trust
+from sync.errors import RemoteError, Unreachable, WireError
+from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Evaluations:
         timeline: Timeline,
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
+        trust: Trust | None = None,
         retry_seconds: float = 5.0,
     ) -> None:
         self._evaluator = evaluator
@@ -72,7 +74,7 @@ class Evaluations:
         self._books = books
         self._timeline = timeline
         self._done = done
-        self._stop = stop
+        self._stop, self._trust = stop, trust
         self._retry_seconds = retry_seconds
         self._waiting: Version | None = None
         self._newest: Version | None = None
@@ -107,7 +109,7 @@ class Evaluations:
                 logger.warning("evaluation of %s is tried again: %s", version, error)
                 self._waiting = self._waiting or version
                 await asyncio.sleep(self._retry_seconds)
-            except RemoteError as error:
+            except (RemoteError, WireError) as error:
                 logger.error("evaluation of %s is left out: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
@@ -121,7 +123,7 @@ class Evaluations:
         metric, reports = self._config.metric, self._books.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
-            report = await self._evaluator.evaluate(version)
+            report = await self._checked(version)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._books.write(Evaluated(report))
@@ -131,4 +133,18 @@ class Evaluations:
             self._stop(
                 f"{self._config.patience} evaluations brought no better {metric} than {best(reports, metric)}"
             )
+        return report
+
+    async def _checked(self, version: Version) -> EvalReport:
+        """A report that can be recorded. Raises WireError for one that cannot."""
+        try:
+            report = await self._evaluator.evaluate(version)
+            if problem := checks.evaluation(report, version):
+                raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
+        except WireError as error:
+            if self._trust is not None:
+                self._trust.bad("the evaluator", str(error), lambda: False)
+            raise
+        if self._trust is not None:
+            self._trust.good("the evaluator")
         return report

@@ -8,13 +8,14 @@ from typing import Any
 
 from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
-from distill.control.records import DropReason
+from distill.control.records import DropReason, Rollout
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
-from sync.wire import EvalReport, TrainerWelcome, Version, Want
+from sync.wire import EvalReport, TrainerWelcome, Version, Want, unpack
+from sync.wire.checks import ANY_ID
 
 
 def _ignore(*_: Any) -> None:
@@ -30,6 +31,12 @@ class Quarantined:
     detail: str
     tokens: list[int]
     """Of the completion."""
+
+
+def of_journal(rollout: Rollout, reason: DropReason, detail: str) -> Quarantined:
+    """A rollout of the journal; without tokens where its arrays are what is wrong with it."""
+    tokens = [] if reason == "unusable" else unpack(rollout.tokens).tolist()
+    return Quarantined(Prompt(rollout.id, []), reason, detail, tokens)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Parts:
     """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0
     """What it needs from the replicas: ids per position."""
+    vocab_size: int = ANY_ID
+    """Of the student's tokenizer: every id is below it."""
     evaluator: Evaluator | None = None
     judge: Judge | None = None
     """Gives every rollout its reward; None: they have none."""

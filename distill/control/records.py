@@ -22,9 +22,18 @@ DropReason = Literal[
     "over_long",
     "rolled_back",
     "group_broken",
+    "unusable",
+    "function_failed",
+    "poisoned",
 ]
 AgainReason = Literal[
-    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
+    "replica_lost",
+    "replica_busy",
+    "aborted",
+    "straggler",
+    "over_long",
+    "unusable",
+    "controller_restarted",
 ]
 
 
@@ -142,6 +151,14 @@ class LineageOpened(Record, frozen=True):
     fingerprint: str
     without: list[str] = []
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
+    parts: list[list[str]] = []
+    """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
+
+
+class HandedOut(Record, frozen=True):
+    """A rank of the current trainer has the batch of `version`."""
+
+    version: Version
 
 
 class Stepped(Record, frozen=True):
@@ -203,6 +220,7 @@ AnyRecord = (
     | Dropped
     | Composed
     | LineageOpened
+    | HandedOut
     | Stepped
     | VersionPublished
     | VersionApplied

@@ -22,9 +22,10 @@ from distill.control.records import VersionApplied
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.signals import Signal
 from distill.control.silence import until_silent
+from distill.control.trust import Trust
 from distill.control.waiting import cancel, unless
-from sync.errors import DistillError, RemoteError, Unreachable
-from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
+from sync.errors import DistillError, RemoteError, Unreachable, WireError
+from sync.wire import BroadcastTicket, ReplicaState, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Replica:
         self.rests_until = 0.0
         """Monotonic time before which it is asked nothing."""
         self.lost = asyncio.Event()
+        self.left_out = False
+        """It gave too many unusable answers: it is asked nothing any more."""
         self.busy = asyncio.Lock()
         """Held during an update."""
 
@@ -84,6 +87,7 @@ class Fleet:
         stranded: Callable[[], None] = lambda: None,
         silent_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
+        trust: Trust | None = None,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
@@ -91,7 +95,7 @@ class Fleet:
         self._step_of = step_of
         self._applied = applied
         self._stranded = stranded
-        self._silent_seconds, self._stuck = silent_seconds, stuck
+        self._silent_seconds, self._stuck, self._trust = silent_seconds, stuck, trust
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
         self.poll_seconds = poll_seconds
@@ -141,6 +145,21 @@ class Fleet:
         replica.phase = Phase.ABSENT
         self._published.wake()
 
+    def trust(self, replica: Replica) -> None:
+        """An answer of it could be used."""
+        if self._trust is not None:
+            self._trust.good(_server(replica))
+
+    def distrust(self, replica: Replica, problem: str) -> None:
+        """An answer of it could not: see Trust."""
+        if self._trust is not None:
+            self._trust.bad(_server(replica), problem, lambda: self._leave_out(replica))
+
+    def _leave_out(self, replica: Replica) -> bool:
+        replica.left_out = True
+        self.report_lost(replica)
+        return not all(one.left_out for one in self.replicas.values())
+
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: ask it nothing for `retry_after` seconds (None: longer each time)."""
         replica.refusals += 1
@@ -171,7 +190,7 @@ class Fleet:
         self._published.wake()
 
     async def _follow(self, replica: Replica) -> None:
-        while True:
+        while not replica.left_out:
             await self._join(replica)
             listening = asyncio.create_task(self._listen(replica))
             try:
@@ -199,10 +218,10 @@ class Fleet:
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""
         pause = self._retry_seconds / 10
-        while True:
+        while not replica.left_out:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await replica.engine.state()).version
+                    replica.version = (await self._state(replica)).version
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
@@ -212,6 +231,8 @@ class Fleet:
                 replica.phase = Phase.ABSENT
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._retry_seconds)
+        else:
+            return
         replica.phase = Phase.SERVING
         replica.joined += 1
         logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
@@ -254,7 +275,7 @@ class Fleet:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, replica.engine.state(), replica.name)
+            state = await unless(replica.lost, self._state(replica), replica.name)
             if state.version != replica.version:
                 raise Unreachable(
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
@@ -270,9 +291,7 @@ class Fleet:
             if replica.version == request.version and request.broadcast is None:
                 return None
             began = time.monotonic()
-            reply = await unless(
-                replica.lost, replica.engine.update(request, self._update_seconds), replica.name
-            )
+            reply = await unless(replica.lost, self._asked_to_update(replica, request), replica.name)
             replica.version = reply.version
             self._applied(
                 VersionApplied(
@@ -287,6 +306,28 @@ class Fleet:
             )
         self.wake.wake()
         return reply
+
+    async def _asked_to_update(self, replica: Replica, request: UpdateRequest) -> UpdateReply:
+        try:
+            reply = await replica.engine.update(request, self._update_seconds)
+        except WireError as error:
+            raise self._unusable(replica, f"its answer to an update is no message: {error}") from None
+        if problem := checks.update(reply, request.version):
+            raise self._unusable(replica, f"its answer to an update: {problem}")
+        return reply
+
+    async def _state(self, replica: Replica) -> ReplicaState:
+        try:
+            state = await replica.engine.state()
+        except WireError as error:
+            raise self._unusable(replica, f"its state is no message: {error}") from None
+        if problem := checks.replica_state(state):
+            raise self._unusable(replica, f"its state: {problem}")
+        return state
+
+    def _unusable(self, replica: Replica, problem: str) -> Unreachable:
+        self.distrust(replica, problem)
+        return Unreachable(f"replica {replica.name} cannot be followed: {problem}")
 
     def _lose(self, replica: Replica) -> None:
         replica.phase = Phase.ABSENT
@@ -322,3 +363,7 @@ class Fleet:
             logger.error("replica %s cannot show its weights: %s", replica.name, error)
             return replica.name, None if isinstance(error, Unreachable) else False
         return replica.name, state.version == version and state.digests == digests
+
+
+def _server(replica: Replica) -> str:
+    return f"replica {replica.name} at {replica.engine.url}"

@@ -21,6 +21,7 @@ from distill.control.records import (
     Composed,
     Dropped,
     Evaluated,
+    HandedOut,
     Issued,
     LineageOpened,
     Opened,
@@ -32,6 +33,7 @@ from distill.control.records import (
     VersionApplied,
     VersionPublished,
 )
+from distill.control.trials import Trials, first_anew, held_by_last, parts_after
 from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
 
@@ -80,6 +82,10 @@ class Batch:
     """Of each rollout, in versions."""
     weights: list[float]
     """What each rollout counts for; empty: 1 for all."""
+    trial: bool = False
+    """It is a part of a batch that trainers died on."""
+    trained: bool = False
+    """A trainer has made its step."""
 
 
 @dataclass
@@ -129,6 +135,9 @@ class RunState:
         """Completion tokens of each step trained on the way of the current lineage."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
+        self.furthest = 0
+        """Highest step that any lineage could have reached."""
+        self.trials = Trials()
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: list[VersionPublished] = []
@@ -153,6 +162,7 @@ class RunState:
             Dropped: self._dropped,
             Composed: self._composed,
             LineageOpened: self._lineage_opened,
+            HandedOut: self._handed_out,
             Stepped: self._stepped,
             VersionPublished: self._version_published,
             VersionApplied: self._version_applied,
@@ -194,17 +204,21 @@ class RunState:
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
     def plan_lineage(
-        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+        self,
+        checkpoint: Version | None,
+        fingerprint: str,
+        without: Collection[str] | None = None,
+        sound: Callable[[Batch], bool] = lambda batch: True,
     ) -> LineageOpened:
-        """What a trainer starting from `checkpoint` opens; `without` as in `Books.open_lineage`."""
+        """What a trainer starting from `checkpoint` opens; see `Books.open_lineage` and `first_anew`."""
         start = checkpoint.step if checkpoint else 0
         origin, branch = self.lineages.origin_of(checkpoint), start
         if origin is not None and without is None:
-            while self.available(Version(self.lineages.owner(origin, branch), branch)):
-                branch += 1
+            branch = first_anew(self, origin, start, sound)
         batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
         left = [rollout for rollout in without or () if rollout in batched]
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left)
+        parts = parts_after(self, branch)
+        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left, parts)
 
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""
@@ -293,14 +307,24 @@ class RunState:
         tokens = sum(entry.length for entry in entries)
         by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
         batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
+        batch.trial = self.trials.compose(record.ids)
         self.batches[record.version] = batch
         self.next_step = record.version.step + 1
+        self.furthest = max(self.furthest, self.next_step)
         self.counters.composed += len(entries)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])
 
+    def _handed_out(self, record: HandedOut, _: Location | None) -> None:
+        if record.version.lineage == self.lineage:
+            self.trials.handed_out = record.version.step
+
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
+        held = held_by_last(self)
+        self.trials.trainer_gone(None if held is None else held.version)
+        self.trials.parts = record.parts
+        self.furthest = max(self.furthest, record.start)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
@@ -327,6 +351,7 @@ class RunState:
         self.reached = record.version
         batch = self.batch_of(record.version.step - 1)
         if batch is not None:
+            batch.trained = True
             self.trained_tokens[record.version.step - 1] = batch.tokens
             self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
             for entry in batch.entries:

@@ -38,7 +38,7 @@ from distill.report.picture import draw
 from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
 from student_trainer.objectives.needs import needs, student_topk
-from sync.errors import Interrupted
+from sync.errors import Interrupted, RemoteError
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
@@ -74,6 +74,8 @@ async def run(
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
             await asyncio.to_thread(draw, folder.path)
+    if summary["error"]:
+        raise RemoteError(f"{summary['error']}; mend it, then go on with --resume")
     if launcher.stopped_by:
         saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
@@ -245,6 +247,7 @@ class _Launcher:
             want=needs(config.objective),
             connect=lambda url: HttpReplica(url, self._token),
             student_topk=student_topk(config.objective),
+            vocab_size=split.vocab_size,
             evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
             judge=split.judge,
             transforms=load_transforms(config.teachers),

@@ -14,13 +14,16 @@ from distill.control.memory import MemoryTeacher
 from distill.control.records import Rollout
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
+from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
+from distill.control.trust import Trust
 from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
     Generated,
+    Sampling,
     Scored,
     ScoreRefused,
     ScoreSequence,
@@ -53,17 +56,24 @@ class Bench:
     def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
         self.rollouts: list[Rollout] = []
         self.refused: list[tuple[str, str]] = []
+        self.reasons: list[str] = []
+        self.stopped: list[str] = []
         self.changed = Signal()
         self.scoring = Scoring(
             teachers,
             more.pop("route", lambda source: "t"),
-            want,
+            Soundness(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want, lambda version: None),
             batch,
             scored=self._scored,
-            refused=lambda one, problem: self.refused.append((one.asked.prompt.id, problem)),
+            refused=self._refused,
             timeline=Timeline(),
+            trust=Trust(more.pop("bad_answers", 1000), self.stopped.append),
             **more,
         )
+
+    def _refused(self, one: Finished, reason: str, detail: str) -> None:
+        self.refused.append((one.asked.prompt.id, detail))
+        self.reasons.append(reason)
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         self.rollouts += rollouts
@@ -109,7 +119,7 @@ async def test_samples_go_to_the_teacher_of_their_source() -> None:
 
 
 async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
-    bench = Bench({"t": MemoryTeacher()})
+    bench = Bench({"t": MemoryTeacher()}, topk=3)
     await bench.score(finished(0, topk=3))
     assert bench.rollouts[0].scored.gathered is not None
     assert bench.rollouts[0].scored.gathered.shape == (2, 3)
