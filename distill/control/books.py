@@ -25,10 +25,11 @@ from distill.control.state import Asked, Batch, Rules, RunState
 from distill.control.trials import accused_by_death, is_single
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
-from sync.wire import Version
+from sync.wire import Version, unpack
 from sync.wire.checks import Problem
 
-PutAside = Callable[[Rollout, DropReason, str], None]
+PutAside = Callable[[str, DropReason, str, list[int]], None]
+"""Hears of a rollout of the journal that is quarantined: id, reason, detail, tokens where they can be read."""
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class Books:
         rules: Rules,
         author: Callable[[int], bool] = lambda number: False,
         sift: Sift = lambda rollout: rollout,
-        put_aside: PutAside = lambda rollout, reason, detail: None,
+        put_aside: PutAside = lambda rollout, reason, detail, tokens: None,
     ) -> Books:
         """Rebuild the state from the journal (empty: a new run).
 
@@ -185,7 +186,7 @@ class Books:
         rollouts = self.rollouts(accused)
         self.drop(ids, "poisoned", detail)
         for rollout in rollouts:
-            self._put_aside(rollout, "poisoned", detail)
+            self._put_aside(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
             logger.error("rollout %s is quarantined, poisoned: %s", rollout.id, detail)
 
     def _sound(self, batch: Batch) -> bool:
@@ -194,6 +195,8 @@ class Books:
 
     def _problem(self, entry: Entry) -> Problem | None:
         """What is wrong with a rollout as the journal holds it; one that was admitted here was checked."""
+        if entry.rollout is None and entry.id not in self.state.where:
+            return Problem("the rollout", "a trace in the journal", "there with its arrays")
         if entry.rollout is None:
             found = self._sift(self._record(entry.id))
             if isinstance(found, Problem):
@@ -208,9 +211,8 @@ class Books:
             if rollout not in self.state.buffer:  # its group went with another one
                 continue
             if problem := self._problem(self.state.buffer[rollout]):
-                record = self._record(rollout)
                 self.drop([rollout], "unusable", str(problem))
-                self._put_aside(record, "unusable", str(problem))
+                self._put_aside(rollout, "unusable", str(problem), [])
                 logger.error("rollout %s of the journal is quarantined, unusable: %s", rollout, problem)
                 count += 1
         return count

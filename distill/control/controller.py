@@ -28,7 +28,7 @@ from distill.control.gateway import application, listen, serving
 from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
-from distill.control.parts import Hooks, Parts, Quarantined, of_journal
+from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.records import DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
@@ -40,6 +40,7 @@ from distill.control.timeline import Timeline
 from distill.control.trust import Trust
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
+from distill.prompts.stream import Prompt
 from sync.errors import DistillError, Overloaded
 from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
@@ -70,7 +71,7 @@ class Controller:
             rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
             sift=self.sound.sift,
-            put_aside=lambda *one: hooks.quarantined(of_journal(*one)),
+            put_aside=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
         )
         self._hooks = hooks
         self._teachers = parts.teachers
@@ -332,6 +333,7 @@ class Controller:
             silent_seconds=self.config.rollout.silent_seconds,
             stuck=self._hooks.stuck,
             trust=self.trust,
+            impossible=self.sound.impossible,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -395,5 +397,5 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
-            self.trust,
+            trust=self.trust,
         )

@@ -66,8 +66,8 @@ class Evaluations:
         timeline: Timeline,
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
-        trust: Trust | None = None,
         retry_seconds: float = 5.0,
+        trust: Trust | None = None,
     ) -> None:
         self._evaluator = evaluator
         self._config = config
@@ -143,7 +143,7 @@ class Evaluations:
                 raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
         except WireError as error:
             if self._trust is not None:
-                self._trust.bad("the evaluator", str(error), lambda: False)
+                self._trust.bad("the evaluator", version, str(error), lambda: False)
             raise
         if self._trust is not None:
             self._trust.good("the evaluator")

@@ -145,7 +145,9 @@ class Lanes(Generic[W, A]):
             answer = Unusable(found)
         problem = f"teacher {lane.name} at {server}, {self._what} of {piece.id}: {answer.problem}"
         logger.warning("an answer cannot be used: %s", problem)
-        self._trust.bad(f"teacher {lane.name} at {server}", problem, lambda: teacher.leave_out(server))
+        self._trust.bad(
+            f"teacher {lane.name} at {server}", piece.id, problem, lambda: teacher.leave_out(server)
+        )
         piece.bad += 1
         if piece.bad >= self._attempts:
             return piece.work, Unusable(problem)

@@ -8,13 +8,13 @@ from typing import Any
 
 from distill.control.evaluations import Evaluator
 from distill.control.journal import Journal
-from distill.control.records import DropReason, Rollout
+from distill.control.records import DropReason
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
-from sync.wire import EvalReport, TrainerWelcome, Version, Want, unpack
+from sync.wire import EvalReport, TrainerWelcome, Version, Want
 from sync.wire.checks import ANY_ID
 
 
@@ -31,12 +31,6 @@ class Quarantined:
     detail: str
     tokens: list[int]
     """Of the completion."""
-
-
-def of_journal(rollout: Rollout, reason: DropReason, detail: str) -> Quarantined:
-    """A rollout of the journal; without tokens where its arrays are what is wrong with it."""
-    tokens = [] if reason == "unusable" else unpack(rollout.tokens).tolist()
-    return Quarantined(Prompt(rollout.id, []), reason, detail, tokens)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -35,6 +35,9 @@ AgainReason = Literal[
     "unusable",
     "controller_restarted",
 ]
+
+SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
+"""Reasons that count towards `rollout.max_attempts`: the others say nothing about the prompt."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):

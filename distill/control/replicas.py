@@ -88,6 +88,7 @@ class Fleet:
         silent_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
         trust: Trust | None = None,
+        impossible: Callable[[Version], str | None] = lambda version: None,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.wake = wake
@@ -95,7 +96,8 @@ class Fleet:
         self._step_of = step_of
         self._applied = applied
         self._stranded = stranded
-        self._silent_seconds, self._stuck, self._trust = silent_seconds, stuck, trust
+        self._silent_seconds, self._stuck = silent_seconds, stuck
+        self._trust, self._impossible = trust, impossible
         self._kv_on_swap = kv_on_swap
         self._update_seconds = update_seconds
         self.poll_seconds = poll_seconds
@@ -150,10 +152,11 @@ class Fleet:
         if self._trust is not None:
             self._trust.good(_server(replica))
 
-    def distrust(self, replica: Replica, problem: str) -> None:
-        """An answer of it could not: see Trust."""
+    def distrust(self, replica: Replica, problem: str, prompt: str | None = None) -> None:
+        """An answer of it could not: see Trust. `prompt`: what it was an answer to; None: no prompt."""
         if self._trust is not None:
-            self._trust.bad(_server(replica), problem, lambda: self._leave_out(replica))
+            question = prompt or object()
+            self._trust.bad(_server(replica), question, problem, lambda: self._leave_out(replica))
 
     def _leave_out(self, replica: Replica) -> bool:
         replica.left_out = True
@@ -321,7 +324,7 @@ class Fleet:
             state = await replica.engine.state()
         except WireError as error:
             raise self._unusable(replica, f"its state is no message: {error}") from None
-        if problem := checks.replica_state(state):
+        if problem := checks.replica_state(state, self._impossible):
             raise self._unusable(replica, f"its state: {problem}")
         return state
 

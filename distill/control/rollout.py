@@ -204,7 +204,7 @@ class Feeder:
         logger.warning("the completion of %s cannot be used: %s", asked.prompt.id, detail)
         self._quarantined(Quarantined(asked.prompt, "unusable", detail, []))
         self._put_back([asked], "unusable")
-        self._fleet.distrust(replica, str(problem))
+        self._fleet.distrust(replica, str(problem), asked.prompt.id)
 
     def _take(self, asked: Asked, answer: Answer) -> None:
         prompt = asked.prompt.id

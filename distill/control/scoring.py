@@ -144,7 +144,7 @@ class Scoring:
     def _function_failed(self, function: str, finished: Finished, error: DistillError) -> None:
         """A function of the user's raised: it costs this rollout; too often in a row it ends the run."""
         self._refused(finished, "function_failed", str(error))
-        self._trust.bad(function, str(error), lambda: False)
+        self._trust.bad(function, finished.asked.prompt.id, str(error), lambda: False)
 
     async def run(self) -> None:
         """Score until cancelled."""

@@ -15,6 +15,7 @@ from distill.control.buffer import Buffer, Entry
 from distill.control.clock import Bound, Lineage, Lineages, capacity
 from distill.control.journal import Location
 from distill.control.records import (
+    SPENDS_ATTEMPT,
     AnyRecord,
     AskedAgain,
     Checkpointed,
@@ -244,7 +245,7 @@ class RunState:
         self.cursor = Cursor(record.epoch, record.position)
 
     def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
-        for prompt in record.ids if record.reason in ("aborted", "straggler", "over_long") else ():
+        for prompt in record.ids if record.reason in SPENDS_ATTEMPT else ():
             self.asked[prompt].attempts += 1
         for prompt in record.ids:
             self.asked[prompt].since = None

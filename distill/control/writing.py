@@ -69,7 +69,8 @@ class Writing:
             prompt = self._prompt(name, asked)
         except DistillError as error:
             self._refused(self._nothing(asked), "function_failed", str(error))
-            self._trust.bad(f"the prompt_transform of teacher {name}", str(error), lambda: False)
+            function = f"the prompt_transform of teacher {name}"
+            self._trust.bad(function, asked.prompt.id, str(error), lambda: False)
             return
         self._lanes.put(name, asked.prompt.id, _Work(asked, prompt))
 

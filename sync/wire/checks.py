@@ -279,9 +279,14 @@ def update(reply: UpdateReply, version: Version) -> Problem | None:
     )
 
 
-def replica_state(state: ReplicaState) -> Problem | None:
-    """What a replica says it serves; its version is for the caller to compare."""
-    return first(_number("requests", state.requests), _number("tokens", state.tokens or 0))
+def replica_state(state: ReplicaState, version: VersionRule) -> Problem | None:
+    """What a replica says it serves."""
+    why = None if state.version is None else version(state.version)
+    return first(
+        None if why is None else Problem("version", f"{state.version}", why),
+        _number("requests", state.requests),
+        _number("tokens", state.tokens or 0),
+    )
 
 
 def hello(message: TrainerHello) -> Problem | None:

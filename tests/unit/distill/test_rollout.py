@@ -33,8 +33,6 @@ from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
     Sampling,
-    Version,
-    VersionSpan,
     Want,
     pack,
 )
@@ -237,7 +235,7 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, spoiled("0:3:0", nan), group=2)
+    bench = Bench(tmp_path, spoiled("0:3:0", fail), group=2)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
@@ -276,8 +274,16 @@ def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
 
 def empty(answer: Generated) -> Answer:
     return msgspec.structs.replace(
-        answer, token_ids=pack(np.zeros(0, "i4")), logprob=pack(np.zeros(0, "f4")), spans=[]
+        answer,
+        token_ids=pack(np.zeros(0, "i4")),
+        logprob=pack(np.zeros(0, "f4")),
+        spans=[],
+        topk_ids=pack(np.zeros((0, 2), "i4")),
     )
+
+
+def fail(answer: Generated) -> Answer:
+    return GenerateFailed(id=answer.id, error="prompt is too long")
 
 
 def nan(answer: Generated) -> Answer:
@@ -287,8 +293,8 @@ def nan(answer: Generated) -> Answer:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda answer: GenerateFailed(id=answer.id, error="prompt is too long"), "engine_failed"),
-        (nan, "engine_failed"),
+        (fail, "engine_failed"),
+        (nan, "unusable"),
         (empty, "empty"),
     ],
 )
@@ -323,13 +329,3 @@ async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
         await bench.until(lambda: bool(bench.fleet.serving()))
         await asyncio.sleep(0.02)
         assert bench.books.state.counters.issued == 0
-
-
-def generated(tokens: int, *spans: tuple[int, int]) -> Generated:
-    return Generated(
-        id="p",
-        token_ids=pack(np.zeros(tokens, "i4")),
-        logprob=pack(np.zeros(tokens, "f4")),
-        spans=[VersionSpan(Version(0, 0), start, end) for start, end in spans],
-        finish_reason="stop",
-    )

@@ -194,16 +194,18 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
 @pytest.mark.parametrize(
     ("marks", "problem"),
     [
-        ({"logprob": pack(np.zeros(1, "f4"))}, "logprob was asked for 2 positions and came as shape"),
-        ({"logprob": pack(np.array([0, np.nan], "f4"))}, "a log-probability is not finite"),
+        ({"logprob": pack(np.zeros(1, "f4"))}, "logprob is of shape [1], and must be of shape [2]"),
+        ({"logprob": pack(np.array([0, np.nan], "f4"))}, "logprob is nan in one place or more"),
         (
             {"logprob": pack(np.zeros(2, "f4")), "hidden": Array("bf16", (3, 4), bytes(24))},
-            "hidden was asked",
+            "hidden is of shape [3, 4], and must be of shape [2, 4]",
         ),
-        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden was asked for 2 positions and came as nothing"),
+        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden is missing, and must be bf16 or f4 [2, 4]"),
     ],
 )
-async def test_marks_that_cannot_be_used_are_refused(marks: dict[str, Array], problem: str) -> None:
+async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
+    marks: dict[str, Array], problem: str
+) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
             self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
@@ -213,6 +215,7 @@ async def test_marks_that_cannot_be_used_are_refused(marks: dict[str, Array], pr
     bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
     await bench.score(finished(0))
     assert problem in bench.refused[0][1]
+    assert bench.reasons == ["unusable"]
 
 
 async def test_a_busy_teacher_gets_full_requests_only() -> None:
