@@ -29,7 +29,7 @@ from sync.wire import Version, unpack
 from sync.wire.checks import Problem
 
 PutAside = Callable[[str, DropReason, str, list[int]], None]
-"""Hears of a rollout of the journal that is quarantined: id, reason, detail, tokens where they can be read."""
+"""Hears of a rollout of the journal that is quarantined: id, reason, detail, tokens if they can be read."""
 logger = logging.getLogger(__name__)
 
 

@@ -69,6 +69,7 @@ class Soundness:
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         spans = () if rollout.by_teacher and not rollout.spans else rollout.spans
         problem = checks.first(
+            checks.prompt(rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
             checks.spans(spans, 0 if rollout.by_teacher else count, self.impossible),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),

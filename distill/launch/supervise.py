@@ -248,10 +248,16 @@ class Supervisor:
         self._read_end = self._write_end = -1
 
     async def _first_failure(self) -> None:
-        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again."""
+        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again.
+
+        One that has reported for work is started again too, as long as the budget lasts: a trainer may have
+        died on a batch.
+        """
         while True:
             for child in self.children.values():
-                if child.failed:
+                if child.failed and child.spec.joined is not None and child.spec.joined():
+                    await self._start_again(child)
+                elif child.failed:
                     raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
                 if child.status in KILLED:
                     await self._start_again(child)

@@ -141,6 +141,11 @@ def echo(found: Sequence[str], asked: Sequence[str]) -> Problem | None:
 # --- completions ------------------------------------------------------------------------------------------
 
 
+def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
+    """Tokens of a prompt."""
+    return _array("prompt", token_ids, ("i4",), (None,), _ids(vocab_size))
+
+
 def tokens(token_ids: Array, logprob: Array, most: int, vocab_size: int, least: int = 1) -> Problem | None:
     """Tokens of a completion, `least` to `most` of them, and their log-probabilities."""
     if problem := _array("token_ids", token_ids, ("i4",), (None,), _ids(vocab_size)):

@@ -10,9 +10,11 @@ import math
 import os
 import random
 from collections import Counter
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -23,11 +25,30 @@ from distill.config import RunConfig
 from distill.control.audit import check
 from distill.control.controller import Controller
 from distill.control.journal import Journal, Location
-from distill.control.memory import MemoryPrompts, MemoryTrainer
+from distill.control.memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 from distill.control.parts import Parts
+from distill.control.replica_engine import Answer
 from distill.control.segments import read_all
 from distill.prompts.stream import PromptStream
-from sync.wire import Array, Rows, TrainBatch, Want, unpack
+from sync.wire import (
+    Array,
+    Generated,
+    GenerateRequest,
+    Rows,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TrainBatch,
+    Want,
+    pack,
+    unpack,
+)
 
 MUTANTS = int(os.environ.get("DISTILL_MUTANTS", "1000"))
 OF_A_RUN = 200
@@ -135,6 +156,83 @@ def test_every_field_of_every_message_was_changed() -> None:
         reached.setdefault(message, set()).add(name)
     for message, fields in FIELDS.items():
         assert fields <= reached[message], (message, fields - reached[message])
+
+
+def nan(answer: Generated) -> Generated:
+    return msgspec.structs.replace(answer, logprob=pack(np.full(answer.logprob.shape, np.nan, "f4")))
+
+
+async def end_of(run: Controller) -> tuple[dict[str, Any], MemoryTrainer]:
+    """Summary of a run with a trainer that saves a checkpoint when it is told to stop."""
+    trainer = MemoryTrainer(run.desk)
+    running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
+    async with asyncio.timeout(60):
+        await training
+        return await running, trainer
+
+
+async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_goes_on(
+    controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    lying = MemoryReplica(spoil=nan)
+    run = controller(replicas={"good": MemoryReplica(seed=1, token_seconds=0.001), "lying": lying})
+    summary, _ = await end_of(run)
+    assert summary["completed"]
+    assert summary["error"] is None
+    assert run.fleet.replicas["lying"].left_out
+    told = [record.message for record in caplog.records if "out of use" in record.message]
+    assert len(told) == 1
+    assert "replica lying at memory gave 8 unusable answers" in told[0]
+    assert "logprob is nan" in told[0]
+    assert summary["rollouts"]["asked_again"]["unusable"] >= 8
+
+
+@pytest.mark.parametrize("who", ["replica", "teacher", "refusing teacher", "evaluator"])
+async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a_resume_goes_on(
+    controller, config, who: str
+) -> None:
+    class Teacher(MemoryTeacher):
+        def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+            if who == "refusing teacher":
+                return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
+            marks = super()._marks(sequence, want)
+            assert isinstance(marks, Scored)
+            bad = pack(np.full(marks.logprob.shape, np.nan, "f4"))
+            return msgspec.structs.replace(marks, logprob=bad) if who == "teacher" else marks
+
+    settings = config(guard={"bad_answers": 3}, evaluation={"every": 1}, run={"steps": 8})
+    run = controller(
+        settings,
+        replicas={"r0": MemoryReplica(spoil=nan) if who == "replica" else MemoryReplica()},
+        teachers={"t": Teacher()},
+        evaluator=MemoryEvaluator(kl=lambda step: math.nan if who == "evaluator" else 0.1),
+    )
+    summary, trainer = await end_of(run)
+    assert not summary["completed"]
+    server = {"replica": "replica r0 at memory", "evaluator": "the evaluator"}.get(who, "teacher t at memory")
+    assert summary["error"].startswith(f"{server} gave 3 unusable answers")
+    assert " is nan" in summary["error"]
+
+    mended = controller(settings, evaluator=MemoryEvaluator())
+    trainer.desk = mended.desk
+    running, training = asyncio.create_task(mended.run()), asyncio.create_task(trainer.run())
+    async with asyncio.timeout(60):
+        await training
+        summary = await running
+    assert summary["completed"]
+    assert summary["error"] is None
+
+
+async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(controller) -> None:
+    class Mute(MemoryReplica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            if request is None:
+                yield
+
+    run = controller(replicas={"mute": Mute(), "good": MemoryReplica(token_seconds=0.0005)})
+    run.fleet._retry_seconds = 0.02
+    summary, _ = await end_of(run)
+    assert summary["completed"]
 
 
 FIELDS: dict[str, set[str]] = {

@@ -194,11 +194,11 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
 # --- journals of a release that recorded what it should not have ------------------------------------------
 
 
-def rollout_of(prompt: str, number: int, **changes: Any) -> Rollout:
+def rollout_of(name: str, number: int, **changes: Any) -> Rollout:
     logprob = pack(np.full(3, -1.0, "f4"))
     good = Rollout(
-        prompt, number, pack(np.array([1, 2], "i4")), pack(np.arange(3, dtype="i4")), logprob,
-        [VersionSpan(Version(0, 0), 0, 3)], False, "t", Scored(prompt, logprob),
+        name, number, pack(np.array([1, 2], "i4")), pack(np.arange(3, dtype="i4")), logprob,
+        [VersionSpan(Version(0, 0), 0, 3)], False, "t", Scored(name, logprob),
     )  # fmt: skip
     return msgspec.structs.replace(good, **changes)
 
@@ -213,6 +213,7 @@ NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
         ({"scored": Scored("p", pack(np.zeros(2, "f4")))}, "logprob is of shape [2]"),
         ({"tokens": pack(np.array([0, 50, 1], "i4"))}, "token_ids is 50"),
         ({"tokens": Array("i4", (3,), bytes(8))}, "token_ids is 8 bytes"),
+        ({"prompt": pack(np.array([1, -2], "i4"))}, "prompt is -2"),
         ({"spans": [VersionSpan(Version(0, 0), 0, 2)]}, "spans is [0, 2)"),
         ({"topk_ids": pack(np.zeros((3, 2), "i4"))}, "topk_ids is of shape [3, 2]"),
     ],
