@@ -163,7 +163,8 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
     lives, late = [], asyncio.Event()
     mark = tmp_path / "started"
     program = (
-        f"import pathlib, sys, time; mark = pathlib.Path({str(mark)!r}); again = mark.exists(); mark.touch()\n"
+        f"import pathlib, sys, time; mark = pathlib.Path({str(mark)!r})\n"
+        "again = mark.exists(); mark.touch()\n"
         "time.sleep(600) if again else sys.exit(3)"
     )
     fails_once = [sys.executable, "-c", program]
