@@ -76,10 +76,9 @@ class Controller:
         self._hooks = hooks
         self._teachers = parts.teachers
         self._changed, self._tidy = Signal(), Signal()
-        self._left = False
+        self._left = self._interrupted = False
         self._stop_reason: str | None = None
         self._failure: str | None = None
-        self._interrupted = False
         self._weights_identical: dict[str, bool | None] = {}
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
