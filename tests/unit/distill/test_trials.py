@@ -21,7 +21,17 @@ from distill.control.parts import Hooks, Quarantined
 from distill.control.records import HandedOut, Rollout
 from distill.control.segments import read_all
 from distill.prompts.stream import PromptStream
-from sync.wire import Array, Scored, Stop, TrainBatch, TrainerWelcome, Version, VersionSpan, pack
+from sync.wire import (
+    Array,
+    BatchRequest,
+    Scored,
+    Stop,
+    TrainBatch,
+    TrainerWelcome,
+    Version,
+    VersionSpan,
+    pack,
+)
 
 
 class Died(Exception):
@@ -150,6 +160,31 @@ async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path
     assert put_aside == []
     sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
     assert sizes[:4] == [8, 8, 4, 4]
+    assert audited(tmp_path, trainer).ok
+
+
+async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
+    """So that a death tells which part it was, though a trainer asks for its next batch while it trains."""
+    ahead: list[int] = []
+
+    class Prefetching(Dying):
+        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+            expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
+            asked = asyncio.create_task(self.desk.batch(expected))
+            await asyncio.wait({asked}, timeout=0.05)
+            if parts := run.books.state.trials.parts:
+                ahead.append(len(parts))
+                assert not asked.done()
+                asked.cancel()
+            return await super()._step(version, shares)
+
+    run = build()
+    trainer = Prefetching(run.desk, checkpoint_every=1)
+    trainer.bad = frozenset({"0:6:0"})
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["rollouts"]["dropped"]["poisoned"] == 1
+    assert ahead
     assert audited(tmp_path, trainer).ok
 
 
