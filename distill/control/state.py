@@ -233,7 +233,7 @@ class RunState:
         self._apply[type(record)](record, location)
 
     def _opened(self, record: Opened, _: Location | None) -> None:
-        pass
+        self.trials.handed_out = -1  # a trainer that ends with its controller died of that
 
     def _issued(self, record: Issued, location: Location | None) -> None:
         written = set(record.by_teacher)
