@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
+from sync import secrets
 from sync.errors import ConfigError
 from sync.settings import ModelSource, Settings
 
@@ -48,11 +49,13 @@ def load_run_dir(run_dir: Path) -> RunConfig:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     raw["run"]["folder"] = str(run_dir.absolute().parent)
+    raw.pop("content", None)
     return validate(raw, str(path))
 
 
 def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     """`raw` as a RunConfig. Raises ConfigError with a line for every key that cannot be used."""
+    secrets.found(raw)  # so that no message shows one
     if raw.get("evaluation") is False:
         raw = {**raw, "evaluation": None}
     try:
@@ -97,7 +100,8 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key} is not a known key{_nearest(str(last), section)}"
     if detail["type"] == "missing":
         return f"{key} is missing: {_doc(section, str(last)) or 'it has no default'}"
-    given = repr(detail["input"])
+    free = not secrets.FREE_FORM.isdisjoint(map(str, place))
+    given = repr(secrets.hide(detail["input"], str(last) if free else ""))
     said = detail["msg"].removeprefix("Value error, ")
     rule = said[0].lower() + said[1:]
     about = _doc(section, str(last))

@@ -124,29 +124,29 @@ async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences
             f"student.path {config.path} is no folder on this machine: the proof alters a copy of it"
         )
     published = await asyncio.to_thread(Versions, model, work / "store", work)
-    children, urls = _replicas(config.model_copy(update={"path": str(published.folder)}), work)
-    supervisor = Supervisor(children, work / "logs", restarts=0)
-    try:
-        await supervisor.start()
-        await supervisor.ready(_START_SECONDS)
-        return await _prove(published, urls, versions, _prompts(model, sequences))
-    finally:
-        await supervisor.stop(10.0)
+    with Ports() as ports:
+        children, urls = _replicas(config.model_copy(update={"path": str(published.folder)}), work, ports)
+        supervisor = Supervisor(children, work / "logs", restarts=0)
+        try:
+            await supervisor.start()
+            await supervisor.ready(_START_SECONDS)
+            return await _prove(published, urls, versions, _prompts(model, sequences))
+        finally:
+            await supervisor.stop(10.0)
 
 
-def _replicas(config: StudentConfig, work: Path) -> tuple[list[ChildSpec], list[str]]:
+def _replicas(config: StudentConfig, work: Path, ports: Ports) -> tuple[list[ChildSpec], list[str]]:
     """The follower and the late joiner."""
     children = []
     token = token_from_environment()
-    with Ports() as ports:
-        for index in range(2):
-            port = ports.take(_LOCAL, 0, "student.port")
-            mirror = work / f"mirror-{index}"
-            replica = ReplicaConfig(run=_RUN, store_path=work / "store", mirror=mirror)
-            line, environment = student.command(config, replica, index, _LOCAL, port)
-            if token is not None:
-                environment[TOKEN_VARIABLE] = token
-            children.append(ChildSpec(f"student-{index}", line, environment, url=url_of(_LOCAL, port)))
+    for index in range(2):
+        port = ports.take(_LOCAL, 0, "student.port")
+        mirror = work / f"mirror-{index}"
+        replica = ReplicaConfig(run=_RUN, store_path=work / "store", mirror=mirror)
+        line, environment = student.command(config, replica, index, _LOCAL, port)
+        if token is not None:
+            environment[TOKEN_VARIABLE] = token
+        children.append(ChildSpec(f"student-{index}", line, environment, url=url_of(_LOCAL, port)))
     return children, [str(child.url) for child in children]
 
 

@@ -23,7 +23,7 @@ def store_of(config: RunConfig) -> Store:
 
 
 def listing(run_dir: Path) -> list[dict[str, Any]]:
-    """Every published version, oldest first."""
+    """Every published version, oldest first, then what is there and cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
     return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
 
@@ -73,6 +73,8 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Version):
             return str(value)
+        if isinstance(value, dict):
+            return _plain(value)
         return [plain(item) for item in value] if isinstance(value, list) else value
 
     return {name: plain(value) for name, value in fields.items()}

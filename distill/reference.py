@@ -17,9 +17,9 @@ _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
 known one, every value is checked before anything is started, and `--set section.key=value` on the command
-line goes over the file. Relative paths are taken from the folder in which the command is given. Secrets are
-never in the file: `DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY` and
-`TEACHER_API_KEY`, for teachers behind an `engine_url`, come from the environment.
+line goes over the file. Relative paths are taken from the folder in which the command is given. Secrets
+belong into the environment: `DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY`
+and `TEACHER_API_KEY`, for teachers behind an `engine_url` ([operations](operations.md#secrets)).
 
 A field that DeepSpeed or vLLM knows and this page does not goes through `trainer.deepspeed`,
 `trainer.overrides` and `student.engine_args` unchanged.

@@ -14,12 +14,12 @@ import os
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from student_trainer.config import TrainerConfig
 from student_trainer.launch import LAUNCHER, heed_signals
 from student_trainer.signals import die_with
-from sync.errors import ConfigError, DistillError
+from sync.errors import DistillError
+from sync.secrets import redact_process
+from sync.settings import read_settings
 
 log = logging.getLogger("student_trainer")
 
@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
     arguments = parser.parse_args(argv)
     heed_signals()
+    redact_process()
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=logging.INFO,
@@ -47,7 +48,7 @@ def _guarded(path: Path) -> int:
     """Exit code of the run. The process then ends at once: a rank that lingers would hold the others."""
     code = 0
     try:
-        config = read_config(path)
+        config = read_settings(TrainerConfig, path)
         from student_trainer.run import run
 
         run(config)
@@ -62,16 +63,6 @@ def _guarded(path: Path) -> int:
         code = 1
     logging.shutdown()
     return code
-
-
-def read_config(path: Path) -> TrainerConfig:
-    """The configuration in a JSON file. Raises ConfigError."""
-    try:
-        return TrainerConfig.model_validate_json(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        raise ConfigError(f"--config {path} is not a trainer configuration: {error}") from None
 
 
 if __name__ == "__main__":

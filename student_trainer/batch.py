@@ -179,17 +179,19 @@ def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray, written_C: np
     )
 
 
-def future_credit(d_C: Tensor, row_C: Tensor, gamma: float) -> Tensor:
-    """Σ_{j≥1} γ^j d_{t+j} over the rest of each row, [C]; tokens of a row stand together, in order.
+def future_credit(d_C: Tensor, factor_C: Tensor, row_C: Tensor) -> Tensor:
+    """Σ_{j≥1} (Π_{i=1…j} factor_{t+i})·d_{t+j} over the rest of each row, [C]; a row's tokens stand together.
 
     Doubling: after i rounds every token holds its next 2^i terms, so log2(longest row) rounds do.
     """
-    total_C, reach, factor = d_C.clone(), 1, gamma
-    while reach < d_C.shape[0]:
-        same_M = row_C[reach:] == row_C[:-reach]
-        if not bool(same_M.any()):
-            break
-        shifted_M = torch.where(same_M, total_C[reach:], 0.0) * factor
-        total_C = torch.cat([total_C[:-reach] + shifted_M, total_C[-reach:]])
-        reach, factor = reach * 2, factor * factor
+    total_C, next_C, reach = d_C, torch.zeros_like(d_C), 1
+    next_C[:-1] = torch.where(row_C[1:] == row_C[:-1], factor_C[1:], 0.0)
+    while reach < d_C.shape[0] and bool(next_C.any()):
+        total_C = total_C + next_C * _later(total_C, reach)
+        next_C, reach = next_C * _later(next_C, reach), reach * 2
     return total_C - d_C
+
+
+def _later(values_C: Tensor, reach: int) -> Tensor:
+    """What stands `reach` tokens later, 0 beyond the end."""
+    return torch.cat([values_C[reach:], torch.zeros_like(values_C[:reach])])

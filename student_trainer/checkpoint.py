@@ -4,10 +4,11 @@
                               /checkpoint.json    version, ranks, model, size and BLAKE3 of every file
     checkpoints/latest                            name of the newest one
 
-A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves. While
-the disk is full all ranks wait, `latest` names the one before, and what was half-written is removed.
-DeepSpeed reads its files with torch.load; their digests are checked first. Every rank digests the files that
-bear its number, rank 0 all others: ranks wait for each other no longer than for the largest share.
+A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
+older versions go, never the one that `latest` names. While the disk is full all ranks wait, `latest` names
+the one before, and what was half-written is removed. DeepSpeed reads its files with torch.load; their digests
+are checked first. Every rank digests the files that bear its number, rank 0 all others: ranks wait for each
+other no longer than for the largest share.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from typing import Any, Final
 import torch
 from blake3 import blake3
 
+from student_trainer import checkpoint_files as files
 from student_trainer import repartition
 from student_trainer.ranks import Ranks
 from student_trainer.room import all_done, full_disk_later
+from sync import durable
 from sync.errors import DataError
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
-_INDEX: Final = "checkpoint.json"
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 
 
@@ -79,7 +81,7 @@ def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 with noted():
                     shutil.rmtree(partial, ignore_errors=True)
-                    partial.mkdir(parents=True)
+                    durable.make_folder(partial)
             ranks.barrier()
             state = {"rng": _rng(ranks)}
             engine.save_checkpoint(str(partial), tag=_TAG, client_state=state, save_latest=False)
@@ -95,10 +97,12 @@ def _nothing() -> None:
 def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
     """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
     if partial.exists():
-        _write(partial / _INDEX, json.dumps(index, indent=1))
-        partial.rename(final)
-    _write(final.parent / "latest", final.name)
-    _retain(final.parent, keep)
+        durable.write(partial / files.INDEX, json.dumps(index, indent=1).encode())
+        for folder in {partial, *(path.parent for path in partial.rglob("*"))}:
+            durable.force(folder)
+        durable.rename(partial, final)
+    durable.write(final.parent / "latest", f"{final.name}\n".encode())
+    files.retain(final.parent, keep)
 
 
 def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
@@ -107,14 +111,14 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     Raises DataError on every rank when it was named and is not there, or is not complete and unaltered; an
     older one is then named by its files' sizes, and verified when it is used. Collective.
     """
-    named = (wanted or _latest(folder)).encode() if ranks.rank == 0 else b""
+    named = (wanted or files.latest(folder)).encode() if ranks.rank == 0 else b""
     name = ranks.broadcast(named).decode()
     if not name:
         return None
     path = folder / name
     problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
     if any(problems):
-        others = sorted(other.name for other in folder.glob("L*") if other != path and not _index(other)[1])
+        others = [one.name for one in files.saved(folder) if one != path and not files.index(one)[1]]
         remedy = (
             f'to start from an older one set checkpoint = "{others[-1]}"'
             if others
@@ -124,15 +128,9 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     return path
 
 
-def _latest(folder: Path) -> str:
-    """What `latest` names; empty: there is none."""
-    latest = folder / "latest"
-    return latest.read_text().strip() if latest.exists() else ""
-
-
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
     """Bring a fresh engine to a checkpoint that `find` accepted; its version. Collective."""
-    index = json.loads((path / _INDEX).read_text())
+    index = json.loads((path / files.INDEX).read_text())
     if index["fingerprint"] != fingerprint:
         raise DataError(
             f"checkpoint {path} is of model {index['fingerprint'][:12]}, this run has {fingerprint[:12]}: "
@@ -196,44 +194,8 @@ def _digest(path: Path) -> str:
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
-    digests, problem = _index(path)
+    digests, problem = files.index(path)
     if problem:
         return problem
     own = (name for name in digests if _is_own(name, ranks))
     return next((f"{name} was altered" for name in own if _digest(path / name) != digests[name]), None)
-
-
-def _index(path: Path) -> tuple[dict[str, str], str | None]:
-    """Digests of a checkpoint's files by name, and what is wrong with index or sizes; None: nothing."""
-    try:
-        index = json.loads((path / _INDEX).read_text())
-        Version.parse(str(index["version"])), int(index["world_size"]), str(index["fingerprint"])
-        digests = {}
-        for name, entry in dict(index["files"]).items():
-            file = path / name
-            if not file.is_file() or file.stat().st_size != entry["size"]:
-                return {}, f"{name} is missing or cut short"
-            digests[name] = str(entry["blake3"])
-    except (FileNotFoundError, NotADirectoryError):
-        return {}, f"it has no {_INDEX}"
-    except (ValueError, KeyError, TypeError):  # no JSON or text at all, or other fields
-        return {}, f"its {_INDEX} is damaged"
-    return digests, None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a small file at once, on disk."""
-    partial = path.with_name(f".partial-{path.name}")
-    with partial.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _retain(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what broken saves left."""
-    done = sorted((path for path in folder.glob("L*-v*")), key=lambda path: path.stat().st_mtime_ns)
-    for path in [*done[:-keep], *folder.glob(".partial-L*")]:
-        shutil.rmtree(path)
-        log.info("removed checkpoint %s", path.name)

@@ -39,10 +39,18 @@ class TrainerSettings(Settings):
     """CUDA_VISIBLE_DEVICES of the trainer; None: inherited."""
     env: dict[str, str] = {}
     """Environment variables of the ranks; no secrets with `hostfile`."""
+    lr: float = Field(3e-6, gt=0)
+    """Learning rate after the warm-up. The only place for it: DeepSpeed's JSON holds no other, and a resume
+    takes this one, whatever the checkpoint was trained with."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps in which the rate grows linearly from 0 to `lr`."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: `lr`, or down to 0 at run.steps in a line or half a cosine."""
     deepspeed: Path
-    """DeepSpeed's JSON: optimizer, schedule, ZeRO-3, precision, offload, whatever it knows."""
+    """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload, whatever it knows. A field that it would
+    ignore is refused."""
     overrides: dict[str, Any] = {}
-    """Fields put over the JSON, table by table: "optimizer.params.lr" = 5e-4 leaves all other params."""
+    """Fields put over the JSON, table by table: "optimizer.params.eps" = 1e-6 leaves all other params."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     activation_checkpointing: bool = False
@@ -52,7 +60,11 @@ class TrainerSettings(Settings):
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of one rank."""
     checkpoint_every: int = Field(0, ge=0)
-    """Optimizer steps between checkpoints; 0: only when the run ends or is stopped."""
+    """Optimizer steps between checkpoints; 0: `checkpoint_minutes` alone decides."""
+    checkpoint_minutes: float = Field(15.0, ge=0)
+    """Minutes after which a step ends with a checkpoint, whatever `checkpoint_every` says; 0: never for that
+    reason. Another is saved when the run ends or is stopped. What was trained on since the oldest kept
+    checkpoint stays in the journal whole."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     lora: LoRAConfig | None = None

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON with the user's overrides over it, and what the trainer needs of it. No torch here."""
+"""DeepSpeed's JSON with the user's overrides over it, and what the trainer needs of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from sync.errors import ConfigError
 
 
 def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
-    """DeepSpeed's JSON under the overrides. Raises ConfigError for what the trainer cannot work with."""
+    """DeepSpeed's JSON under the overrides, with trainer.lr. Imports deepspeed.
+
+    Raises ConfigError for what the trainer cannot work with, and for what DeepSpeed would ignore.
+    """
+    from student_trainer.deepspeed_fields import refuse_ignored
+
     config = _read(settings.deepspeed)
     _lay_over(config, settings.overrides, settings.deepspeed)
     source = f"trainer.deepspeed {settings.deepspeed}"
-    _check(config, f"{source} with trainer.overrides" if settings.overrides else source)
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
+    source = f"{source} with trainer.overrides" if settings.overrides else source
+    _check(config, source)
+    _check_rate(config, settings, source)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
+    params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
+    config["optimizer"] = config["optimizer"] | {"params": params}
+    refuse_ignored(config, source)
+    return config
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -74,8 +85,28 @@ def _check(config: dict[str, Any], source: str) -> None:
             raise ConfigError(
                 f"{source}: {name} is {config[name]}: batches come from the controller, leave it 1"
             )
-    if "optimizer" not in config:
-        raise ConfigError(f"{source} has no optimizer section: name one, such as AdamW")
+    if "train_batch_size" in config:
+        raise ConfigError(
+            f"{source}: train_batch_size is the controller's: set rollout.batch and leave it out"
+        )
+    if not _table(config, "optimizer").get("type"):
+        raise ConfigError(f"{source} has no optimizer section with a type: name one, such as AdamW")
+
+
+def _check_rate(config: dict[str, Any], settings: TrainerSettings, source: str) -> None:
+    """Raise ConfigError where another learning rate or schedule than [trainer]'s is given."""
+    if "scheduler" in config:
+        raise ConfigError(
+            f"{source}: scheduler is {_table(config, 'scheduler').get('type')!r}: the schedule is set by "
+            "trainer.warmup_steps and trainer.lr_schedule alone: set those and leave it out"
+        )
+    params = _table(_table(config, "optimizer"), "params")
+    for key, table in {"lr": config, "optimizer.params.lr": params}.items():
+        if (lr := table.get("lr", settings.lr)) != settings.lr:
+            raise ConfigError(
+                f"{source}: {key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by "
+                f"trainer.lr alone: set trainer.lr = {lr}, or leave {key} out"
+            )
 
 
 def _table(config: dict[str, Any], name: str) -> dict[str, Any]:

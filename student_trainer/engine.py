@@ -12,6 +12,7 @@ import torch
 from student_trainer.config import LoRAConfig, TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.model import Student, head_shape, plain
+from student_trainer.schedule import Groups, hyperparameters
 from sync.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,15 @@ class Loaded:
     engine: Any
     student: Student
     tokenizer: Any
+    hyperparameters: Groups
+    """Of the optimizer as configured, before a checkpoint is loaded."""
     keep: Any
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """DeepSpeed's, and the second one that it makes for what a partial offload leaves on the GPU."""
+        whole = self.engine.optimizer
+        return [whole, whole.backup_optimizer] if hasattr(whole, "backup_optimizer") else [whole]
 
 
 def load(config: TrainerConfig) -> Loaded:
@@ -56,7 +65,7 @@ def load(config: TrainerConfig) -> Loaded:
     student = Student(model, shape, settings.head_chunk)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
-    return Loaded(engine, student, tokenizer, keep)
+    return Loaded(engine, student, tokenizer, hyperparameters(engine.optimizer.param_groups), keep)
 
 
 def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:

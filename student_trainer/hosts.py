@@ -13,13 +13,14 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from sync.errors import ConfigError
+from sync.secrets import is_secret, redact
 from sync.transport import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 
 ENVIRONMENT_VARIABLE: Final = "DS_ENV_FILE"
 """Names the file of further variables to the deepspeed launcher."""
 _ENTRY: Final = re.compile(r"(\S+)\s+slots=\d+")
-_SECRET: Final = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|CREDENTIALS?|KEY)($|_)", re.IGNORECASE)
-_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Names of this machine."""
 
 
 def read_hosts(hostfile: Path) -> list[str]:
@@ -48,7 +49,7 @@ def read_hosts(hostfile: Path) -> list[str]:
 
 def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, str]) -> None:
     """Refuse what ranks on other machines could not use. Raises ConfigError."""
-    if set(read_hosts(hostfile)) <= _HERE:
+    if set(read_hosts(hostfile)) <= HERE:
         return
     if is_loopback(urlsplit(controller_url).hostname or ""):
         raise ConfigError(
@@ -66,7 +67,7 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
 def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
     """Write what the launcher hands on to every rank; `path`. Raises ConfigError for a secret among it."""
     for name, value in variables.items():
-        if _SECRET.search(name) and name != TOKEN_FILE_VARIABLE:
+        if is_secret(name) or redact(value) != value:
             raise ConfigError(
                 f"trainer.env.{name} looks like a secret, and the launcher would show it on its command line "
                 "on every machine of the hostfile: set it in the environment of each machine instead"

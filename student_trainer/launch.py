@@ -7,15 +7,17 @@ Left alone, the launcher dies of a signal, and its child kills ranks that need 3
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
 exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
 They leave when the launcher is killed (`LAUNCHER` tells them who it is): its child, their parent, stays.
-With a hostfile the launcher runs plain: ranks stop when the controller says so.
+With a hostfile the launcher does as it does: ranks stop when the controller says so.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -24,8 +26,10 @@ from typing import Final
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
-from student_trainer.hosts import ENVIRONMENT_VARIABLE, check_reach, write_environment
+from student_trainer.hosts import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
+from sync import secrets
 from sync.errors import ConfigError
+from sync.listening import ON_LOOPBACK
 from sync.transport import TOKEN_FILE_VARIABLE
 
 _MODULE = "student_trainer"
@@ -35,6 +39,9 @@ LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
 """Environment variable with the launcher's process id; not set with a hostfile."""
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
+RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
+"""Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
+can enter: nothing listens. Not set with a hostfile: they meet at a port, chosen anew at every start."""
 TITLE = "distill trainer"
 """What a rank's process title begins with."""
 
@@ -45,16 +52,23 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
     Raises ConfigError for a hostfile that would not work.
     """
     settings = config.trainer
-    launcher = "deepspeed.launcher.runner" if settings.hostfile else "student_trainer.launch"
-    argv = [sys.executable, "-m", launcher, "--hostfile", str(settings.hostfile or os.devnull)]
-    argv += [*_placement(settings), "--master_port", str(_free_port()), "--log_level", "warning"]
-    argv += [*settings.launcher_args, "--module", _MODULE, "--config", str(path)]
-    environment = _environment(settings)
+    argv = [sys.executable, "-m", "student_trainer.launch"]
+    argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
+    argv += ["--log_level", "warning", *settings.launcher_args, "--module", _MODULE, "--config", str(path)]
+    given = secrets.environment(config.model_dump(mode="json"))
+    environment = _environment(settings) | given
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
         told = {name: environment[name] for name in names if name in environment}
         environment[ENVIRONMENT_VARIABLE] = str(write_environment(path.with_suffix(".env"), told))
+        if given and not set(read_hosts(settings.hostfile)) <= HERE:
+            places = ", ".join(json.loads(given[secrets.VARIABLE]))
+            raise ConfigError(
+                f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
+                "command line: leave it out and set the variable of the client that reads it "
+                "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, …) on each machine"
+            )
     return argv, environment
 
 
@@ -74,6 +88,8 @@ def _placement(settings: TrainerSettings) -> list[str]:
 
 def _environment(settings: TrainerSettings) -> dict[str, str]:
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings)
+    if settings.hostfile is None:
+        environment |= ON_LOOPBACK
     return environment | settings.env
 
 
@@ -135,12 +151,22 @@ def _forward() -> None:
 
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
+    arguments = sys.argv[1:]
+    if arguments[arguments.index("--hostfile") + 1] != os.devnull:
+        _launch(["--master_port", str(_free_port()), *arguments])
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     os.environ[LAUNCHER] = str(os.getpid())
     threading.Thread(target=_forward, name="signals", daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+        os.environ[RENDEZVOUS] = f"file://{folder}/store"
+        _launch(arguments)
+
+
+def _launch(arguments: list[str]) -> None:
     from deepspeed.launcher import runner
 
-    runner.main(sys.argv[1:])
+    runner.main(arguments)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,57 @@
 """Which rollouts were trained on at which version: one append-only file per rank and lineage.
 
-    ledger/L000-rank0.jsonl      {"lineage": 0, "parent": null, "step": 0}    first line
-                                 {"step": 1, "ids": ["…", …], "weights": "…"} one line per step, step after it
+    ledger/L000-rank0.jsonl
+        {"lineage": 0, "parent": null, "step": 0, "rank": 0, "chain": "…"}     first line
+        {"step": 1, "ids": ["…", …], "weights": "…", "chain": "…"}        one line per step, after it
 
-A line is written before its step is reported, so the files prove that nothing was trained on twice: a rollout
-may appear in two lineages only when the step that trained on it was left behind by the branch. "weights" is
-the checksum of the rank's shards after the step: trained again after a resume, the step must show it again.
+Each line is forced to disk before its step is reported, so the files prove what the weights were trained on.
+"weights" is the checksum of the rank's shards after the step: trained again after a resume, the step must
+show it again. "chain" is a digest over the line and the chain of the line before it: a line that was altered,
+left out, repeated or moved shows. A crash can spoil the last line alone, of a step that was not reported yet.
 """
 
 from __future__ import annotations
 
 import errno
-import json
+import itertools
 import os
-from collections import Counter
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Final, TypeVar
 
+import msgspec
+
+from sync.durable import force, make_folder
 from sync.errors import DataError
 from sync.room import append, until_room
 from sync.wire import Version
+
+_NAME: Final = re.compile(r"L(\d{3,})-rank(\d+)\.jsonl")
+_LINKED: Final = re.compile(rb'(.*),"chain":"([0-9a-f]{16})"}', re.DOTALL)
+
+
+class _First(msgspec.Struct, forbid_unknown_fields=True):
+    """A file's first line."""
+
+    lineage: int
+    parent: Version | None
+    step: int
+    """Of the weights that the lineage began with."""
+    rank: int
+
+
+class _Step(msgspec.Struct, forbid_unknown_fields=True):
+    """What a step was trained on by one rank."""
+
+    step: int
+    ids: list[str]
+    weights: str
+
+
+L = TypeVar("L", _First, _Step)
 
 
 class Ledger:
@@ -28,68 +59,108 @@ class Ledger:
 
     def __init__(self, folder: Path, start: Version, parent: Version | None, rank: int) -> None:
         """Begin the file. Raises DataError when this lineage was written before."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._path = folder / f"L{start.lineage:03d}-rank{rank}.jsonl"
+        self._chain, self._step = b"", start.step
         if self._path.exists():
             raise DataError(
                 f"{self._path} exists: lineage {start.lineage} was trained before, "
                 "and every start of the trainer needs a new one"
             )
-        origin = None if parent is None else list(parent)
-        first = {"lineage": start.lineage, "parent": origin, "step": start.step}
+        first = _First(start.lineage, parent, start.step, rank)
         until_room(lambda: self._write(first), str(self._path))
+        force(folder)
 
     def record(self, step: int, ids: list[str], weights: str) -> None:
-        """The step that made `step` trained on `ids` on this rank; in the file when this returns.
+        """The step that made `step` trained on `ids` on this rank; on disk when this returns.
 
-        Raises OSError when the disk is full: nothing was written.
+        Raises OSError when the disk is full: nothing was written. A step that is there already (another rank
+        had no room, and all try again) is not written twice.
         """
-        self._write({"step": step, "ids": ids, "weights": weights})
+        if step != self._step:
+            self._write(_Step(step, ids, weights))
+            self._step = step
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if not append(self._path, json.dumps(line, separators=(",", ":")).encode() + b"\n"):
+    def _write(self, line: _First | _Step) -> None:
+        text = msgspec.json.encode(line)[:-1]
+        chain = _digest(self._chain, text)
+        if not append(self._path, b'%b,"chain":"%b"}\n' % (text, chain), durable=True):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._chain = chain
 
 
-@dataclass(frozen=True)
+def _digest(before: bytes, text: bytes) -> bytes:
+    return blake2b(before + text, digest_size=8).hexdigest().encode()
+
+
+@dataclass
 class Lineage:
     """What the files of one lineage say, all ranks together."""
 
-    parent: Version | None
-    steps: dict[int, list[str]]
+    parent: Version | None = None
+    start: int | None = None
+    """Step that it begins at; None: no file has said so."""
+    steps: dict[int, list[str]] = field(default_factory=dict)
     """Step after it → ids it trained on."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
     """Step after it → rank → its ids in order, and the checksum of its weights."""
+    damage: list[str] = field(default_factory=list)
+    """Each with the file, the line and what is wrong; what follows in that file is left out."""
 
 
 def read(folder: Path) -> dict[int, Lineage]:
-    """Every lineage in a run's ledger. A last line that a crash cut off was never reported: it is skipped."""
+    """Every lineage in a run's ledger. A last line that a crash spoilt was never reported: it is skipped."""
     lineages: dict[int, Lineage] = {}
     for path in sorted(folder.glob("L*-rank*.jsonl")):
-        rank = int(path.stem.partition("-rank")[2])
-        complete = path.read_text().split("\n")[:-1]
-        lines = [json.loads(line) for line in complete]
-        if not lines:
-            continue
-        parent = None if lines[0]["parent"] is None else Version(*lines[0]["parent"])
-        lineage = lineages.setdefault(lines[0]["lineage"], Lineage(parent, {}))
-        for line in lines[1:]:
-            lineage.steps.setdefault(line["step"], []).extend(line["ids"])
-            lineage.shown.setdefault(line["step"], {})[rank] = (tuple(line["ids"]), line["weights"])
+        if name := _NAME.fullmatch(path.name):
+            lineage = lineages.setdefault(int(name[1]), Lineage())
+            try:
+                _read_file(path, lineage, int(name[1]), int(name[2]))
+            except (DataError, OSError) as error:
+                lineage.damage.append(str(error))
     return lineages
 
 
-def trained_twice(lineages: dict[int, Lineage], last: Version) -> list[str]:
-    """Ids that the weights of `last` were trained on more than once, along its ancestry."""
-    seen: Counter[str] = Counter()
-    current: Version | None = last
-    while current is not None and current.lineage in lineages:
-        lineage = lineages[current.lineage]
-        for step, ids in lineage.steps.items():
-            if step <= current.step:
-                seen.update(ids)
-        current = lineage.parent
-    return sorted(name for name, count in seen.items() if count > 1)
+def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
+    """Add a file to what is known of its lineage. Raises DataError at the first line that is damaged."""
+    texts = _texts(path)
+    for text in itertools.islice(texts, 1):
+        first = _decode(path, text, _First)
+        if (first.lineage, first.rank) != (number, rank):
+            raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
+        if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
+            raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
+        lineage.parent, lineage.start = first.parent, first.step
+    for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
+        line = _decode(path, text, _Step)
+        if line.step != expected:
+            raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
+        lineage.steps.setdefault(line.step, []).extend(line.ids)
+        lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """The lines whose chain holds, as JSON without it. A last line that a crash spoilt is left out."""
+    *lines, rest = path.read_bytes().split(b"\n")
+    chain = b""
+    for number, line in enumerate(lines, 1):
+        linked = _LINKED.fullmatch(line)
+        if linked is None or linked[2] != _digest(chain, linked[1]):
+            if number == len(lines) and not rest:
+                return
+            raise DataError(
+                f"{path} line {number} is not what was written there: it was altered, moved, repeated or "
+                "left out, or an earlier release wrote it; a crash spoils nothing but the last line"
+            )
+        chain = linked[2]
+        yield linked[1] + b"}"
+
+
+def _decode(path: Path, text: bytes, kind: type[L]) -> L:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} holds a line that cannot be read ({error}): {text[:80]!r}") from None
 
 
 def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,13 @@ class Trainer:
     interrupted: threading.Event
     publish_every: int
     checkpoint_every: int
-    """0: only at the end."""
+    """Steps; 0: not by their number."""
+    checkpoint_seconds: float
+    """By rank 0's clock; 0: not by time."""
     saved: Version | None = None
     """The newest checkpoint of this start: the same version is not written over it."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """Monotonic time of that, or of the start."""
 
 
 def train(trainer: Trainer) -> Outcome:
@@ -83,7 +87,7 @@ def train(trainer: Trainer) -> Outcome:
             if trainer.version.step % trainer.publish_every == 0:
                 publish(trainer)
             clock.lap("publish")
-            if trainer.checkpoint_every and trainer.version.step % trainer.checkpoint_every == 0:
+            if checkpoint_due(trainer):
                 checkpoint(trainer)
             clock.lap("checkpoint")
         if trainer.ranks.rank == 0:
@@ -169,6 +173,16 @@ def _settled(road: Road) -> float:
     return float(road.anchor_due) if road.settle(SETTLE_SECONDS) else _UNSETTLED
 
 
+def checkpoint_due(trainer: Trainer) -> bool:
+    """Whether this step ends with a checkpoint: by its number, or by rank 0's clock. Collective."""
+    if trainer.checkpoint_every and trainer.version.step % trainer.checkpoint_every == 0:
+        return True
+    if not trainer.checkpoint_seconds:
+        return False
+    overdue = time.monotonic() - trainer.saved_at >= trainer.checkpoint_seconds
+    return bool(trainer.ranks.highest(trainer.ranks.rank == 0 and overdue))
+
+
 def checkpoint(trainer: Trainer) -> None:
     """Save where the trainer stands, unless that is done already, and say so. Collective."""
     if trainer.saved == trainer.version:
@@ -176,7 +190,7 @@ def checkpoint(trainer: Trainer) -> None:
     path = trainer.save(trainer.version)
     if path is None:
         return
-    trainer.saved = trainer.version
+    trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
         trainer.controller.tell(CheckpointSaved(version=trainer.version, path=str(path)))
 

@@ -22,6 +22,7 @@ from student_trainer.head import (
     project,
     token_logp,
 )
+from student_trainer.objectives.importance import Discount
 from student_trainer.objectives.terms import Objective
 from sync.errors import ConfigError
 
@@ -47,10 +48,12 @@ class Head(nn.Module):
         if job is None:
             return project(hidden_CH, self.weight, self.bias)
         work = job.work
-        if job.gamma > 0.0:
-            logp_C = token_logp(hidden_CH.detach(), head, work.targets.token_N, self.chunk)
-            future_C = future_credit(logp_C - work.targets.teacher_logp_N, job.row_C, job.gamma)
-            work = replace(work, targets=replace(work.targets, future_N=future_C))
+        if job.discount is not None:
+            targets = work.targets
+            logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
+            factor_C = job.discount.factor(logp_C, targets)
+            future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, job.row_C)
+            work = replace(work, targets=replace(targets, future_N=future_C))
         return chunked_loss(hidden_CH, head, work, job.objective, self.chunk)
 
 
@@ -61,14 +64,14 @@ class Job:
         self,
         batch: MicroBatch,
         objective: Objective,
-        gamma: float,
+        discount: Discount | None,
         heads: tuple[HeadWeights, ...],
         teachers: int = 0,
     ) -> None:
         self.work = Supervision(batch.targets, batch.teacher_C, batch.teacher_hidden_CG, heads, teachers)
         self.row_C = batch.row_C
         self.objective = objective
-        self.gamma = gamma
+        self.discount = discount
 
 
 class Student(nn.Module):

@@ -51,8 +51,6 @@ def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> dict[str, An
     zero.checkpoint_event_epilogue()
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
-    if engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     return {"rng": common["rng"]} if ranks.rank < saved else {}
 
 

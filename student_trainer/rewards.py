@@ -20,8 +20,8 @@ from sync.wire import Rows, TrainBatch, unpack
 class Rewards:
     """Of one step, all ranks together."""
 
-    mean: float
-    """b: over rollouts with a reward"""
+    mean: float | None
+    """b: over the student's rollouts with a reward; None: there are none, the teacher wrote them all"""
     tokens: float
     """M: supervised tokens of rollouts with a reward"""
 
@@ -34,14 +34,17 @@ def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
     own = np.zeros(3)
     for rows in batch.micro_batches:
         if rows.reward is not None:
-            own += unpack(rows.reward).sum(), rows.reward.shape[0], unpack(rows.completion_lens).sum()
+            reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
+            if rows.by_teacher is not None:
+                student_R = unpack(rows.by_teacher) == 0
+            own += reward_R[student_R].sum(), student_R.sum(), unpack(rows.completion_lens).sum()
     total, rollouts, tokens = ranks.gather(torch.from_numpy(own)).sum(0).tolist()
-    if rollouts == 0 or not np.isfinite(total):
+    if tokens == 0 or not np.isfinite(total):
         raise DataError(
             f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "
             "objective.task needs a finite reward; set prompts.judge, take prompts of a task, or leave it out"
         )
-    return Rewards(total / rollouts, tokens)
+    return Rewards(total / rollouts if rollouts else None, tokens)
 
 
 def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
@@ -51,6 +54,6 @@ def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
     """
     if rows.reward is None:
         return None
-    baseline_R = rewards.mean if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
+    baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
     advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
     return torch.from_numpy(np.repeat(advantage_R, unpack(rows.completion_lens)).astype(np.float32))

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, Literal, Protocol
 
 from student_trainer.controller import Controller
 from student_trainer.weights import Weights
-from sync.errors import StoreError, Unreachable
+from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.weights.broadcast import BroadcastSender
 from sync.weights.publish import Publisher, PublishReport
 from sync.weights.tensors import meta_of
@@ -31,6 +32,8 @@ _PATIENCE: Final = 3
 """Publications in a row that may fail before the run does."""
 _TRIES: Final = 4
 """How often one version is broadcast, each time without the replicas that were lost in the time before."""
+_COLLECT_SECONDS: Final = 600.0
+"""Between two garbage collections of the store."""
 _PAUSE_SECONDS: Final = 0.5
 """Before another try: whoever died on the way is missed by then."""
 
@@ -114,11 +117,16 @@ class SnapshotRoad:
         scratch: Path,
         controller: Controller,
         rank: int,
+        collect: Callable[[], object] = lambda: None,
     ) -> None:
-        """`export` writes the folder of an anchor, a collective; `scratch` holds it until it is published."""
+        """`export` writes the folder of an anchor, a collective; `scratch` holds it until it is published.
+
+        `collect` removes what a new anchor made superfluous; called on rank 0, beside everything else.
+        """
         self.newest: Version | None = None
         self._publisher, self._weights, self._export = publisher, weights, export
         self._scratch, self._controller, self._rank = scratch, controller, rank
+        self._collect, self._collect_at = collect, 0.0
         self._due = False
         self._parent: Version | None = None
         self._background = Background()
@@ -160,6 +168,16 @@ class SnapshotRoad:
             if own is not None:
                 shutil.rmtree(own)
         self._tell(report)
+        if own is not None and time.monotonic() >= self._collect_at:
+            self._collect_at = time.monotonic() + _COLLECT_SECONDS
+            Thread(target=self._collect_garbage, name="collect", daemon=True).start()
+
+    def _collect_garbage(self) -> None:
+        """What fails, or is cut off by the end of the process, is made up for by a later one."""
+        try:
+            self._collect()
+        except (StoreError, SnapshotError) as error:
+            log.warning("the store was not collected: %s", error)
 
     def _tell(self, report: PublishReport) -> None:
         self._due = report.anchor_due

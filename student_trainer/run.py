@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 
-from student_trainer import checkpoint
+from student_trainer import checkpoint, schedule
 from student_trainer.config import TrainerConfig
 from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
 from student_trainer.engine import Loaded, load
@@ -28,8 +28,9 @@ from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
 from student_trainer.ledger import Ledger
 from student_trainer.loop import Outcome, Trainer, arrived, publish, train
+from student_trainer.meeting import meeting_point
 from student_trainer.model import check_head
-from student_trainer.objectives.needs import needs
+from student_trainer.objectives.needs import needs, teacher_temperature
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
 from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
@@ -41,9 +42,20 @@ from sync.errors import DataError, StoreError
 from sync.stores import open_store
 from sync.stores.patient import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
+from sync.weights.admin import gc
 from sync.weights.broadcast import BroadcastSender, own_address
 from sync.weights.publish import Publisher
-from sync.wire import FinalDigests, Head, TrainerHello, TrainerWelcome, Version, decode, encode, unpack
+from sync.wire import (
+    FinalDigests,
+    Head,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    Version,
+    decode,
+    encode,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 120.0
@@ -87,6 +99,7 @@ def run(config: TrainerConfig) -> None:
         interrupted=stopping,
         publish_every=config.weights.publish_every,
         checkpoint_every=config.trainer.checkpoint_every,
+        checkpoint_seconds=60 * config.trainer.checkpoint_minutes,
     )
     outcome = train(trainer)
     finish(config, trainer, weights, export, outcome)
@@ -103,7 +116,9 @@ def join(config: TrainerConfig) -> Ranks:
         torch.set_num_threads(config.trainer.threads)
     # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False)
+    deepspeed.init_distributed(
+        timeout=timedelta(seconds=config.trainer.init_timeout_seconds), verbose=False, **meeting_point()
+    )
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     setproctitle(f"{TITLE} {config.run} rank {rank}")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -151,7 +166,9 @@ def step_function(
     vocab = loaded.student.head.shape.vocab
     heads: tuple[HeadWeights, ...] = ()
     if needs(config.objective).hidden:
-        heads = tuple(teacher_head(controller.head(name), vocab, ranks.device) for name in welcome.teachers)
+        temperature = teacher_temperature(config.objective, config.temperature)
+        sent = [controller.head(name) for name in welcome.teachers]
+        heads = tuple(teacher_head(head, vocab, ranks.device, temperature) for head in sent)
     objective = config.objective
     aim = Aim(
         build(objective),
@@ -162,10 +179,17 @@ def step_function(
         coefficients(objective, welcome.teachers),
         objective.task is not None,
     )
-    return lambda batch: train_step(loaded.engine, batch, aim, ranks)
+
+    def step(batch: TrainBatch) -> dict[str, float]:
+        now = schedule.share(config.trainer, batch.version.step, config.steps)
+        for optimizer in loaded.optimizers:
+            schedule.apply(optimizer.param_groups, loaded.hyperparameters, now)
+        return train_step(loaded.engine, batch, aim, ranks)
+
+    return step
 
 
-def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
+def teacher_head(head: Head, vocab: int, device: torch.device, temperature: float = 1.0) -> HeadWeights:
     """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
     rows = head.weight.shape[0]
     if rows < vocab:
@@ -176,7 +200,7 @@ def teacher_head(head: Head, vocab: int, device: torch.device) -> HeadWeights:
     weight_VH = array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array
     bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)
     weight_VH = weight_VH.to(device)
-    shape = HeadShape(vocab, head.scale, head.soft_cap)
+    shape = HeadShape(vocab, head.scale, head.soft_cap, temperature)
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
 
@@ -196,10 +220,12 @@ def open_road(
         if ranks.rank == 0:
             controller_at = urlsplit(config.controller_url)
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
-            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device)
+            token = token_from_environment()
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastRoad(sender, weights, controller, stopping)
+    store = PatientStore(open_store(settings.store, config.run_dir / "store"))
     publisher = Publisher(
-        PatientStore(open_store(settings.store, config.run_dir / "store")),
+        store,
         config.run,
         fingerprint,
         weights.slices,
@@ -209,7 +235,8 @@ def open_road(
         anchor_share=settings.anchor_share,
         timeout=settings.timeout_seconds,
     )
-    return SnapshotRoad(publisher, weights, export, config.run_dir / "anchors", controller, ranks.rank)
+    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+    return SnapshotRoad(publisher, weights, export, scratch, controller, ranks.rank, collect)
 
 
 def save(

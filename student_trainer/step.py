@@ -13,6 +13,7 @@ from torch import Tensor
 from student_trainer.batch import Counts, MicroBatch, collate
 from student_trainer.head import RHO_MAX, HeadWeights
 from student_trainer.model import Job
+from student_trainer.objectives.importance import Discount
 from student_trainer.objectives.terms import STATS, Objective
 from student_trainer.ranks import Ranks
 from student_trainer.rewards import Rewards, advantages, rewards_of
@@ -27,7 +28,8 @@ class Aim:
     """What is optimised, for the whole run."""
 
     objective: Objective
-    gamma: float
+    discount: Discount | None
+    """How later tokens are credited; None: credit is immediate."""
     heads: tuple[HeadWeights, ...]
     """Of the teachers, for objectives over the whole vocabulary; else empty."""
     vocab: int
@@ -64,7 +66,7 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
         counts.append(micro.counts)
     engine.step()
     metrics = summarise(stats, counts, batch.denominator, ranks, aim.teachers)
-    if rewards is not None:
+    if rewards is not None and rewards.mean is not None:
         metrics["reward_mean"] = rewards.mean
     applied = bool(engine.was_step_applied())
     if applied and not math.isfinite(metrics["loss"]):
@@ -105,7 +107,7 @@ def told_apart(aim: Aim) -> int:
 
 def job(micro: MicroBatch, aim: Aim) -> Job:
     """What the head is asked to do with one micro-batch."""
-    return Job(micro, aim.objective, aim.gamma, aim.heads, told_apart(aim))
+    return Job(micro, aim.objective, aim.discount, aim.heads, told_apart(aim))
 
 
 def merge(left: Tensor, right: Tensor) -> Tensor:

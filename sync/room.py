@@ -30,8 +30,11 @@ def is_full(error: BaseException) -> bool:
     return False
 
 
-def append(path: Path, data: bytes) -> bool:
-    """Append all of `data`; False, and nothing changed, when the disk is full. Raises other OSErrors."""
+def append(path: Path, data: bytes, durable: bool = False) -> bool:
+    """Append all of `data`; False, and nothing changed, when the disk is full. Raises other OSErrors.
+
+    `durable`: it is on disk when this returns.
+    """
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -43,6 +46,8 @@ def append(path: Path, data: bytes) -> bool:
         try:
             while rest:
                 rest = rest[os.write(handle, rest) :]
+            if durable:
+                os.fsync(handle)
         except OSError as error:
             os.ftruncate(handle, size)
             if error.errno in FULL:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+import json
+from pathlib import Path
+from typing import TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sync import secrets
+from sync.errors import ConfigError
 from sync.urls import Url
 
 
@@ -41,3 +47,18 @@ class Placement(Settings):
     """CUDA_VISIBLE_DEVICES of each process, such as ["0,1", "2,3"]; empty: inherited."""
     env: dict[str, str] = {}
     """Environment variables to add, such as OMP_NUM_THREADS."""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def read_settings(kind: type[S], path: Path) -> S:
+    """What a role is started with, from its JSON file and the secrets beside it. Raises ConfigError."""
+    try:
+        return kind.model_validate_json(json.dumps(secrets.filled(json.loads(path.read_bytes()))))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise ConfigError(f"--config {path} is not a {kind.__name__}: {error}") from None
+    except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
+        raise ConfigError(f"--config {path} is not JSON: {error}") from None

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sync.answers import MOST_REFUSAL, PLAIN, BoundedBlockingTransport, BoundedTransport
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
 from sync.urls import checked_url
 from sync.wire import CONTENT_TYPE, Message, decode, encode
@@ -72,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"} if token else {}
+    return PLAIN | ({"authorization": f"Bearer {token}"} if token else {})
 
 
 def _raise_refusal(url: str, response: httpx.Response) -> None:
@@ -80,9 +84,9 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     try:
-        text = str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        text = response.text[:500]
+        text = str(json.loads(response.content)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = response.content[:500].decode("utf-8", "replace")
     message = f"{url} answered {response.status_code}: {text}"
     if response.status_code == 429:
         try:
@@ -147,7 +151,9 @@ class Peer:
             base_url=self.url,
             headers=_headers(token),
             timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            transport=BoundedTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False
+            ),
             trust_env=False,
         )
 
@@ -163,8 +169,9 @@ class Peer:
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            return (await self._http.get("/health", timeout=2.0)).status_code == 200
-        except httpx.HTTPError:
+            answer = await self._http.get("/health", timeout=2.0, extensions={"most": MOST_REFUSAL})
+            return answer.status_code == 200
+        except (httpx.HTTPError, RemoteError):
             return False
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -216,6 +223,7 @@ class Peer:
                 content=encode(body),
                 headers={"content-type": CONTENT_TYPE},
                 timeout=httpx.Timeout(None, connect=5.0),
+                extensions={"most": None},
             ) as response:
                 if response.status_code != 200:
                     await response.aread()
@@ -223,7 +231,7 @@ class Peer:
                 buffer = bytearray()
                 async for chunk in response.aiter_bytes():
                     buffer += chunk
-                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := int.from_bytes(buffer[:4], "little")):
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
                         message = decode(bytes(buffer[4 : 4 + n]), kind)
                         del buffer[: 4 + n]
                         yield message
@@ -240,7 +248,11 @@ class BlockingPeer:
         self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
         self._http = httpx.Client(
-            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+            base_url=self.url,
+            headers=_headers(token),
+            timeout=timeout,
+            transport=BoundedBlockingTransport(trust_env=False),
+            trust_env=False,
         )
 
     def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -266,17 +278,51 @@ class BlockingPeer:
         self._http.close()
 
 
+def _frame_length(buffer: bytearray) -> int:
+    """Bytes of the frame that `buffer` begins with. Raises WireError for more than any frame has."""
+    if (length := int.from_bytes(buffer[:4], "little")) > MAX_BODY:
+        raise WireError(f"a frame of {length} bytes is announced, the limit is {MAX_BODY}: it is no frame")
+    return length
+
+
 # --- server -----------------------------------------------------------------------------------------------
 
 
+def stray(scope: Scope) -> str | None:
+    """Why a request was not meant for this server; None: it was.
+
+    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
+    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
+    """
+    headers = dict(scope["headers"])
+    if (origin := headers.get(b"origin")) is not None:
+        return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
+    server, host = scope.get("server"), headers.get(b"host", b"").decode("latin-1")
+    if server is None or not is_loopback(server[0]):
+        return None
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if is_loopback(name) or name == socket.gethostname().lower():
+        return None
+    return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
+
+
 class TokenGuard:
-    """ASGI middleware: 401 unless the bearer token fits; /health is open; no token set, no guard."""
+    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
+
+    /health needs no token; where none is set, nothing does.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app = app
         self._token = token if token is not None else token_from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := stray(scope)) is not None:
+            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
+            return
         if scope["type"] == "http" and self._token and scope["path"] != "/health":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):

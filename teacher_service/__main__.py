@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import pydantic
-
-from sync.errors import ConfigError, DistillError
+from sync.errors import DistillError
+from sync.listening import serve_app
+from sync.secrets import redact_process
+from sync.settings import read_settings
 from sync.transport import check_bind, token_from_environment
 from teacher_service.config import TeacherConfig
 
@@ -29,13 +30,14 @@ GRACE_SECONDS: Final = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit status."""
     options = _parse(arguments)
+    redact_process()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s teacher {options.name}[{options.index}] %(name)s: %(message)s",
     )
     try:
-        config = read_config(options.config)
+        config = read_settings(TeacherConfig, options.config)
         serve(config, options.name, options.host or config.host, _port(options, config), options.index)
     except DistillError as error:
         log.error("%s", error)
@@ -61,18 +63,6 @@ def _port(options: argparse.Namespace, config: TeacherConfig) -> int:
     return config.port + options.index if config.port else 0
 
 
-def read_config(path: Path) -> TeacherConfig:
-    """The configuration in a JSON file. Raises ConfigError when there is none."""
-    try:
-        return TeacherConfig.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path}: {error.strerror}: write the TeacherConfig there first"
-        ) from error
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"--config {path} is not a TeacherConfig: {error}") from error
-
-
 def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0) -> None:
     """Load the engine and answer on host:port until SIGTERM or SIGINT."""
     token = token_from_environment()
@@ -80,7 +70,6 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
     if config.devices and "CUDA_VISIBLE_DEVICES" not in config.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
-    import uvicorn
 
     from sync.tokenizers import vocab_size
     from teacher_service.app import TeacherService
@@ -101,14 +90,7 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
         token=token,
     )
     log.info("%s: %s", name, service.info)
-    uvicorn.run(
-        service.app,
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
+    serve_app(service.app, host, port, GRACE_SECONDS)
 
 
 def _leave(*_: object) -> None:

@@ -35,6 +35,9 @@ def check_request(request: ScoreRequest, facts: Facts) -> None:
     for name in ("topk", "hidden", "prompt"):
         if getattr(want, name):
             _check_can(name, facts)
+    _check_temperature(want.temperature)
+    if want.temperature != 1.0:
+        _check_can("temperature", facts)
     if any(sequence.gather_ids is not None for sequence in request.sequences):
         _check_can("gather", facts)
     limit = min(facts.max_topk, facts.vocab_size)
@@ -55,10 +58,7 @@ def check_write(request: WriteRequest, facts: Facts) -> None:
             422,
             f"max_tokens is {request.max_tokens}, this teacher writes 1 to {facts.max_length - 1}: lower it",
         )
-    if not 0 < request.temperature < math.inf:
-        raise BadRequest(
-            422, f"temperature is {request.temperature}, it must be > 0: send 1 for the teacher's own"
-        )
+    _check_temperature(request.temperature)
     wrong = [token for token in request.stop_token_ids if not 0 <= token < facts.vocab_size]
     if wrong:
         raise BadRequest(
@@ -70,6 +70,11 @@ def check_write(request: WriteRequest, facts: Facts) -> None:
 def _check_deadline(deadline: float | None) -> None:
     if deadline is not None and not 0 < deadline < math.inf:
         raise BadRequest(422, f"deadline is {deadline}: send seconds > 0, or none")
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise BadRequest(422, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
 
 
 def _check_can(name: str, facts: Facts) -> None:
@@ -165,4 +170,4 @@ def _outside(ids: np.ndarray, low: int, high: int) -> int | None:
 def asked_of(item: Item, want: Want, facts: Facts) -> Asked:
     """What the engine is asked for; items with the same answer may share a batch."""
     gather = 0 if item.gather_ids_TK is None else item.gather_ids_TK.shape[1]
-    return Asked(want.topk, gather, want.entropy and "entropy" in facts.can, want.hidden)
+    return Asked(want.topk, gather, want.entropy and "entropy" in facts.can, want.hidden, want.temperature)

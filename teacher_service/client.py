@@ -192,8 +192,9 @@ class TeacherClient:
         max_tokens: int,
         stop_token_ids: Sequence[int] = (),
         deadline: float | None = None,
+        temperature: float = 1.0,
     ) -> list[Written | ScoreRefused]:
-        """Completions of `prompts` at temperature 1, in their order; raises as `score` does.
+        """Completions of `prompts`, in their order; raises as `score` does.
 
         One request after the other, each of no more than `request_tokens` with all that it may become.
         """
@@ -204,6 +205,7 @@ class TeacherClient:
             request = WriteRequest(
                 prompts=part,
                 max_tokens=max_tokens,
+                temperature=temperature,
                 stop_token_ids=list(stop_token_ids),
                 deadline=max(0.001, expires - time.monotonic()),
             )

@@ -69,8 +69,7 @@ LARGE = Size(
         "rollout.max_in_flight=64",
         "buffer.score_batch=32",
         "teachers.sorter.dtype=bfloat16",
-        'trainer.overrides."optimizer.params.lr"=1e-4',
-        'trainer.overrides."scheduler.params.warmup_max_lr"=1e-4',
+        "trainer.lr=1e-4",
     ),
     learns=False,
 )
@@ -292,7 +291,6 @@ def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str
     tokenizer = load_tokenizer(config.student)
     split = open_prompts(config, tokenizer, longest_sequence(config))
     prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)
-    overrides = config.trainer.overrides
     return {
         "student": config.student.path,
         "teacher": teacher.path,
@@ -304,8 +302,8 @@ def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str
         "steps": steps,
         "batch": config.rollout.batch,
         "max_tokens": config.rollout.max_tokens,
-        "rate": overrides["optimizer.params.lr"],
-        "warmup": overrides["scheduler.params.warmup_num_steps"],
+        "rate": config.trainer.lr,
+        "warmup": config.trainer.warmup_steps,
         "bf16": precision == "bf16",
     }
 

@@ -148,8 +148,7 @@ def trial(
 
 def arguments(folder: Path, name: str, seed: int, steps: int, settings: Sequence[str]) -> list[str]:
     """Of `distill`, for one run of the quickstart."""
-    length = [f"run.steps={steps}", f'trainer.overrides."scheduler.params.total_num_steps"={steps}']
-    every = [f"run.folder={folder}", f"run.name={name}", *length, *settings]
+    every = [f"run.folder={folder}", f"run.name={name}", f"run.steps={steps}", *settings]
     return ["quickstart", "--seed", str(seed), *(word for one in every for word in ("--set", one))]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from distill.bench.fuzz import Question, flood, fuzz
+from sync.replica.plugin import PLUGIN
 from sync.transport import Peer
 from sync.wire import ScoreRequest, ScoreSequence, TeacherInfo, Want, WritePrompt, WriteRequest, pack
 from teacher_service.client import TeacherClient
@@ -41,7 +42,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_PLUGINS": "",
+    "VLLM_PLUGINS": PLUGIN,
 }
 
 Turn = Callable[[], Awaitable[int]]

@@ -105,6 +105,18 @@ def peers(
     finish(module, module.run(folder, range(seeds)), json_file)
 
 
+@app.command()
+def soak(
+    folder: Annotated[Path, typer.Option(help="Emptied, then filled")] = Path("runs/bench-soak"),
+    rollouts: Annotated[int, typer.Option(help="Small ones; 0: leave that part out")] = 500_000,
+    wide: Annotated[int, typer.Option(help="With hidden states 4,096 wide; 0: leave that part out")] = 2_000,
+    json_file: JsonFile = None,
+) -> None:
+    """Memory, disk, blocks of the event loop and the restart of a controller over a long run in memory."""
+    module = bench("soak")
+    finish(module, module.run(folder, rollouts, wide), json_file)
+
+
 def log_progress() -> None:
     """A line on stderr for every trial."""
     logging.basicConfig(format="%(asctime)s %(message)s")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sync.errors import ConfigError, DataError, DistillError, Interrupted
+from sync.secrets import redact
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
@@ -23,7 +24,7 @@ def guarded(command: Callable[[], Any]) -> int:
         with _sigterm_raises():
             command()
     except DistillError as error:
-        console.print(f"distill: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(redact(f"distill: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
         if isinstance(error, Interrupted):
             return EXIT_STOPPED
         return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED

@@ -18,6 +18,7 @@ from distill.cli import sync as cli_sync
 from distill.cli.guarded import guarded
 from distill.cli.options import Config, Controller, JsonFile, Overrides, Resume, RunDir, write_figures
 from sync.errors import DistillError
+from sync.secrets import redact, redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -37,13 +38,17 @@ app.add_typer(cli_sync.app, name="sync")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `distill`; leaves with an exit status."""
-    sys.exit(guarded(lambda: app(arguments)))
+    words = sys.argv[1:] if arguments is None else arguments
+    redact_process()
+    sys.exit(guarded(lambda: app(words)))
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     from distill.loading import load
 
-    return load(path, overrides)
+    config = load(path, overrides)
+    redact_process()  # once more, for what the configuration holds
+    return config
 
 
 def _log_to_stderr() -> None:
@@ -177,19 +182,24 @@ def preflight(
     config: Config,
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
+    tokens_per_second: Annotated[float, typer.Option(help="Generated, assumed for the disk it needs")] = 1000,
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
+    from distill.launch import disk
     from distill.launch.preflight import check
     from distill.launch.rehearse import check_machine, rehearse
 
     settings = _load(config, overrides)
     split = check(settings)
     check_machine(settings)
+    needed = disk.estimate(settings, tokens_per_second)
+    for line in [*disk.lines(settings, needed, tokens_per_second), disk.check_room(settings, needed)]:
+        typer.echo(line) if line else None
     if engines:
         import asyncio
 
         _log_to_stderr()
-        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(finding.line)))
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 
@@ -224,18 +234,25 @@ def report(run_dir: RunDir) -> None:
 
 @app.command()
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Check a run's guarantees from its journal and the trainer's ledger."""
+    """Check a run's guarantees from its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
+    from distill.control.audit import VIOLATIONS
     from distill.control.audit import audit as check
 
     found = check(run_dir)
     figures = {**asdict(found), "ok": found.ok}
     for name, value in figures.items():
-        typer.echo(f"{name:<16} {len(value) if isinstance(value, list) else value}")
+        typer.echo(f"{name:<18} {len(value) if isinstance(value, list) else value}")
+    for name, entries in found.violations.items():
+        typer.echo(f"\n{name}: {VIOLATIONS[name]}")
+        for entry in entries[:5]:
+            typer.echo(f"  {entry}")
+        if len(entries) > 5:
+            typer.echo(f"  and {len(entries) - 5} more; --json FILE writes them all")
     write_figures(json_file, figures)
     if not found.ok:
-        raise DistillError(f"{run_dir} breaks a guarantee: see the lines above that are not 0")
+        raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(found.violations)}")
 
 
 @app.command()

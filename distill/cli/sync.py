@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,15 +15,17 @@ app = typer.Typer(help="Look after the published versions of a run.", no_args_is
 
 @app.command("ls")
 def ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """List every published version."""
+    """List every published version; fails when something in the store cannot be read."""
     from distill.published import listing
 
     found = listing(run_dir)
-    for one in found:
+    write_figures(json_file, found)
+    odd = [one for one in found if "problem" in one]
+    for one in (one for one in found if "problem" not in one):
         base = f"on {one['base']}" if one["base"] else ""
         mark = "  latest" if one["latest"] else ""
         typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
-    write_figures(json_file, found)
+    _tell(odd)
 
 
 @app.command("verify")
@@ -75,13 +77,24 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Remove versions that no reader needs."""
+    """Remove versions that no reader needs; fails when something was left because it cannot be read."""
     from distill.published import collection
 
     done = collection(run_dir, grace_seconds, dry_run)
     verb = "would remove" if dry_run else "removed"
     typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
     write_figures(json_file, done)
+    _tell(done["odd"])
+
+
+def _tell(odd: list[dict[str, Any]]) -> None:
+    """Name what cannot be used. Raises DistillError when there is any."""
+    for one in odd:
+        typer.echo(f"{one['name']}  {one['problem']}")
+    if odd:
+        raise DistillError(
+            f"{len(odd)} entries of the store cannot be used: see above; all others were handled"
+        )
 
 
 @app.command()

@@ -44,13 +44,14 @@ class Marks(NamedTuple):
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
-    """Mean reward of every rollout's group, by the rollout's id, of those that have a reward."""
+    """Mean reward of the student's rollouts of every rollout's group, by the rollout's id, of those that have
+    a reward; 0 where the teacher wrote the whole group."""
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
-        if rollout.reward is not None:
+        if rollout.reward is not None and not rollout.by_teacher:
             rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
     means = {group: sum(found) / len(found) for group, found in rewards.items()}
-    return {rollout.id: means[group_of(rollout.id)] for rollout in rollouts if rollout.reward is not None}
+    return {one.id: means.get(group_of(one.id), 0.0) for one in rollouts if one.reward is not None}
 
 
 def compose(

@@ -19,10 +19,12 @@ from distill.control.records import (
     LineageOpened,
     Opened,
     Rollout,
+    Snapshot,
 )
+from distill.control.snapshot import base, cover, restore, take
 from distill.control.soundness import Sift
 from distill.control.state import Asked, Batch, Rules, RunState
-from distill.control.trials import accused_by_death, is_single
+from distill.control.trials import accused_by_death, is_single, plan_lineage
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
 from sync.wire import Version, unpack
@@ -50,7 +52,6 @@ class Books:
         self._prompts = prompts
         self._author = author
         self._sift, self._put_aside = sift, put_aside
-        self._compacted: set[int] = set()
 
     @classmethod
     def open(
@@ -77,12 +78,14 @@ class Books:
             run, seed, rules.batch, bound.limit, bound.hard, bound.half_life, rules.group,
             prompts.per_prompt, prompts.rows,
         )  # fmt: skip
-        for location, record in journal.replay():
-            if isinstance(record, Opened):
-                _check_same_prompts(journal.folder, record, now)
-            state.apply(record, location if isinstance(record, Issued | Rollout) else None)
+        for number, (location, record) in enumerate(journal.replay()):
+            if isinstance(record, Snapshot) and number == 0:
+                state = restore(record, rules, journal.read)
+            state.apply(record, location if isinstance(record, Issued | Rollout | Snapshot) else None)
             if isinstance(record, Rollout):
                 state.unload(record.id)
+        if state.opened is not None:
+            _check_same_prompts(journal.folder, state.opened, now)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
         books = cls(journal, state, prompts, author, sift, put_aside)
@@ -158,14 +161,18 @@ class Books:
         return state.batches.get(version)
 
     async def open_lineage(
-        self, checkpoint: Version | None, fingerprint: str, without: Collection[str] | None = None
+        self,
+        checkpoint: Version | None,
+        fingerprint: str,
+        without: Collection[str] | None = None,
+        ranks: int | None = None,
     ) -> LineageOpened:
-        """A trainer started from `checkpoint`.
+        """A trainer of so many ranks started from `checkpoint`.
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
         accused = accused_by_death(self.state)
-        record = self.state.plan_lineage(checkpoint, fingerprint, without, self._sound)
+        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._sound)
         self.write(record)
         self._drop_broken()
         if accused is not None:
@@ -231,9 +238,17 @@ class Books:
         return record
 
     async def tidy(self, keep_checkpoints: int) -> None:
-        """Shrink the segments that the kept checkpoints cover."""
-        needed = self.state.forget_covered(keep_checkpoints)
-        self._compacted |= await self.journal.compact(needed, self._compacted)
+        """After a checkpoint: take a snapshot, and archive the segments that no restart needs."""
+        state, covered = self.state, cover(self.state, keep_checkpoints)
+        held = base(state, covered)
+        begins_here = covered == state.checkpoints[-1]
+        record = take(state, None if begins_here else held.segment if held else 0)
+        location = self.journal.append(record)
+        await self.journal.commit(durable=True)
+        state.apply(record, location)
+        if held := base(state, covered):
+            in_use = {location.segment for location in state.where.values()}
+            await self.journal.archive(held.segment, in_use | held.needed)
 
 
 def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import Final
 
@@ -65,7 +66,8 @@ class Broadcasts:
         self._count += 1
         self._fleet.by_broadcast = True
         live = [replica for replica in self._live() if replica.version != published.version]
-        group, size, lost = f"{published.version.lineage}-{self._count}", 1 + len(live), dict[str, str]()
+        size, lost = 1 + len(live), dict[str, str]()
+        group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
         self._group, self._lost = group, lost
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)

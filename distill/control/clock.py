@@ -17,6 +17,8 @@ from sync.errors import ConfigError
 from sync.wire import Version
 
 _NEVER = 1 << 62
+_REMEMBERED = 1 << 14
+"""Versions whose step in a lineage is kept at hand: more than those of a buffer."""
 
 
 class Lineage(NamedTuple):
@@ -64,11 +66,13 @@ class Lineages:
         Versions of a lineage that is not known count as the model folder, step 0.
         """
         key = version, lineage
-        if key not in self._steps:
+        if (found := self._steps.get(key)) is None:
+            if len(self._steps) > _REMEMBERED:
+                self._steps.clear()
             ours, theirs = self._shared[lineage], self._shared.get(version.lineage, {})
             common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
-            self._steps[key] = min(version.step, max(common, default=0))
-        return self._steps[key]
+            found = self._steps[key] = min(version.step, max(common, default=0))
+        return found
 
     def holds(self, version: Version, lineage: int) -> bool:
         """Whether `version` lies on the way of `lineage` (the same batches led to it)."""

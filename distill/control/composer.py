@@ -77,7 +77,7 @@ class Composer:
                 self._composed.wake()
                 if batch is None:
                     break
-                desk.prepare(batch.version.step)
+                await desk.prepare(batch.version.step)
             self.note_waiting()
             await self._changed.wait()
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from distill.control.batches import Marks, Shape, compose, group_means
 from distill.control.books import Books
@@ -136,7 +137,7 @@ class Desk:
                 f"from {at}: start it again from there"
             )
         without = None if self._retreat is None else self._retreat.without
-        record = await self._books.open_lineage(at, hello.fingerprint, without)
+        record = await self._books.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
         self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
@@ -199,19 +200,29 @@ class Desk:
                 f"has got batches up to step {self._given}"
             )
 
-    def prepare(self, step: int) -> None:
-        """Encode a batch ahead of its asking; it counts as ready from now on."""
-        self._share(step)
+    async def prepare(self, step: int) -> None:
+        """Encode a batch ahead of its asking, beside the event loop; then it counts as ready.
+
+        Nothing is kept of it when a new lineage was opened meanwhile.
+        """
+        lineage, encoded = self._books.state.lineage, self._encoding(step)
+        shares = await asyncio.to_thread(encoded)
+        if self._books.state.lineage != lineage:
+            return
+        self._keep(step, shares)
         self.ready = max(self.ready, step)
         self._changed.wake()
 
     def _share(self, step: int) -> list[bytes]:
         if step not in self._shares:
-            self._shares = {old: shares for old, shares in self._shares.items() if old >= step - 1}
-            self._shares[step] = [encode(share) for share in self._compose(step)]
+            self._keep(step, self._encoding(step)())
         return self._shares[step]
 
-    def _compose(self, step: int) -> list:
+    def _keep(self, step: int, shares: list[bytes]) -> None:
+        self._shares = {old: found for old, found in self._shares.items() if old >= step - 1} | {step: shares}
+
+    def _encoding(self, step: int) -> Callable[[], list[bytes]]:
+        """What encodes a batch as it is on record now."""
         state = self._books.state
         batch = state.batch_of(step)
         if batch is None or state.lineage is None:
@@ -219,11 +230,16 @@ class Desk:
                 f"the batch of step {step} is no longer on record: resume from a newer checkpoint"
             )
         version = Version(state.lineage, step)
-        rollouts = self._books.rollouts(batch)
-        weights = zip((entry.id for entry in batch.entries), batch.weights, strict=False)
-        baselines = group_means(rollouts, group_of) if state.rules.group > 1 else {}
-        marks = Marks(dict(weights), baselines)
-        return compose(rollouts, version, self._world_size, self._shape, state.step_of, marks)
+        weights = dict(zip((entry.id for entry in batch.entries), batch.weights, strict=False))
+        step_of, world_size = partial(state.lineages.step_in, lineage=state.lineage), self._world_size
+
+        def encoded() -> list[bytes]:
+            rollouts = self._books.rollouts(batch)
+            baselines = group_means(rollouts, group_of) if state.rules.group > 1 else {}
+            marks = Marks(weights, baselines)
+            return list(map(encode, compose(rollouts, version, world_size, self._shape, step_of, marks)))
+
+        return encoded
 
     async def event(self, event: Event) -> Ok | Audience:
         """Take note of what the trainer did. Raises RemoteError for another lineage."""

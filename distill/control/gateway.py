@@ -20,6 +20,7 @@ from starlette.routing import Route
 from distill.control.desk import Desk, Event
 from distill.control.members import Members
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
+from sync.listening import bind_alone
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
@@ -160,18 +161,13 @@ def exposition(values: dict[str, float]) -> str:
 def listen(host: str, port: int, token: str | None) -> socket.socket:
     """A bound socket. Raises ConfigError when the port is taken, or the host is not safe without a token."""
     check_bind(host, token)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        return bind_alone(host, port)
     except OSError as error:
-        bound.close()
         raise ConfigError(
             f"controller cannot listen on {host}:{port} ({error.strerror}): "
             "choose another controller.port, or 0 for any free one"
         ) from None
-    return bound
 
 
 class _Server(uvicorn.Server):

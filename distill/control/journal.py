@@ -1,7 +1,8 @@
 """The append-only journal of a run: what a restart of the controller is rebuilt from.
 
 Order of use: `replay()` to its end, then any number of `append()`; nothing is on disk before the `commit()`
-that follows it has returned. When the disk is full, `commit()` waits for room, and with it everybody who
+that follows it has returned. Records are encoded, written and forced to disk by one thread of the journal's
+own, in the order of `append`. When the disk is full, `commit()` waits for room, and with it everybody who
 needs the record to be safe; the file always ends behind a whole record.
 """
 
@@ -12,39 +13,28 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from distill.control.records import AnyRecord
+from distill.control.archive import Archive
+from distill.control.records import AnyRecord, Location, Snapshot, compacted
 from distill.control.segments import (
     SEGMENT_MAGIC,
-    compact,
     encode_entry,
+    encode_mark,
+    ends_in_old_format,
     read_entry,
+    replay_from,
     scan,
     segment_numbers,
     segment_path,
 )
+from sync.durable import force, make_folder
 from sync.room import FULL
 
 Fsync = Literal["always", "batch", "never"]
 logger = logging.getLogger(__name__)
-
-
-class Location(NamedTuple):
-    """Where a record stands."""
-
-    segment: int
-    offset: int
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Bytes that wait to be written to one segment."""
-
-    segment: int
-    data: bytearray = field(default_factory=bytearray)
 
 
 class Journal:
@@ -58,70 +48,56 @@ class Journal:
         retry_seconds: float = 5.0,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.folder = folder
         self._fsync = fsync
         self._segment_bytes = segment_bytes
         self._retry_seconds = retry_seconds
         self._write = write
-        self._pending: deque[_Pending] = deque()
-        self._writing: _Pending | None = None
-        """Being written; stays here when a commit is cancelled while the disk is full."""
-        self._lock = asyncio.Lock()
-        self._segment = -1
+        self._pending: deque[tuple[AnyRecord, Location]] = deque()
+        """Appended and not yet written; the writer takes a record out once it is in the file."""
+        self._writer = ThreadPoolExecutor(1, "journal")
+        self._archive = Archive(folder)
+        self._segment = 0
         """Newest segment; records are appended to it."""
-        self._size = 0
-        """Its size with everything pending."""
         self._file = -1
-        self._file_segment = -1
         self._written = 0
-        """Sound bytes of the open file."""
+        """Sound bytes of the newest segment."""
         self._unsynced = False
-        """Something was written since the last fsync."""
+        """Something was written that no mark on disk says to be durable."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
-        """Every record, oldest first; cuts a torn tail. Raises DataError on damage."""
-        numbers = segment_numbers(self.folder)
+        """Every record that a restart needs, oldest first; cuts an unsynced tail. Raises DataError on damage.
+
+        The first one is a Snapshot when the journal holds one.
+        """
+        numbers = replay_from(self.folder)
         for number in numbers:
             path = segment_path(self.folder, number)
             for offset, record in scan(path, last=number == numbers[-1]):
                 yield Location(number, offset), record
         if numbers:
             self._segment = numbers[-1]
-            self._size = segment_path(self.folder, self._segment).stat().st_size
+            path = segment_path(self.folder, self._segment)
+            force(path)  # the cut, too, before anything is written behind it
+            self._segment += ends_in_old_format(path)
 
     def append(self, record: AnyRecord) -> Location:
         """Queue a record for the next commit; returns where it will stand."""
-        entry = encode_entry(record)
-        if self._segment < 0 or self._size + len(entry) > max(self._segment_bytes, len(entry)):
-            self._segment, self._size = self._segment + 1, 0
-        if not self._pending or self._pending[-1].segment != self._segment:
-            self._pending.append(_Pending(self._segment))
-        if self._size == 0:
-            self._pending[-1].data += SEGMENT_MAGIC
-            self._size = len(SEGMENT_MAGIC)
-        location = Location(self._segment, self._size)
-        self._pending[-1].data += entry
-        self._size += len(entry)
+        location = Location()
+        self._pending.append((record, location))
         return location
 
     async def commit(self, *, durable: bool = False) -> None:
-        """Write what was appended. `durable`: also forced to the disk under fsync "batch"."""
-        async with self._lock:
-            while self._pending or self._writing:
-                self._writing = self._writing or self._pending.popleft()
-                await self._commit_one(self._writing)
-                self._writing = None
-            forced = self._fsync == "always" or (durable and self._fsync == "batch")
-            if self._unsynced and forced:
-                await asyncio.to_thread(os.fsync, self._file)
-                self._unsynced = False
+        """Write what was appended. `durable`: also forced to the disk under fsync "batch".
 
-    async def _commit_one(self, pending: _Pending) -> None:
+        A commit that is cancelled may still write; what it leaves is written by the next one.
+        """
+        forced = self._fsync == "always" or (durable and self._fsync == "batch")
         waiting = False
-        while True:
+        while self._pending or (forced and self._unsynced):
             try:
-                self._write_all(pending)
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
                 break
             except OSError as error:
                 if error.errno not in FULL:
@@ -133,11 +109,46 @@ class Journal:
         if waiting:
             logger.warning("the journal in %s has room again, the run goes on", self.folder)
 
-    def _write_all(self, pending: _Pending) -> None:
+    # --- in the writer's thread ---------------------------------------------------------------------------
+
+    def _flush(self, forced: bool) -> None:
+        while self._pending:
+            record, location = self._pending[0]
+            location.segment, location.offset = self._write_record(record)
+            self._pending.popleft()
+        if forced and self._unsynced:
+            self._mark_durable()
+
+    def _write_record(self, record: AnyRecord) -> tuple[int, int]:
+        """Where the record stands now; a snapshot begins a segment."""
+        if self._file < 0:
+            self._open(self._segment)
+        if isinstance(record, Snapshot) and self._written > len(SEGMENT_MAGIC):
+            self._open(self._segment + 1)
+        entry = self._entry(record)
+        if len(SEGMENT_MAGIC) < self._written and self._written + len(entry) > self._segment_bytes:
+            self._open(self._segment + 1)
+            entry = self._entry(record)
+        place = self._segment, self._written
+        self._write_all(entry)
+        return place
+
+    def _entry(self, record: AnyRecord) -> bytearray:
+        """The record as it stands at the segment's end; the segment begins now if it is new."""
+        if not self._written:
+            self._write_all(SEGMENT_MAGIC)
+        return encode_entry(record, self._segment, self._written)
+
+    def _mark_durable(self) -> None:
+        """Force to the disk what was written, then a mark that says so."""
+        os.fsync(self._file)
+        self._write_all(encode_mark(self._written, self._segment))
+        os.fsync(self._file)
+        self._unsynced = False
+
+    def _write_all(self, data: bytes | bytearray) -> None:
         """Write to the segment's end, all or nothing: what a full disk took of it is cut off again."""
-        if self._file_segment != pending.segment:
-            self._open(pending.segment)
-        view, done = memoryview(pending.data), 0
+        view, done = memoryview(data), 0
         self._unsynced = True
         try:
             while done < len(view):
@@ -150,44 +161,54 @@ class Journal:
         self._written += done
 
     def _open(self, segment: int) -> None:
-        self.close()
+        """Go on with another segment; the one before is forced to disk first, whatever `fsync` says."""
+        self._close_file()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._file_segment, self._written = segment, os.fstat(self._file).st_size
-        if self._fsync != "never":
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        self._segment, self._written = segment, os.fstat(self._file).st_size
+        force(self.folder)
+
+    # --- what was written ---------------------------------------------------------------------------------
 
     def read(self, location: Location) -> AnyRecord:
         """A committed record."""
         return read_entry(segment_path(self.folder, location.segment), location.offset)
 
-    async def compact(self, needed: set[int], done: set[int]) -> set[int]:
-        """Shrink finished segments that are not `needed` and not yet `done`; returns the ones shrunk now.
+    async def archive(self, before: int, needed: set[int]) -> int:
+        """Archive the segments below `before` that are not `needed`; how many.
 
         Locations in them are void afterwards. A full disk leaves the rest for another time.
         """
-        chosen = {n for n in range(self._file_segment) if n not in needed and n not in done}
-        shrunk: set[int] = set()
-        for number in sorted(chosen):
-            try:
-                gained = await asyncio.to_thread(compact, segment_path(self.folder, number))
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                logger.error("disk full: journal segment %d cannot be shrunk now", number)
-                break
-            shrunk.add(number)
-            logger.info("journal segment %d is covered by a checkpoint: %d bytes freed", number, gained)
-        return shrunk
+        count = 0
+        for number in segment_numbers(self.folder):
+            if number < before and number not in needed:
+                if not await asyncio.to_thread(self._archive_one, number):
+                    logger.error("disk full: journal segment %d cannot be archived now", number)
+                    break
+                count += 1
+        return count
+
+    def _archive_one(self, number: int) -> bool:
+        path = segment_path(self.folder, number)
+        records = [compacted(record) for _, record in scan(path, last=False)]
+        done = self._archive.add(number, [one for one in records if not isinstance(one, Snapshot)])
+        if done:
+            path.unlink()
+        return done
 
     def close(self) -> None:
-        """Force to the disk what was written and close; nothing pending is written."""
+        """Force to the disk what was written, and mark it so; nothing pending is written."""
+        self._writer.shutdown()
+        if self._unsynced and not self._pending:
+            try:
+                self._mark_durable()
+            except OSError as error:  # without room for a mark the records stand as unsynced ones
+                if error.errno not in FULL:
+                    raise
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._file >= 0:
-            if self._fsync != "never":
-                os.fsync(self._file)
+            os.fsync(self._file)
             os.close(self._file)
-            self._file = self._file_segment = -1
+            self._file, self._unsynced = -1, False

@@ -204,7 +204,12 @@ class MemoryTeacher:
         )
 
     async def write(
-        self, prompts: list[WritePrompt], max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        prompts: list[WritePrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
     ) -> list[Written | ScoreRefused]:
         """Tokens made from each prompt's seed."""
         await asyncio.sleep(0)

@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -154,6 +154,8 @@ class LineageOpened(Record, frozen=True):
     fingerprint: str
     without: list[str] = []
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
+    ranks: int | None = None
+    """Of the trainer; None: an earlier release did not note it."""
     parts: list[list[str]] = []
     """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
 
@@ -214,6 +216,36 @@ class Evaluated(Record, frozen=True):
     report: EvalReport
 
 
+class Location(msgspec.Struct, array_like=True):
+    """Where a record stands in the journal: known once it is committed, -1 until then."""
+
+    segment: int = -1
+    offset: int = -1
+
+
+class Held(NamedTuple):
+    """What a snapshot holds on to."""
+
+    segment: int
+    """The one that it heads."""
+    needed: frozenset[int]
+    """Those that hold its prompts and rollouts."""
+
+
+class Snapshot(Record, frozen=True):
+    """The state of the run, at the head of a segment: a restart replays from one of these."""
+
+    checkpoint: Version
+    """The newest when it was taken; batches of earlier steps are left out."""
+    base: int | None
+    """Segment that a restart replays from, headed by the snapshot of the oldest kept checkpoint; None: this
+    one."""
+    state: bytes
+    """msgpack of distill.control.snapshot.Saved."""
+    where: dict[str, Location]
+    """Places of its prompts and rollouts."""
+
+
 AnyRecord = (
     Opened
     | Issued
@@ -230,6 +262,7 @@ AnyRecord = (
     | Checkpointed
     | RolledBack
     | Evaluated
+    | Snapshot
 )
 
 

@@ -52,7 +52,12 @@ class Teacher(Servers, Protocol):
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]: ...
     async def write(
-        self, prompts: list[WritePrompt], max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        prompts: list[WritePrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
     ) -> list[Written | ScoreRefused]: ...
     async def head(self) -> Head: ...
     async def facts(self) -> TeacherInfo:

@@ -38,7 +38,7 @@ def impossible(state: RunState, version: Version) -> str | None:
     """Why no token can have been sampled from `version`; None: it can."""
     if version.lineage not in state.lineages and version != Version(0, 0):
         return f"of one of the {len(state.lineages)} lineages of this run"
-    return None if 0 <= version.step <= state.furthest else f"of a step in 0 … {state.furthest}"
+    return None if 0 <= version.step <= state.trials.furthest else f"of a step in 0 … {state.trials.furthest}"
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ again), `buffer`, a batch of `batches`, or dropped.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from distill.control.buffer import Buffer, Entry
 from distill.control.clock import Bound, Lineage, Lineages, capacity
-from distill.control.journal import Location
 from distill.control.records import (
     SPENDS_ATTEMPT,
     AnyRecord,
@@ -23,20 +22,26 @@ from distill.control.records import (
     Dropped,
     Evaluated,
     HandedOut,
+    Held,
     Issued,
     LineageOpened,
+    Location,
     Opened,
     Record,
     RolledBack,
     Rollout,
+    Snapshot,
     Stepped,
     Trace,
     VersionApplied,
     VersionPublished,
 )
-from distill.control.trials import Trials, first_anew, held_by_last, parts_after
+from distill.control.trials import Trials, held_by_last
 from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
+
+RECENT = 256
+"""Newest publications, updates of replicas and checkpoints that are remembered one by one."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,10 @@ class Counters:
     """Rollouts in composed batches."""
     late: int = 0
     """Of them, those older than the limit, at a weight below 1."""
+    published: int = 0
+    """Versions."""
+    applied: int = 0
+    """Updates of replicas."""
 
 
 class RunState:
@@ -133,17 +142,20 @@ class RunState:
         self.reached: Version | None = None
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
-        """Completion tokens of each step trained on the way of the current lineage."""
+        """Completion tokens of each step trained on the way of the current lineage; those of steps that the
+        kept checkpoints cover are one sum, under the last of them."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
-        self.furthest = 0
-        """Highest step that any lineage could have reached."""
         self.trials = Trials()
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
-        self.published: list[VersionPublished] = []
-        self.applied: list[VersionApplied] = []
+        self.published: deque[VersionPublished] = deque(maxlen=RECENT)
+        self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
+        """The newest ones, in the order of their saving."""
+        self.snapshots: dict[Version, Held] = {}
+        """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
+        self.opened: Opened | None = None  # by the newest controller
         self.evaluations: list[EvalReport] = []
         self.rollbacks = 0
         """Of the guard, over the whole run."""
@@ -152,7 +164,7 @@ class RunState:
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
-        self._shrunk: dict[str, Entry] = {}
+        self.shrunk: dict[str, Entry] = {}
         """Of batches that were left, what the journal keeps traces of: a replay meets its later records."""
         self._apply: dict[type[Record], Callable] = {
             Opened: self._opened,
@@ -170,6 +182,7 @@ class RunState:
             Checkpointed: self._checkpointed,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
+            Snapshot: self._snapshot,
         }
 
     # --- questions ----------------------------------------------------------------------------------------
@@ -182,6 +195,10 @@ class RunState:
     def step_of(self, version: Version) -> int:
         """A token's version as a step of the current lineage."""
         return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
+
+    def passed(self, version: Version) -> bool:
+        """Whether a version lies on the way of the current lineage."""
+        return self.lineage is not None and self.step_of(version) == version.step
 
     def room(self, applied: Version | None) -> int:
         """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
@@ -204,23 +221,6 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
-    def plan_lineage(
-        self,
-        checkpoint: Version | None,
-        fingerprint: str,
-        without: Collection[str] | None = None,
-        sound: Callable[[Batch], bool] = lambda batch: True,
-    ) -> LineageOpened:
-        """What a trainer starting from `checkpoint` opens; see `Books.open_lineage` and `first_anew`."""
-        start = checkpoint.step if checkpoint else 0
-        origin, branch = self.lineages.origin_of(checkpoint), start
-        if origin is not None and without is None:
-            branch = first_anew(self, origin, start, sound)
-        batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
-        left = [rollout for rollout in without or () if rollout in batched]
-        parts = parts_after(self, branch)
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left, parts)
-
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
@@ -233,6 +233,7 @@ class RunState:
         self._apply[type(record)](record, location)
 
     def _opened(self, record: Opened, _: Location | None) -> None:
+        self.opened = record
         self.trials.handed_out = -1  # a trainer that ends with its controller died of that
 
     def _issued(self, record: Issued, location: Location | None) -> None:
@@ -281,8 +282,8 @@ class RunState:
         for rollout in record.ids:
             if rollout in self.buffer:
                 tokens += self.buffer.remove([rollout])[0].length
-            elif rollout in self._shrunk:
-                tokens += self._shrunk.pop(rollout).length
+            elif rollout in self.shrunk:
+                tokens += self.shrunk.pop(rollout).length
             elif self.asked.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
@@ -300,8 +301,8 @@ class RunState:
                 del self.broken[group_of(rollout)]
 
     def _composed(self, record: Composed, _: Location | None) -> None:
-        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self._shrunk])}
-        entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
+        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self.shrunk])}
+        entries = [whole.get(i) or self.shrunk.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
             self.broken.pop(group_of(rollout), None)
         ages = [entry.age(record.version.step, self.step_of) for entry in entries]
@@ -311,7 +312,7 @@ class RunState:
         batch.trial = self.trials.compose(record.ids)
         self.batches[record.version] = batch
         self.next_step = record.version.step + 1
-        self.furthest = max(self.furthest, self.next_step)
+        self.trials.furthest = max(self.trials.furthest, self.next_step)
         self.counters.composed += len(entries)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
@@ -325,7 +326,7 @@ class RunState:
         held = held_by_last(self)
         self.trials.trainer_gone(None if held is None else held.version)
         self.trials.parts = record.parts
-        self.furthest = max(self.furthest, record.start)
+        self.trials.furthest = max(self.trials.furthest, record.start)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
@@ -345,7 +346,7 @@ class RunState:
                 if entry.id in self.where:
                     self.buffer.admit(entry)
                 else:
-                    self._shrunk[entry.id] = entry
+                    self.shrunk[entry.id] = entry
                     self._break_group(entry.id)
 
     def _stepped(self, record: Stepped, _: Location | None) -> None:
@@ -360,6 +361,7 @@ class RunState:
 
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
+        self.counters.published += 1
         if record.kind == "broadcast":
             return
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
@@ -367,9 +369,16 @@ class RunState:
 
     def _version_applied(self, record: VersionApplied, _: Location | None) -> None:
         self.applied.append(record)
+        self.counters.applied += 1
 
     def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
         self.checkpoints.append(record.version)
+        del self.checkpoints[:-RECENT]
+
+    def _snapshot(self, record: Snapshot, location: Location | None) -> None:
+        if location:
+            needed = frozenset(place.segment for place in record.where.values())
+            self.snapshots[record.checkpoint] = Held(location.segment, needed)
 
     def _rolled_back(self, record: RolledBack, _: Location | None) -> None:
         self.rollbacks += 1
@@ -381,20 +390,9 @@ class RunState:
     def forget_unavailable(self) -> None:
         """After a replay: forget batches whose rollouts the journal no longer holds whole."""
         for version in [v for v in self.batches if not self.available(v)]:
-            self._forget(version)
+            self.forget(version)
 
-    def _forget(self, version: Version) -> None:
+    def forget(self, version: Version) -> None:
+        """No trainer will ask for this batch again."""
         for entry in self.batches.pop(version).entries:
             self.where.pop(entry.id, None)
-
-    def forget_covered(self, keep_checkpoints: int) -> set[int]:
-        """Forget what the oldest kept checkpoint covers; returns the journal segments still needed.
-
-        Until `keep_checkpoints` of the current lineage's way are there, nothing is forgotten.
-        """
-        kept = [v for v in self.checkpoints if self.lineage is not None and self.step_of(v) == v.step]
-        if len(kept) >= keep_checkpoints:
-            covered = min(version.step for version in kept[-keep_checkpoints:])
-            for version in [v for v in self.batches if v.step < covered]:
-                self._forget(version)
-        return {location.segment for location in self.where.values()}

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from distill.control.evaluations import best
-from distill.control.records import VersionApplied, VersionPublished
 from distill.control.replicas import Fleet
 from distill.control.scoring import Teacher
 from distill.control.state import RunState
@@ -98,7 +97,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
         "busy_seconds": timeline.busy_seconds(),
         "idle_seconds": timeline.idle_seconds(),
         "waited_seconds": timeline.waited_seconds(),
-        "sync": sync_figures(state.published, state.applied),
+        "sync": sync_figures(state),
         "evaluations": [evaluation(report) for report in reports],
         "best": evaluation(best(reports, "pass_rate" if metric == "pass_rate" else "reverse_kl")),
     }
@@ -119,10 +118,11 @@ def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
     }
 
 
-def sync_figures(published: list[VersionPublished], applied: list[VersionApplied]) -> dict[str, Any]:
-    """Medians over versions and over updates of replicas; None where there was none."""
+def sync_figures(state: RunState) -> dict[str, Any]:
+    """Counts, and medians over the newest versions and updates of replicas; None where there was none."""
+    published, applied = state.published, state.applied
     return {
-        "versions": len(published),
+        "versions": state.counters.published,
         "bytes_full": _median(one.full_bytes for one in published),
         "bytes_delta": _median(one.bytes for one in published if one.kind in ("delta", "lora")),
         "bytes_read": _median(one.bytes for one in applied),
@@ -131,7 +131,7 @@ def sync_figures(published: list[VersionPublished], applied: list[VersionApplied
         "pause_seconds": _median(one.pause_seconds for one in applied),
         "apply_seconds": _median(one.apply_seconds for one in applied),
         "total_seconds": _median(one.seconds for one in applied),
-        "updates": len(applied),
+        "updates": state.counters.applied,
     }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distill.control.buffer import Buffer
+from distill.control.records import LineageOpened
 from sync.wire import Version
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 class Trials:
     """What trainers died on. RunState changes it, as the records say."""
 
+    furthest: int = 0
+    """Highest step that any lineage could have reached."""
     handed_out: int = -1
     """Newest step whose batch the current trainer has."""
     died_on: Version | None = None
@@ -66,6 +69,27 @@ def accused_by_death(state: RunState) -> Batch | None:
 def is_single(state: RunState, batch: Batch) -> bool:
     """Whether a batch cannot be cut: it is one rollout, or one group of them."""
     return len(batch.entries) <= state.rules.group
+
+
+def plan_lineage(
+    state: RunState,
+    checkpoint: Version | None,
+    fingerprint: str,
+    without: Collection[str] | None,
+    ranks: int | None,
+    sound: Callable[[Batch], bool],
+) -> LineageOpened:
+    """What a trainer starting from `checkpoint` opens; see `Books.open_lineage` and `first_anew`."""
+    start = checkpoint.step if checkpoint else 0
+    origin, branch = state.lineages.origin_of(checkpoint), start
+    if origin is not None and without is None:
+        branch = first_anew(state, origin, start, sound)
+    batched = {entry.id for batch in state.batches.values() for entry in batch.entries}
+    left = [rollout for rollout in without or () if rollout in batched]
+    parts = parts_after(state, branch)
+    return LineageOpened(
+        len(state.lineages), checkpoint, start, origin, branch, fingerprint, left, ranks, parts
+    )
 
 
 def first_anew(state: RunState, origin: int, start: int, sound: Callable[[Batch], bool]) -> int:

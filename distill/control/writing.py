@@ -33,9 +33,9 @@ class _Work:
 class Writing:
     """Runs for the length of the run; `put` at any time.
 
-    The teacher samples at temperature 1 from its whole distribution, with the prompt that it sees when it
-    scores. What it wrote goes to `finished`, looks like a student's completion without versions, and is
-    scored like one; `refused` is called with an empty completion and the reason.
+    The teacher samples from its whole distribution, at the temperature of its scores, with the prompt that
+    it sees when it scores. What it wrote goes to `finished`, looks like a student's completion without
+    versions, and is scored like one; `refused` is called with an empty completion and the reason.
     """
 
     def __init__(
@@ -81,7 +81,12 @@ class Writing:
     async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
         prompts, rollout = [one.prompt for one in work], self._config.rollout
         teacher = self._parts.teachers[name]
-        answers = await teacher.write(prompts, rollout.max_tokens, rollout.stop_token_ids)
+        answers = await teacher.write(
+            prompts,
+            rollout.max_tokens,
+            rollout.stop_token_ids,
+            temperature=self._parts.want.temperature,
+        )
         check_echo(name, answers, prompts)
         return answers
 

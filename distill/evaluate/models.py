@@ -13,6 +13,7 @@ from distill.adapters import is_adapter, merged
 from distill.evaluate.evaluation import LanguageModel
 from sync.settings import ModelSource
 from sync.tokenizers import vocab_size
+from sync.weights.tensors import read_folder
 from teacher_service.engines.head import find_head
 
 
@@ -34,6 +35,10 @@ def load_student(
         return load_model(student, tokenizer, device)
     if is_adapter(folder):
         return _prepared(merged(student, folder, torch.float32), tokenizer, device)
+    if student.trust_remote_code:  # weights come from a store, code from the student's own source alone
+        own, weights = _plain(student), dict(read_folder(folder))
+        model = type(own).from_pretrained(None, config=own.config, state_dict=weights, dtype=torch.float32)
+        return _prepared(model, tokenizer, device)
     version = student.model_copy(update={"path": str(folder), "revision": None})
     return load_model(version, tokenizer, device)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distill.evaluate.evaluation import LanguageModel
 from student_trainer.objectives.config import SFT, ForwardTopK, ObjectiveConfig, StudentTopK, TopK
+from student_trainer.objectives.needs import teacher_temperature
 from student_trainer.objectives.registry import build
 from student_trainer.objectives.terms import Objective, Targets, at
 from sync.wire import PlainMarks, ProbeReply, ProbeRequest, ScoreSequence, pack, unpack
@@ -36,7 +37,8 @@ def probe(
     objective: ObjectiveConfig,
     temperature: float,
 ) -> ProbeReply:
-    """Answer of an evaluator. Raises KeyError for a teacher that it does not have."""
+    """Answer of an evaluator; `temperature`: of the rollouts. Raises KeyError for a teacher that it does not
+    have."""
     own = [_sampled(one, log_probs(student, one, temperature)) for one in request.student]
     marked = {}
     for name, sequences in request.teachers.items():
@@ -45,7 +47,8 @@ def probe(
         if not isinstance(objective, SFT):
             tokens = torch.cat([_completion(one) for one in sequences]).to(teacher[0].device)
             live_NV = torch.cat([log_probs(student, one, temperature) for one in sequences])
-            figures = objective_figures(build(objective), live_NV, torch.cat(teacher), tokens, ids(objective))
+            teacher_NV = (torch.cat(teacher) / teacher_temperature(objective, temperature)).log_softmax(-1)
+            figures = objective_figures(build(objective), live_NV, teacher_NV, tokens, ids(objective))
         marks = [pack(_sampled(one, logq)) for one, logq in zip(sequences, teacher, strict=True)]
         marked[name] = PlainMarks(marks, *figures)
     return ProbeReply(student=[pack(logp) for logp in own], teachers=marked)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -33,7 +32,17 @@ from distill.control.evaluations import score
 from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
 from sync.errors import ConfigError, DistillError
-from sync.transport import TokenGuard, check_bind, read_message, refuse, reply, token_from_environment
+from sync.listening import serve_app
+from sync.secrets import redact_process
+from sync.settings import read_settings
+from sync.transport import (
+    TokenGuard,
+    check_bind,
+    read_message,
+    refuse,
+    reply,
+    token_from_environment,
+)
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
 
 log = logging.getLogger("distill.evaluate.service")
@@ -191,7 +200,6 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     token = token_from_environment()
     check_bind(host, token)
     import setproctitle
-    import uvicorn
 
     from distill.evaluate.followed import follow
 
@@ -200,14 +208,7 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     weights = follow(config)
     bench = build(config, weights)
     keeper = BestKeeper(config, bench.evaluate, weights)
-    uvicorn.run(
-        app(keeper, token, bench.probe),
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
+    serve_app(app(keeper, token, bench.probe), host, port, grace=5)
 
 
 def main() -> int:
@@ -219,27 +220,18 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
+    redact_process()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s evaluator %(name)s: %(message)s",
     )
     try:
-        serve(read_config(options.config), options.host, options.port)
+        serve(read_settings(RunConfig, options.config), options.host, options.port)
     except DistillError as error:
         log.error("%s", error)
         return 2
     return 0
-
-
-def read_config(path: Path) -> RunConfig:
-    """The configuration in a JSON file. Raises ConfigError."""
-    try:
-        return RunConfig.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        raise ConfigError(f"--config {path} is not a RunConfig: {error}") from None
 
 
 def _leave(*_: object) -> None:

@@ -12,7 +12,8 @@ from typing import NoReturn
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.launch.preflight import check_folder, check_following
+from distill.launch.preflight import check_folder, check_following, check_secrets
+from distill.launch.processor import check_processor, check_teacher
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
@@ -29,6 +30,8 @@ def replace_process(child: ChildSpec) -> NoReturn:
 def student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
     check_folder(config.student, "student")
+    check_processor("student")
+    check_secrets(config)
     host, port = _listen(config.student, index, "student")
     return roles.student_child(config, index, host, port)
 
@@ -40,7 +43,9 @@ def teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     if name not in config.teachers:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
+    check_secrets(config)
     check_folder(place, f"teachers.{name}")
+    check_teacher(place, name)
     if place.follow_student_every is not None:
         check_following(config, name)
     host, port = _listen(place, index, f"teachers.{name}")
@@ -54,12 +59,13 @@ def evaluator(config: RunConfig) -> ChildSpec:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     host, port = _listen(config.evaluation.placement, 0, "evaluation.placement")
     path = write_role(config.run_dir, roles.EVALUATOR, config)
-    return roles.evaluator_child(config.evaluation, path, host, port)
+    return roles.evaluator_child(config, path, host, port)
 
 
 def trainer(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
     check_folder(config.student, "student")
+    check_secrets(config)
     settings = roles.trainer_config(config, controller_url)
     argv, env = trainer_launch.command(settings, write_role(config.run_dir, roles.TRAINER, settings))
     return ChildSpec(roles.TRAINER, argv, env)
@@ -81,5 +87,7 @@ def check_all_joined(config: RunConfig) -> None:
 
 def _listen(place: Placement, index: int, key: str) -> tuple[str, int]:
     check_bind(place.host, token_from_environment())
-    with Ports() as ports:
-        return place.host, ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports = Ports()
+    port = ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+    ports.keep_through_exec()
+    return place.host, port

@@ -1,31 +1,40 @@
-"""Which port each server of a run listens on."""
+"""Which port each server of a run listens on. A port is held from its choice on, so nobody else gets it."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 from sync.errors import ConfigError
+from sync.listening import bind_alone
 
 
 class Ports:
-    """Hands out ports, none twice. Use inside `with`: what was handed out is free again only at its end."""
+    """Hands out ports, none twice. Use inside `with` for as long as servers are started on them.
+
+    What is held never listens. A server of the same user joins the port with SO_REUSEPORT
+    (`sync.listening.join_port`); for everybody else it is in use, also while the server is started again.
+    """
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
     def take(self, host: str, port: int, owner: str) -> int:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `owner`, when it is in use."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        held = socket.socket(family)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind((host, port))
+            held = bind_alone(host, port)
         except (OSError, OverflowError) as error:
-            held.close()
             raise ConfigError(_explain(error, host, port, owner)) from None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.append(held)
         return int(held.getsockname()[1])
+
+    def keep_through_exec(self) -> None:
+        """Hold what was handed out until the program ends that replaces this one."""
+        for held in self._held:
+            os.set_inheritable(held.detach(), True)
 
     def __enter__(self) -> Ports:
         return self

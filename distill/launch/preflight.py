@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig, TaskPrompts
 from distill.control import lateness
 from distill.launch.probes import Finding
+from distill.launch.processor import check_processors
 from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk
-from sync import tokenizers
+from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
+from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.wire import TeacherInfo
 from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
 
+logger = logging.getLogger(__name__)
 CANNOT_WRITE = ("openai", "sglang")
 """Engines that score, and never complete a prompt."""
 
 
 def check(config: RunConfig) -> PromptSplit:
     """Everything that can be known beforehand; the prompts, read once. Raises ConfigError or DataError."""
+    check_processors(config)
     check_folder(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_folder(teacher, f"teachers.{name}")
     deepspeed_config(config.trainer)
+    check_secrets(config)
     _check_combinations(config)
+    _check_temperature(config)
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
@@ -47,18 +53,19 @@ def check(config: RunConfig) -> PromptSplit:
 
 def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
     """What the objective needs and a teacher that answers cannot give."""
-    want = needs(config.objective)
+    want = needs(config.objective, config.rollout.temperature)
     asked = {
         "topk": want.topk > 0,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
         "write": config.objective.on_policy < 1,
+        "temperature": want.temperature != 1.0,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     problem = (
         f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
-        "on_policy = 1, or the transformers engine"
+        'on_policy = 1 and teacher_temperature = "one", or the transformers engine'
     )
     return Finding("marks", figure, problem if lacking else None)
 
@@ -97,6 +104,11 @@ def student_limit(config: RunConfig) -> int:
 
 def context_length(source: ModelSource) -> int:
     """Longest sequence that a model takes, in tokens. Raises ConfigError when its config cannot be read."""
+    return int(text_config(source).max_position_embeddings)
+
+
+def text_config(source: ModelSource) -> Any:
+    """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -105,7 +117,7 @@ def context_length(source: ModelSource) -> int:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
-    return int(config.get_text_config().max_position_embeddings)
+    return config.get_text_config()
 
 
 def check_folder(source: ModelSource, key: str) -> None:
@@ -166,11 +178,44 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError('tracking.wandb needs the wandb package: install it, or set it to "disabled"')
 
 
+def _check_temperature(config: RunConfig) -> None:
+    """Refuse a teacher that cannot be at its temperature; warn where the optimum is not the teacher."""
+    rollouts = config.rollout.temperature
+    theirs = teacher_temperature(config.objective, rollouts)
+    for name, teacher in config.teachers.items():
+        if teacher.engine != "transformers" and theirs != 1:
+            raise ConfigError(
+                f'objective.teacher_temperature is "rollout" at temperature {rollouts:g}, and engine '
+                f"{teacher.engine!r} of teacher {name!r} gives log-probabilities at 1 alone, from which no "
+                'others follow: set engine = "transformers", or teacher_temperature = "one"'
+            )
+    if theirs != rollouts:
+        logger.warning(
+            "rollout.temperature is %g and the teacher's is 1: the student learns to be the teacher when it "
+            "is sampled at %g, not at 1, where it is evaluated; set objective.teacher_temperature = "
+            '"rollout" to make it the teacher at every temperature',
+            rollouts,
+            rollouts,
+        )
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Raises ConfigError for secrets where a command line or an engine's own log would show them."""
+    for place in secrets.found(config.model_dump(mode="json")):
+        parts = place.split("/")[1:]
+        if "engine_args" in parts or "launcher_args" in parts:
+            raise ConfigError(
+                f"{'.'.join(parts)} holds a secret, which a command line or the engine's log would show: set "
+                "it in the environment, such as [student.env] (HF_TOKEN, …), and leave it out"
+            )
+
+
 def check_following(config: RunConfig, name: str) -> None:
     """Raises ConfigError when this run gives teacher `name` nothing to follow."""
     rules = {
         f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
         "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
+        "trust_remote_code too, and no code comes from a store": config.teachers[name].trust_remote_code,
         f'objective "{config.objective.type}" keeps its head, which would go out of date': needs(
             config.objective
         ).hidden,
@@ -195,6 +240,11 @@ def _check_reward(config: RunConfig, split: PromptSplit) -> None:
         raise ConfigError(
             f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
             "set prompts.judge, take prompts of a task, or leave objective.task out"
+        )
+    if config.objective.task is not None and config.objective.on_policy == 0:
+        raise ConfigError(
+            "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
+            "none: raise on_policy, or leave objective.task out"
         )
     if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
         raise ConfigError(

@@ -38,10 +38,9 @@ def check_machine(config: RunConfig) -> None:
     """
     path = config.run_dir
     check_disk(next(one for one in (path, *path.parents) if one.is_dir()), config.run.min_free_disk_gib)
-    with _elsewhere(config) as (moved, folder):
-        plan_servers(moved, folder, token_from_environment())
-    if config.controller.port:
-        with Ports() as ports:
+    with _elsewhere(config) as (moved, folder), Ports() as ports:
+        plan_servers(moved, folder, token_from_environment(), ports)
+        if config.controller.port:
             ports.take(config.controller.host, config.controller.port, "controller.port")
 
 
@@ -58,8 +57,8 @@ def _elsewhere(config: RunConfig) -> Iterator[tuple[RunConfig, RunFolder]]:
 async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
     """Check with live engines. Raises ConfigError when a check failed, ChildFailed when a server did."""
     token = token_of(config)
-    with _elsewhere(config) as (moved, folder):
-        plan = plan_servers(moved, folder, token)
+    with _elsewhere(config) as (moved, folder), Ports() as ports:
+        plan = plan_servers(moved, folder, token, ports)
         supervisor = Supervisor(plan.children, folder.logs, restarts=0)
         try:
             await supervisor.start()

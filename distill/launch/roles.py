@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
+from sync import secrets as hidden
 from sync.errors import ConfigError
+from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
@@ -36,24 +38,22 @@ class Plan:
     children: list[ChildSpec] = field(default_factory=list)
 
 
-def plan_servers(config: RunConfig, folder: RunFolder, token: str | None) -> Plan:
+def plan_servers(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
     """Replicas, teachers and the evaluator; files for those that are started here are written.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
     plan = Plan()
-    with Ports() as ports:
-        for name, url, child in _students(config, folder, ports):
-            plan.replicas[name] = url
-            plan.children += child
-        for name, url, child in _teachers(config, folder, ports):
-            plan.teachers.setdefault(name, []).append(url)
-            plan.children += child
-        for url, child in _evaluator(config, folder, ports):
-            plan.evaluator = url
-            plan.children += child
-    secret = {TOKEN_VARIABLE: token} if token else {}
-    plan.children = [_with_env(child, secret) for child in plan.children]
+    for name, url, child in _students(config, folder, ports):
+        plan.replicas[name] = url
+        plan.children += child
+    for name, url, child in _teachers(config, folder, ports):
+        plan.teachers.setdefault(name, []).append(url)
+        plan.children += child
+    for url, child in _evaluator(config, folder, ports):
+        plan.evaluator = url
+        plan.children += child
+    plan.children = [_in_run(child, config, token) for child in plan.children]
     return plan
 
 
@@ -93,8 +93,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
     """The deepspeed launcher of all ranks; its exit status 0 is an orderly end."""
     settings = trainer_config(config, controller_url)
     argv, env = trainer_launch.command(settings, folder.write_role(TRAINER, settings))
-    child = ChildSpec(TRAINER, argv, env, ends=True)
-    return _with_env(child, {TOKEN_VARIABLE: token} if token else {})
+    return _in_run(ChildSpec(TRAINER, argv, env, ends=True), config, token)
 
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
@@ -125,7 +124,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     place = config.teachers[name]
     argv = _module("teacher_service", path, host, port) + ["--name", name, "--index", str(index)]
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
-    environment = _environment(place, index, label)
+    environment = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
     if place.follow_student_every is not None:
         environment |= followed(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
@@ -134,10 +133,12 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     return ChildSpec(label, argv, environment, url=url_of(host, port))
 
 
-def evaluator_child(settings: EvaluationConfig, path: Path, host: str, port: int) -> ChildSpec:
-    """The evaluator whose RunConfig is at `path`."""
+def evaluator_child(config: RunConfig, path: Path, host: str, port: int) -> ChildSpec:
+    """The evaluator whose RunConfig, this one, is at `path`."""
+    assert config.evaluation is not None, "there is one only with an evaluation"
     argv = _module("distill.evaluate.service", path, host, port)
-    env = _environment(settings.placement, 0, EVALUATOR)
+    env = _environment(config.evaluation.placement, 0, EVALUATOR)
+    env |= hidden.environment(config.model_dump(mode="json"))
     return ChildSpec(EVALUATOR, argv, env, url=url_of(host, port))
 
 
@@ -184,7 +185,7 @@ def _evaluator(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[t
         return
     path = folder.write_role(EVALUATOR, config)
     port = ports.take(place.host, place.port, "evaluation.placement.port")
-    child = evaluator_child(config.evaluation, path, place.host, port)
+    child = evaluator_child(config, path, place.host, port)
     yield str(child.url), [child]
 
 
@@ -193,7 +194,8 @@ def _module(module: str, path: Path, host: str, port: int) -> list[str]:
 
 
 def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
-    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **place.env}
+    near = ON_LOOPBACK if is_loopback(place.host) else {}
+    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **near, **place.env}
     if place.devices:
         if index >= len(place.devices):
             raise ConfigError(
@@ -204,5 +206,7 @@ def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
     return environment
 
 
-def _with_env(child: ChildSpec, more: dict[str, str]) -> ChildSpec:
-    return replace(child, env={**child.env, **more})
+def _in_run(child: ChildSpec, config: RunConfig, token: str | None) -> ChildSpec:
+    """With the run's token, and its sockets on loopback where all of the run is."""
+    near = NCCL_ON_LOOPBACK if _is_local(config) else {}
+    return replace(child, env={**near, **child.env, **({TOKEN_VARIABLE: token} if token else {})})

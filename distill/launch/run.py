@@ -26,8 +26,10 @@ from distill.control.journal import Journal
 from distill.control.parts import Hooks, Parts, Quarantined
 from distill.control.replica_engine import HttpReplica
 from distill.evaluate.client import HttpEvaluator
-from distill.launch import live, preflight
+from distill.launch import disk, live, preflight
+from distill.launch.ports import Ports
 from distill.launch.probes import Finding
+from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
@@ -63,12 +65,16 @@ async def run(
 
     `seconds`: what was done beforehand and how long it took; it is added to the total.
     """
-    began = time.monotonic()
+    began, console = time.monotonic(), console or Console(stderr=True)
     split = preflight.check(config)
+    if warning := disk.check_room(config, disk.estimate(config)):
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
     token = token_of(config)
-    with RunFolder.open(config, resume) as folder:
-        plan = plan_servers(config, folder, token)
-        launcher = _Launcher(config, folder, plan, split, token, console or Console(stderr=True))
+    with RunFolder.open(config, resume) as folder, Ports() as ports:
+        for line in folder.keep(config, content(config, split)):
+            console.print(f"resumed with {line}", markup=False, highlight=False, soft_wrap=True)
+        plan = plan_servers(config, folder, token, ports)
+        launcher = _Launcher(config, folder, plan, split, token, console)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
@@ -244,7 +250,7 @@ class _Launcher:
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
-            want=needs(config.objective),
+            want=needs(config.objective, config.rollout.temperature),
             connect=lambda url: HttpReplica(url, self._token),
             student_topk=student_topk(config.objective),
             vocab_size=split.vocab_size,

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.config import RunConfig
-from distill.report.redact import without_secrets
+from distill.launch.resume import compare
+from distill.loading import load_run_dir
+from student_trainer.checkpoint_files import saved
+from sync import durable, secrets
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.wire import Version
@@ -21,8 +24,8 @@ GIB = 1 << 30
 class RunFolder:
     """The folder of one run, locked for this process. Use inside `with`, or call `close()`."""
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
-        self.path, self._lock = path, lock
+    def __init__(self, path: Path, lock: IO[str], resumed: bool) -> None:
+        self.path, self._lock, self._resumed = path, lock, resumed
         self.logs = path / "logs"
 
     @classmethod
@@ -37,7 +40,7 @@ class RunFolder:
         if resume and not existing:
             raise ConfigError(f"run folder {path} holds no run to resume: leave --resume out")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(path)
         except OSError as error:
             raise ConfigError(
                 f"run folder {path} cannot be made ({error.strerror}): set run.folder"
@@ -50,10 +53,32 @@ class RunFolder:
                 f"run folder {path} holds a run already: go on with --resume, choose another run.name, "
                 "or remove the folder"
             )
-        folder = cls(path, lock)
+        folder = cls(path, lock, resume)
         folder.logs.mkdir(exist_ok=True)
-        write_json(path / "config.json", without_secrets(config.model_dump(mode="json")))
         return folder
+
+    def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
+        """Write config.json, an earlier one that differs kept as config.N.json; a line for every change.
+
+        `content`: see `distill.launch.resume.content`. Raises ConfigError, and writes nothing, when a resumed
+        run must not change so.
+        """
+        path, lines = self.path / "config.json", []
+        record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
+        if path.is_file():
+            kept = json.loads(path.read_text())
+            if self._resumed:
+                before = load_run_dir(self.path).model_dump(mode="json")
+                lines = compare(before | {"content": kept.get("content", record["content"])}, record)
+                if "content" not in kept:
+                    lines.append(
+                        "prompts that cannot be compared: an older version recorded no digest of them"
+                    )
+            if kept != record:
+                number = len([*self.path.glob("config.*.json")])
+                write_json(self.path / f"config.{number}.json", kept, mode=0o600)
+        write_json(path, record, mode=0o600)
+        return lines
 
     def write_role(self, name: str, settings: Settings) -> Path:
         """See `write_role`."""
@@ -70,13 +95,13 @@ class RunFolder:
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that a trainer resumes there. None must run."""
         folder = self.path / "checkpoints"
-        for path in folder.glob("L*-v*"):
-            if to is None or Version.parse(path.name) > to:
-                shutil.rmtree(path)
         if to is None:
             (folder / "latest").unlink(missing_ok=True)
         else:
-            write_text(folder / "latest", f"{to}\n")
+            durable.write(folder / "latest", f"{to}\n".encode())
+        for path in saved(folder):
+            if to is None or Version.parse(path.name) > to:
+                shutil.rmtree(path)
 
     def close(self) -> None:
         """Let another process use the folder."""
@@ -100,28 +125,16 @@ def check_disk(path: Path, min_free_gib: float) -> None:
 
 
 def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
-    """What a role is started with, as JSON in a run's folder; its environment variables are not in it.
-
-    A role needs its store's options as they are: nobody but the run's owner may read the file.
-    """
+    """What a role is started with, as JSON in a run's folder; it finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, without_secrets(settings.model_dump(mode="json"), tables=("env",)), mode=0o600)
+    write_json(path, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
     return path
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
     """Write so that a reader finds the old file or the whole new one; `mode` is less the umask."""
-    write_text(path, json.dumps(value, indent=2) + "\n", mode)
-
-
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """As `write_json`."""
-    pending = path.with_name(f".{path.name}.new")
-    pending.unlink(missing_ok=True)
-    pending.touch(mode)
-    pending.write_text(text)
-    pending.replace(path)
+    durable.write(path, json.dumps(value, indent=2).encode() + b"\n", mode)
 
 
 def _take_lock(path: Path) -> IO[str]:

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from distill.config import StudentConfig
 from sync.errors import ConfigError
+from sync.listening import ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
-from sync.transport import check_bind, token_from_environment
+from sync.transport import check_bind, is_loopback, token_from_environment
 
 _OURS: Final[dict[str, Any]] = {
     "middleware": "sync.replica.middleware.ReplicaMiddleware",
@@ -89,10 +90,11 @@ def command(
         arguments["trust-remote-code"] = True
     if cpu and not _PARALLEL & user.keys():
         arguments["distributed-executor-backend"] = "uni"
-    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    line = [sys.executable, "-m", "sync.replica.server"]
     for name, value in arguments.items():
         line += flags(name, value)
-    return line, _environment(config, replica, index, cpu)
+    near = ON_LOOPBACK if is_loopback(host) else {}
+    return line, near | _environment(config, replica, index, cpu)
 
 
 def runs_on_cpu() -> bool:

@@ -25,6 +25,7 @@ from enum import Enum
 from pathlib import Path
 
 from distill.launch.child import adopt_orphans, children_of, kill_adopted
+from sync.endings import how_it_ended
 from sync.errors import DistillError
 from sync.transport import Peer
 
@@ -37,6 +38,9 @@ POLL_SECONDS = 0.1
 LAST_LINES = 20
 _ERROR = re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
 """The last line of a traceback, whatever a logger put before it."""
+_SIGNALLED = re.compile(r"\w+ was ended by SIG.+$", re.MULTILINE)
+"""What a process says of one below it, such as a replica of its engine core."""
+_PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MOST_LOG = 1 << 24
 LONGEST_PAUSE_SECONDS = 30.0
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
@@ -120,6 +124,11 @@ class Child:
         orderly = self.spec.ends and self.status == 0
         return self.status is not None and not orderly and self.status not in KILLED
 
+    @property
+    def port_taken(self) -> bool:
+        """Whether it failed because a port was taken that had been free; another start may choose another."""
+        return self.failed and _PORT_TAKEN.search(_text(self.log_path, self._log_begins)) is not None
+
     def signal(self, number: signal.Signals) -> None:
         """Send to its whole group; nothing when it is gone."""
         if self.process is not None:
@@ -130,7 +139,7 @@ class Child:
         """How it ended, with the last lines it wrote, and the first error when that is above them."""
         lines = last_lines(self.log_path)
         said = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
-        text = f"{self.spec.name} ended with status {self.status}; the end of {self.log_path}:\n{said}"
+        text = f"{self.spec.name} {how_it_ended(self.status)}; the end of {self.log_path}:\n{said}"
         error = first_error(self.log_path, self._log_begins)
         return text if error is None or error in said else f"{text}\nthe first error above it: {error}"
 
@@ -255,24 +264,23 @@ class Supervisor:
         """
         while True:
             for child in self.children.values():
-                if child.failed and child.spec.joined is not None and child.spec.joined():
-                    await self._start_again(child)
-                elif child.failed:
+                joined = child.spec.joined is not None and child.spec.joined()
+                if child.failed and not child.port_taken and not joined:
                     raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
-                if child.status in KILLED:
+                if child.failed or child.status in KILLED:
                     await self._start_again(child)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _until_ready(self, child: Child, deadline: float, mended: bool = False) -> None:
         """Wait until a child is healthy. Raises ChildFailed when it ends first, or at the deadline.
 
-        `mended`: somebody else starts it again when it is killed, which is no end then.
+        `mended`: somebody else starts it again when it is killed or had no port, which is no end then.
         """
         spec = child.spec
         peer = Peer(spec.url) if spec.url else None
         try:
             while not (await peer.alive() if peer else spec.joined is None or spec.joined()):
-                if child.failed or (child.status is not None and not mended):
+                if child.status is not None and not (mended and (child.status in KILLED or child.port_taken)):
                     raise ChildFailed(f"{child.describe_end()}\nit died while starting")
                 if time.monotonic() > deadline:
                     raise ChildFailed(
@@ -321,17 +329,25 @@ class Supervisor:
 
 
 def first_error(path: Path, begin: int) -> str | None:
-    """The first "SomeError: text" of a log from byte `begin` on; None: there is none.
+    """The first end by a signal, else "SomeError: text", in a log from byte `begin` on; None: there is none.
 
     An engine's own error is often followed by hundreds of lines about those that waited for it.
     """
+    text = _text(path, begin)
+    if signalled := _SIGNALLED.search(text):
+        return signalled[0].rstrip()
+    found = _ERROR.search(text)
+    return found[1].rstrip() if found else None
+
+
+def _text(path: Path, begin: int) -> str:
+    """A log from byte `begin` on, as much as is ever searched; empty when there is none."""
     try:
         with path.open("rb") as file:
             file.seek(begin)
-            found = _ERROR.search(file.read(_MOST_LOG).decode(errors="replace"))
+            return file.read(_MOST_LOG).decode(errors="replace")
     except OSError:
-        return None
-    return found[1].rstrip() if found else None
+        return ""
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.control.timeline import Span
-from distill.report.redact import without_secrets
+from sync import secrets
 from sync.room import append
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Wandb:
             tags=tracking.tags,
             mode=wandb_mode(config),
             dir=config.run_dir,
-            config=without_secrets(config.model_dump(mode="json")),
+            config=secrets.hide(config.model_dump(mode="json")),
             settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
         )
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sync.secrets import redact
+
 LINES_WITHOUT_TERMINAL = 12
 """Over a whole run, where there is no terminal to redraw."""
 
@@ -34,7 +36,7 @@ class ProgressDisplay:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if "eval/reverse_kl" in figures:

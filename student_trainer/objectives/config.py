@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from sync.settings import Settings
+
+Cap = Annotated[
+    Annotated[float, Field(gt=0)] | None, AfterValidator(lambda cap: None if cap == math.inf else cap)
+]
+"""TOML knows no None: inf is another way to write it."""
 
 
 class TaskReward(Settings):
@@ -18,8 +24,8 @@ class TaskReward(Settings):
     baseline: Literal["batch", "group"] = "batch"
     """What a reward is compared with: the mean reward of the step's rollouts, or that of the completions of
     the same prompt (rollout.per_prompt of them, at least 2), which are then trained on together."""
-    rho_cap: float | None = Field(5.0, gt=0)
-    """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); None: uncapped."""
+    rho_cap: Cap = 5.0
+    """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); inf: uncapped."""
 
 
 class Mixing(Settings):
@@ -34,6 +40,10 @@ class Mixing(Settings):
     on_policy: float = Field(1.0, ge=0, le=1)
     """Share of the rollouts that the student writes. The teacher writes the others (teacher engine
     "transformers" or "vllm"), and they are learned by cross-entropy."""
+    teacher_temperature: Literal["one", "rollout"] = "one"
+    """Temperature at which the teacher is compared with the student, who stands at rollout.temperature. one:
+    its own distribution, which the student then matches when it is sampled at rollout.temperature. rollout:
+    the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
 
@@ -41,12 +51,13 @@ class Mixing(Settings):
 class PolicyGradientTerms(Mixing):
     """Fields of every objective that corrects for stale samples."""
 
-    rho_cap: float | None = Field(5.0, gt=0)
-    """Cap c of the importance weight min(ρ, c), ρ = p(y)/μ(y); None: uncapped."""
+    rho_cap: Cap = 5.0
+    """Cap c of the importance weight min(ρ, c), ρ = p(y)/μ(y); inf: uncapped."""
     drop_rho_outside: tuple[float, float] | None = None
     """Tokens whose ρ is outside [low, high] give no gradient (they stay in the denominator); None: none."""
     discount: float = Field(0.0, ge=0, lt=1)
-    """γ: how much of the later tokens' d = log p − log q is credited to a token; 0: immediate credit."""
+    """γ: how much of the later tokens' d = log p − log q is credited to a token, each times the min(ρ, c) of
+    all tokens up to its own; 0: immediate credit."""
 
 
 class Sampled(PolicyGradientTerms):

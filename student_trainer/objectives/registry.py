@@ -21,6 +21,7 @@ from student_trainer.objectives.config import (
 from student_trainer.objectives.forward_topk import forward_topk
 from student_trainer.objectives.full import full
 from student_trainer.objectives.hybrid import hybrid
+from student_trainer.objectives.importance import Discount
 from student_trainer.objectives.jsd import jsd
 from student_trainer.objectives.mixture import mixture
 from student_trainer.objectives.sampled import sampled
@@ -52,9 +53,11 @@ def _divergence(config: ObjectiveConfig) -> Objective:
             assert_never(config)
 
 
-def discount(config: ObjectiveConfig) -> float:
-    """γ of the objective; 0 where credit is always immediate."""
-    return config.discount if isinstance(config, PolicyGradientTerms) else 0.0
+def discount(config: ObjectiveConfig) -> Discount | None:
+    """How later tokens are credited; None: credit is immediate."""
+    if not isinstance(config, PolicyGradientTerms) or not config.discount:
+        return None
+    return Discount(config.discount, config.rho_cap, config.drop_rho_outside)
 
 
 def coefficients(config: ObjectiveConfig, teachers: Sequence[str]) -> tuple[float, ...]:

@@ -1,8 +1,10 @@
 """Reverse KL by policy gradient on the sampled token.
 
-    loss_t = sg[ min(ρ_t, c) · (d_t + Σ_{j≥1} γ^j d_{t+j}) ] · log p(y_t),     d = log p − log q,  ρ = p/μ
+    loss_t = sg[ w_t · (d_t + Σ_{j≥1} γ^j w_{t+1} ⋯ w_{t+j} d_{t+j}) ] · log p(y_t)
 
-Given the prefix, E_{y~μ}[ρ·d(y)·∇log p(y)] = Σ_v p·d·∇log p = ∇KL(p‖q): unbiased for any μ when uncapped.
+with d = log p − log q, w = min(ρ, c), ρ = p/μ. Given the prefix, E_{y~μ}[ρ·d(y)·∇log p(y)] = ∇KL(p‖q), and
+a later d carries the ρ of every token up to its own: unbiased for any μ when uncapped. The cap bounds each
+factor, not their product.
 d is that of the live student, never of μ: an advantage built from μ does not vanish at p = q.
 """
 

@@ -55,7 +55,7 @@ class Targets:
     """log q, whole distribution"""
     teacher_entropy_N: Tensor | None = None
     future_N: Tensor | None = None
-    """Σ_{j≥1} γ^j d_{t+j} over the rest of the row; None: γ = 0"""
+    """Σ_{j≥1} γ^j (Π_{i=1…j} min(ρ_{t+i}, c))·d_{t+j} over the rest of the row; None: γ = 0"""
     coefficient_N: Tensor | None = None
     """λ·c of the token's teacher, times the row's weight; None: 1"""
     advantage_N: Tensor | None = None

@@ -8,12 +8,13 @@ from typing import Final
 
 from pydantic import Field, ValidationError
 
+from sync import secrets
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.stores.config import DirectoryStoreConfig, StoreConfig
 
 REPLICA_VARIABLE: Final = "DISTILL_REPLICA"
-"""Environment variable that holds a ReplicaConfig as JSON. It carries no secret."""
+"""Environment variable that holds a ReplicaConfig as JSON, the secrets of its store among it."""
 
 
 class ReplicaConfig(Settings):
@@ -48,6 +49,8 @@ class ReplicaConfig(Settings):
                 "start it with `distill student`"
             )
         try:
-            return cls.model_validate_json(text)
+            config = cls.model_validate_json(text)
+            secrets.found(config.model_dump(mode="json"))  # so that no log of this process shows one
+            return config
         except ValidationError as error:
             raise ConfigError(f"{REPLICA_VARIABLE} cannot be used: {error}") from None

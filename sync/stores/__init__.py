@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sync.secrets import HIDDEN
 from sync.stores.base import Store
 from sync.stores.config import BucketStoreConfig, DirectoryStoreConfig, StoreConfig, XetStoreConfig
 
@@ -29,4 +30,5 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
         return BucketStore(config.bucket, config.prefix, create=config.create)
     from sync.stores.object_store import ObjectStore
 
-    return ObjectStore(config.url, config.options)
+    # of a run's record, where secrets are hidden: the client looks into the environment for what is not given
+    return ObjectStore(config.url, {name: v for name, v in config.options.items() if v != HIDDEN})

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 
 from sync.errors import AlreadyPublished, StoreError
 
+MOST_SMALL: Final = 1 << 20
+"""Bytes of a manifest, lease, receipt or LATEST; hundreds of files or ranks need a tenth of it."""
 _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
 
@@ -51,6 +53,19 @@ class Store(Protocol):
     def exists(self, key: str) -> bool:
         """Whether the key is there."""
         ...
+
+    def size(self, key: str) -> int:
+        """Bytes that a key holds, without reading them. Raises StoreError when it is missing."""
+        ...
+
+
+def read_small(store: Store, key: str) -> bytes:
+    """The bytes of a key that holds little. Raises StoreError, before reading, when it holds much."""
+    if (size := store.size(key)) > MOST_SMALL:
+        raise StoreError(
+            f"{key!r} in {store} has {size} bytes where at most {MOST_SMALL} belong: it was altered"
+        )
+    return store.read(key)
 
 
 def check_key(key: str) -> str:

@@ -105,14 +105,24 @@ class BucketStore:
             self._batch(delete=[self._path(key)])
 
     def exists(self, key: str) -> bool:
-        with self._explained("look for", key):
-            return any(True for _ in self._api.get_bucket_paths_info(self._bucket, [self._path(key)]))
+        return self._size(key) is not None
+
+    def size(self, key: str) -> int:
+        if (size := self._size(key)) is None:
+            raise missing(str(self), key)
+        return size
 
     def __str__(self) -> str:
         return f"the bucket {self._bucket}"
 
     def _path(self, key: str) -> str:
         return self._prefix + check_key(key)
+
+    def _size(self, key: str) -> int | None:
+        """Bytes of a key; None: it is missing."""
+        with self._explained("look for", key):
+            found = self._api.get_bucket_paths_info(self._bucket, [self._path(key)])
+            return next((int(entry.size) for entry in found), None)
 
     def _batch(self, **operations: Any) -> None:
         self._api.batch_bucket_files(self._bucket, **operations)

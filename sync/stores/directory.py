@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 from uuid import uuid4
 
+from sync.durable import force, make_folder
 from sync.errors import StoreError
 from sync.stores.base import check_key, missing, taken
 
@@ -28,7 +29,7 @@ class DirectoryStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         with _explained("open", self.root):
-            (self.root / _PENDING).mkdir(parents=True, exist_ok=True)
+            make_folder(self.root / _PENDING)
 
     def create(self, key: str, data: bytes | Path) -> None:
         target = self._path(key)
@@ -40,17 +41,11 @@ class DirectoryStore:
         self._write(self._path(key), data, os.replace)
 
     def read(self, key: str) -> bytes:
-        with _explained("read", self._path(key)):
-            try:
-                return self._path(key).read_bytes()
-            except (FileNotFoundError, IsADirectoryError):
-                raise missing(str(self), key) from None
+        with _explained("read", source := self._file(key)):
+            return source.read_bytes()
 
     def fetch(self, key: str, path: Path) -> None:
-        source = self._path(key)
-        if not source.is_file():
-            raise missing(str(self), key)
-        with _explained("copy", source):
+        with _explained("copy", source := self._file(key)):
             shutil.copyfile(source, path)
 
     def list(self, prefix: str) -> list[str]:
@@ -68,11 +63,28 @@ class DirectoryStore:
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
 
+    def size(self, key: str) -> int:
+        with _explained("look for", source := self._file(key)):
+            return source.stat().st_size
+
     def __str__(self) -> str:
         return f"the store {self.root}"
 
     def _path(self, key: str) -> Path:
-        return self.root / check_key(key)
+        """Where a key lies. Raises StoreError when links lead out of the store."""
+        path = self.root / check_key(key)
+        if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(self.root)):
+            raise StoreError(f"{key!r} lies behind a link that leads out of {self}: remove the link")
+        return path
+
+    def _file(self, key: str) -> Path:
+        """The regular file of a key. Raises StoreError when there is none, or a link stands there."""
+        path = self._path(key)
+        if path.is_symlink():
+            raise StoreError(f"{key!r} in {self} is a link, and a store holds files: remove it")
+        if not path.is_file():
+            raise missing(str(self), key)
+        return path
 
     def _write(self, target: Path, data: bytes | Path, place: Callable[[Path, Path], None]) -> None:
         pending = self.root / _PENDING / uuid4().hex
@@ -82,7 +94,7 @@ class DirectoryStore:
                     _fill(file, data)
                     os.fsync(file.fileno())
                 _place(pending, target, place)
-                _sync_folder(target.parent)
+                force(target.parent)
             except FileExistsError:
                 raise taken(str(self), target.relative_to(self.root).as_posix()) from None
             finally:
@@ -112,21 +124,12 @@ def _fill(file: BinaryIO, data: bytes | Path) -> None:
 def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> None:
     """Link or rename into place; a deletion may have removed the empty folder meanwhile: try again."""
     while True:
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            make_folder(target.parent)
             return place(pending, target)
         except FileNotFoundError:
             if target.parent.exists():
                 raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove_empty(folder: Path, root: Path) -> None:

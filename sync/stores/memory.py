@@ -47,5 +47,8 @@ class MemoryStore:
         with self._lock:
             return check_key(key) in self._objects
 
+    def size(self, key: str) -> int:
+        return len(self.read(key))
+
     def __str__(self) -> str:
         return "the store in memory"

@@ -99,6 +99,10 @@ class ObjectStore:
                 return False
             return True
 
+    def size(self, key: str) -> int:
+        with self._explained("look for", check_key(key)):
+            return int(obstore.head(self._store, key)["size"])
+
     def __str__(self) -> str:
         return f"the store {self._url}"
 

@@ -35,5 +35,8 @@ class PatientStore:
     def exists(self, key: str) -> bool:
         return self._inner.exists(key)
 
+    def size(self, key: str) -> int:
+        return self._inner.size(key)
+
     def __str__(self) -> str:
         return str(self._inner)

@@ -15,12 +15,13 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import hf_xet
 import msgspec
 
 from sync.errors import StoreError
+from sync.stores.base import read_small
 from sync.stores.directory import DirectoryStore
 
 _INLINE: Final = 1 << 14
@@ -36,7 +37,7 @@ class _Pointer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     content: bytes | None = None
     hash: str | None = None
-    size: int = 0
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class XetStore:
@@ -83,14 +84,21 @@ class XetStore:
     def exists(self, key: str) -> bool:
         return self._keys.exists(key)
 
+    def size(self, key: str) -> int:
+        pointer = self._pointer(key)
+        return pointer.size if pointer.content is None else len(pointer.content)
+
     def __str__(self) -> str:
         return f"the Xet store {self._root}"
 
     def _pointer(self, key: str) -> _Pointer:
         try:
-            return msgspec.msgpack.decode(self._keys.read(key), type=_Pointer)
-        except msgspec.DecodeError as error:
+            pointer = msgspec.msgpack.decode(read_small(self._keys, key), type=_Pointer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"{self} has damaged {key!r}: {error}") from None
+        if pointer.content is None and pointer.hash is None:
+            raise StoreError(f"{self} has damaged {key!r}: it says neither content nor hash")
+        return pointer
 
     def _alone(self, work: Callable[..., R], *arguments: object) -> R:
         """work(endpoint, *arguments) while no other process or thread uses the chunks.

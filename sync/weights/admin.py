@@ -7,14 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from sync.errors import SnapshotError, StoreError
 from sync.stores.base import Store
 from sync.weights.leases import leased
-from sync.weights.manifest import Manifest, manifest_key, read_latest, read_manifest, versions
+from sync.weights.manifest import Manifest, manifest_key, named, read_latest, read_manifest, versions
 from sync.weights.mirror import Mirror
 from sync.wire import Version
 
@@ -38,10 +38,20 @@ class Listed:
 
 
 @dataclass(frozen=True)
+class Odd:
+    """An entry of the store that cannot be used; it is reported and left where it is."""
+
+    name: str
+    """Of a version, a folder or a key; printable."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class Verified:
     """Whether one version can be read back, byte for byte."""
 
-    version: Version
+    version: Version | str
+    """A name where a folder has one that is no version's."""
     problem: str | None
     """None: every file and every tensor of it is what the trainer had."""
 
@@ -54,12 +64,14 @@ class Collected:
     removed: list[Version]
     bytes: int
     """Freed; files without a manifest are not counted."""
+    odd: list[Odd] = field(default_factory=list)
+    """What could not be read or removed; nothing that may be built on it is removed."""
 
 
-def ls(store: Store, run: str) -> list[Listed]:
-    """Published versions, oldest first. Raises SnapshotError for a manifest that cannot be read."""
-    latest = read_latest(store, run)
-    return [
+def ls(store: Store, run: str) -> list[Listed | Odd]:
+    """Published versions, oldest first, then what is there and cannot be used."""
+    held = _read(store, run)
+    listed = [
         Listed(
             version,
             manifest.kind,
@@ -68,10 +80,11 @@ def ls(store: Store, run: str) -> list[Listed]:
             manifest.bytes,
             manifest.full_bytes,
             manifest.created,
-            version == latest,
+            version == held.latest,
         )
-        for version, manifest in _manifests(store, run).items()
+        for version, manifest in held.manifests.items()
     ]
+    return [*listed, *held.odd]
 
 
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
@@ -90,6 +103,8 @@ def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verifie
                 yield Verified(version, str(error))
             else:
                 yield Verified(version, None)
+    for odd in _odd_folders(store, run):
+        yield Verified(odd.name, odd.problem)
 
 
 def gc(
@@ -102,23 +117,27 @@ def gc(
 ) -> Collected:
     """Remove versions that no reader needs.
 
-    Kept are the `keep_anchors` newest anchors and the deltas built on them; chains to leased versions; and
-    whatever a newer anchor made superfluous less than `grace_seconds` ago, since a reader may have set out
-    before that. Removed is the rest, and files below LATEST that never got a manifest. Manifests go first,
-    so that nobody sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
+    Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
+    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
+    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
+    Manifests go first, so that nobody sets out on a chain whose files are going. `now` is Unix time in
+    seconds; None: the clock.
     """
-    manifests = _manifests(store, run)
+    held = _read(store, run)
+    manifests = held.manifests
     now = time.time() if now is None else now
-    needed = _needed(manifests, keep_anchors, now - grace_seconds)
-    for version in leased(store, run, now):
-        needed |= _chain(manifests, version)
+    needed = _needed(held, keep_anchors, now - grace_seconds)
+    leases, odd_leases = leased(store, run, now)
+    for version in leases | ({held.latest} if held.latest else set()):
+        needed |= _chain(manifests, version).keys()
     removed = [version for version in manifests if version not in needed]
-    removed += _abandoned(store, run, manifests)
+    removed += _abandoned(store, run, held)
+    odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
     if not dry_run:
         for version in removed:
-            _remove(store, run, version)
+            odd += _remove(store, run, version)
     freed = sum(manifests[version].bytes for version in removed if version in manifests)
-    return Collected([version for version in manifests if version in needed], removed, freed)
+    return Collected([version for version in manifests if version in needed], removed, freed, odd)
 
 
 def export(store: Store, run: str, version: Version, folder: Path) -> None:
@@ -139,48 +158,88 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
         shutil.move(staged.path, folder)
 
 
-def _manifests(store: Store, run: str) -> dict[Version, Manifest]:
-    """Every version's manifest, oldest version first."""
-    return {version: read_manifest(store, run, version) for version in versions(store, run)}
+@dataclass(frozen=True)
+class _Held:
+    """What a store holds of a run."""
+
+    latest: Version | None
+    manifests: dict[Version, Manifest]
+    """Oldest version first."""
+    unreadable: set[Version]
+    """With a manifest that cannot be read."""
+    odd: list[Odd]
 
 
-def _chain(manifests: dict[Version, Manifest], version: Version) -> set[Version]:
-    """`version` and all that it is built on, as far as it is there."""
-    found: set[Version] = set()
+def _read(store: Store, run: str) -> _Held:
+    held = _Held(None, {}, set(), _odd_folders(store, run))
+    for version in versions(store, run):
+        try:
+            held.manifests[version] = read_manifest(store, run, version)
+        except (SnapshotError, StoreError) as error:
+            held.unreadable.add(version)
+            held.odd.append(Odd(str(version), str(error)))
+    try:
+        return replace(held, latest=read_latest(store, run))
+    except (SnapshotError, StoreError) as error:
+        held.odd.append(Odd("LATEST", str(error)))
+        return held
+
+
+def _odd_folders(store: Store, run: str) -> list[Odd]:
+    """Folders that look like versions and are none."""
+    return [
+        Odd(ascii(name), "it is no version's name, such as L000-v00000012: nothing here reads or removes it")
+        for name, version in named(_folders(store, run))
+        if version is None
+    ]
+
+
+def _folders(store: Store, run: str) -> list[str]:
+    """Names of all folders that may be versions'."""
+    return sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
+
+
+def _chain(manifests: dict[Version, Manifest], version: Version) -> dict[Version, Version | None]:
+    """`version` and all that it is built on, as far as it is there, each with its base."""
+    found: dict[Version, Version | None] = {}
     link: Version | None = version
     while link is not None and link in manifests and link not in found:
-        found.add(link)
-        link = manifests[link].base
+        found[link] = manifests[link].base
+        link = found[link]
     return found
 
 
-def _needed(manifests: dict[Version, Manifest], keep_anchors: int, since: float) -> set[Version]:
-    """Versions to keep for their own sake; see `gc`."""
+def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
+    """Versions to keep for their own sake, or because nobody can tell what they are built on; see `gc`."""
+    manifests = held.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)
-    kept = set(anchors[max(0, settled - keep_anchors) :])
+    kept = set(anchors[max(0, settled - keep_anchors) :]) | held.unreadable
     return {version for version in manifests if _root(manifests, version) in kept}
 
 
-def _root(manifests: dict[Version, Manifest], version: Version) -> Version | None:
-    """Anchor at the start of a version's chain; None when the chain is broken."""
-    for link in _chain(manifests, version):
-        if manifests[link].base is None:
-            return link
-    return None
+def _root(manifests: dict[Version, Manifest], version: Version) -> Version:
+    """Anchor at the start of a version's chain, or the version at which the chain is broken."""
+    oldest, base = list(_chain(manifests, version).items())[-1]
+    return base or oldest
 
 
-def _abandoned(store: Store, run: str, manifests: dict[Version, Manifest]) -> list[Version]:
+def _abandoned(store: Store, run: str, held: _Held) -> list[Version]:
     """Versions older than LATEST with files and no manifest: their publisher failed, or a collector died."""
-    latest = read_latest(store, run)
-    names = {key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1}
-    found = sorted(Version.parse(name) for name in names)
-    return [version for version in found if version not in manifests and latest and version < latest]
+    known = held.manifests.keys() | held.unreadable
+    found = (version for _, version in named(_folders(store, run)) if version is not None)
+    return sorted(
+        version for version in found if version not in known and held.latest and version < held.latest
+    )
 
 
-def _remove(store: Store, run: str, version: Version) -> None:
-    """Delete a version's manifest, then its files."""
-    store.delete(manifest_key(run, version))
-    for key in store.list(f"{run}/{version}/"):
-        store.delete(key)
+def _remove(store: Store, run: str, version: Version) -> list[Odd]:
+    """Delete a version's manifest, then its files; what could not be deleted."""
+    odd = []
+    for key in [manifest_key(run, version), *store.list(f"{run}/{version}/")]:
+        try:
+            store.delete(key)
+        except StoreError as error:
+            odd.append(Odd(ascii(key), str(error)))
     logger.info("removed %s of run %s", version, run)
+    return odd

@@ -1,8 +1,9 @@
 """Weights straight from the trainer to the replicas' workers: NCCL between GPUs, gloo between CPUs.
 
-The trainer's rank 0 serves a TCP store and is rank 0 of a group that lives for one broadcast; each replica
-holds a ticket with its rank. All keys stand under the group's name, so a group that failed leaves nothing
-that the next one could meet.
+The trainer's rank 0 serves a store of keys (`rendezvous`: one address, the run's token) and is rank 0 of a
+group that lives for one broadcast; each replica holds a ticket with its rank. All keys stand under its name,
+so a group that failed leaves nothing that the next one meets. The buffers themselves go in the clear;
+the digests show what a stranger puts among them.
 
     sender                                     every receiver
     backend: nccl or gloo        ──store──▶    refuses another one than its own
@@ -45,18 +46,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import torch
 from torch import distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sync.errors import SnapshotError, Unreachable
 from sync.weights.buckets import Bucket, nbytes, plan, view
+from sync.weights.rendezvous import Meeting, Served, Visitor, broadcast_key
 from sync.weights.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 0.005
-"""Between two looks for keys that others set."""
 _GLANCE_SECONDS: Final = 0.25
-"""How often a sender asks whether a receiver is lost, and a receiver whether the sender gave up."""
+"""How often a sender asks whether a receiver is lost."""
 T = TypeVar("T")
 
 
@@ -64,12 +63,12 @@ T = TypeVar("T")
 
 
 class _Group:
-    """A process group of one broadcast, over a TCP store; see `_used`."""
+    """A process group of one broadcast; see `_used`."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
     ) -> None:
-        self._timeout = timeout
+        self._store, self._timeout = store, timeout
         self._backend = _backend(store, rank, size, address, timeout, device)
         self._nccl = self._backend.name() == "nccl"
 
@@ -100,7 +99,7 @@ def _backend_name(device: torch.device) -> str:
 
 
 def _backend(
-    store: Store, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+    store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
 ) -> Any:
     """torch's process group for `device`, apart from any default group. NCCL was not run here."""
     if device.type == "cuda":
@@ -160,16 +159,6 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _await(store: Store, keys: list[str], timeout: timedelta, given_up: Callable[[], bool]) -> None:
-    """Return when all keys are set. Raises RuntimeError when nobody waits any more, or they do not come."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check(keys):
-        if given_up() or time.monotonic() > deadline:
-            missing = [key for key in keys if not store.check([key])]
-            raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
-        time.sleep(_LOOK_SECONDS)
-
-
 def _fail(future: Future[Any], error: Exception) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
@@ -181,19 +170,27 @@ def _fail(future: Future[Any], error: Exception) -> None:
 class BroadcastSender:
     """Rank 0's side. One at a time: `send` for every version, `close` at the end.
 
-    `host` is the address that replicas can reach; `timeout`, in seconds, bounds every single wait.
+    `host` is the address that replicas can reach; `timeout`, in seconds, bounds every single wait. `token` is
+    the run's, which receivers must hold too.
     """
 
-    def __init__(self, host: str, port: int, timeout: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        device: torch.device | str = "cpu",
+        token: str | None = None,
+    ) -> None:
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device(device)
         self._host = host
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._served = Served(host, port, broadcast_key(token))
 
     @property
     def address(self) -> str:
         """ "host:port" for BroadcastTicket.address and Published.rendezvous."""
-        return f"{self._host}:{self._store.port}"
+        return f"{self._host}:{self._served.port}"
 
     def send(
         self,
@@ -220,7 +217,7 @@ class BroadcastSender:
             sending.result()
         except Exception as error:
             over.set()
-            PrefixStore(audience.group, self._store).set("given up", str(error))
+            self._meeting(audience.group).set("given up", str(error))
             for group in groups:
                 group.abort()
             if not isinstance(error, RuntimeError):
@@ -230,6 +227,9 @@ class BroadcastSender:
                 f"{time.monotonic() - started:.1f} s: {error}"
             ) from error
         return sum(nbytes(meta) for meta in metas)
+
+    def _meeting(self, group: str) -> Meeting:
+        return Meeting(self._served.ask, group, self._timeout)
 
     def _transfer(
         self,
@@ -241,16 +241,16 @@ class BroadcastSender:
     ) -> None:
         """All of one broadcast; see `_used` for `groups`."""
         ranks = range(1, audience.world_size)
-        store = PrefixStore(audience.group, _client(self._host, self._store.port, self._timeout))
+        store = self._meeting(audience.group)
         store.set("backend", _backend_name(self._device))
-        store.set("plan", msgspec.json.encode(metas).decode())
-        _await(store, [f"here/{rank}" for rank in ranks], self._timeout, given_up)
+        store.set("plan", msgspec.json.encode(metas))
+        store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
         store.set("go", "1")
         group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
         with _used(group, groups, given_up):
             digests = self._send_buckets(group, plan(metas), tensors)
-        store.set("digests", msgspec.json.encode(digests).decode())
-        _await(store, [f"received/{rank}" for rank in ranks], self._timeout, given_up)
+        store.set("digests", msgspec.json.encode(digests))
+        store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
         for key in ("backend", "plan", "digests"):
             store.delete_key(key)
 
@@ -273,12 +273,7 @@ class BroadcastSender:
 
     def close(self) -> None:
         """Stop serving the store."""
-        del self._store
-
-
-def _client(host: str, port: int, timeout: timedelta) -> Store:
-    """A connection of its own to a sender's store: one that waits lets nobody else use it."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._served.close()
 
 
 # --- replica ----------------------------------------------------------------------------------------------
@@ -293,12 +288,22 @@ class Received(NamedTuple):
 
 
 class Reception:
-    """A broadcast being received by a thread of its own. `timeout`, in seconds, bounds every single wait."""
+    """A broadcast being received by a thread of its own, from a sender that holds the same `token`.
 
-    def __init__(self, ticket: BroadcastTicket, timeout: float, device: torch.device | str = "cpu") -> None:
+    `timeout`, in seconds, bounds every single wait.
+    """
+
+    def __init__(
+        self,
+        ticket: BroadcastTicket,
+        timeout: float,
+        device: torch.device | str = "cpu",
+        token: str | None = None,
+    ) -> None:
         self.bytes_received = 0
         self._device, self._given_up = torch.device(device), threading.Event()
         self._groups: list[_Group] = []
+        self._key = broadcast_key(token)
         limit = timedelta(seconds=timeout)
         self._received = _in_thread(lambda: self._receive(ticket, limit))
         threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
@@ -321,15 +326,20 @@ class Reception:
             raise SnapshotError(f"the broadcast was not received: {self.error}")
         return self._received.result()
 
+    @contextlib.contextmanager
+    def _meeting(self, ticket: BroadcastTicket, timeout: timedelta) -> Iterator[Meeting]:
+        """Over a connection of its own: one that waits lets nobody else use it."""
+        with contextlib.closing(Visitor(ticket.address, self._key, timeout)) as visitor:
+            yield Meeting(visitor.ask, ticket.group, timeout)
+
     def _heed(self, ticket: BroadcastTicket, timeout: timedelta) -> None:
         """End when the sender says that it gave up."""
-        host, _, port = ticket.address.rpartition(":")
         try:
-            store = PrefixStore(ticket.group, _client(host, int(port), timeout))
-            while not wait([self._received], _GLANCE_SECONDS).done:
-                if store.check(["given up"]):
-                    _fail(self._received, SnapshotError(store.get("given up").decode()))
-                    self._give_up()
+            with self._meeting(ticket, timeout) as store:
+                while not self.done:
+                    if store.come(["given up"]):
+                        _fail(self._received, SnapshotError(store.get("given up").decode()))
+                        self._give_up()
         except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
             self._give_up()
@@ -340,15 +350,18 @@ class Reception:
             group.abort()
 
     def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
-        host, _, port = ticket.address.rpartition(":")
-        store = PrefixStore(ticket.group, _client(host, int(port), timeout))
+        with self._meeting(ticket, timeout) as store:
+            return self._receive_from(store, ticket, timeout)
+
+    def _receive_from(self, store: Meeting, ticket: BroadcastTicket, timeout: timedelta) -> Received:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
         self._check_backend(store.get("backend").decode())
         metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
+        host, _, port = ticket.address.rpartition(":")
         own = own_address(host, int(port))
         store.set(f"here/{ticket.rank}", "1")
-        _await(store, ["go"], timeout, self._given_up.is_set)
+        store.wait(["go"], given_up=self._given_up.is_set)
         group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         with _used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan(metas))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,7 +29,9 @@ _KINDS: Final = {
 }
 BITS: Final[dict[str, np.dtype]] = {kind: np.dtype(bits) for kind, bits in _KINDS.values()}
 """Kind of element → numpy type that holds its bits."""
-_MOST_HEADER: Final = 1 << 28
+_MOST_HEADER: Final = 1 << 24
+"""Bytes; a hundred thousand tensors' names and places."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorAt(NamedTuple):
@@ -45,8 +47,8 @@ class TensorAt(NamedTuple):
 
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Count, _Count]
 
 
 def tensors(folder: Path) -> dict[str, TensorAt]:
@@ -89,10 +91,20 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         decoded = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"{file} has no safetensors header: {error}") from None
-    for name, entry in decoded.items():
-        yield name, _locate(file, size, 8 + length, name, entry)
+    end = 8 + length
+    for name, entry in sorted(decoded.items(), key=lambda item: item[1].data_offsets):
+        place = _locate(file, size, 8 + length, name, entry)
+        if place.offset != end:
+            raise SnapshotError(
+                f"tensor {name!r} of {file} begins at byte {place.offset}, the one before it ends at {end}: "
+                "tensors must neither overlap nor leave room, the file was altered"
+            )
+        end += place.nbytes
+        yield name, place
+    if end != size:
+        raise SnapshotError(f"{file} of {size} bytes has tensors up to byte {end}: it was cut or altered")
 
 
 def _locate(file: Path, size: int, base: int, name: str, entry: _Entry) -> TensorAt:
@@ -103,7 +115,7 @@ def _locate(file: Path, size: int, base: int, name: str, entry: _Entry) -> Tenso
     kind, bits = _KINDS[entry.dtype]
     start, end = entry.data_offsets
     nbytes = math.prod(entry.shape) * np.dtype(bits).itemsize
-    if min(entry.shape, default=0) < 0 or start < 0 or end - start != nbytes or base + end > size:
+    if end - start != nbytes or base + end > size:
         raise SnapshotError(
             f"tensor {name!r} of {file} lies at [{start}, {end}) where {nbytes} bytes of a file of {size} "
             "were expected: the file was cut or altered"
@@ -143,4 +155,9 @@ def model_fingerprint(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
 
 def fingerprint(folder: Path) -> str:
     """`model_fingerprint` of a checkpoint folder."""
-    return model_fingerprint({name: (place.shape, place.kind) for name, place in tensors(folder).items()})
+    return fingerprint_of(tensors(folder))
+
+
+def fingerprint_of(places: Mapping[str, TensorAt]) -> str:
+    """`model_fingerprint` of a checkpoint's tensors."""
+    return model_fingerprint({name: (place.shape, place.kind) for name, place in places.items()})

@@ -24,7 +24,11 @@ from sync.weights.checkpoint import TensorAt
 from sync.wire import Version
 
 _MAGIC: Final = b"ODDELTA1"
-_MOST_HEADER: Final = 1 << 30
+_MOST_HEADER: Final = 1 << 20
+_RANGE_BYTES: Final = 96
+"""A header's entry for one range, without its name, is no longer."""
+_BLOB_BYTES: Final = 64
+"""A blob is no longer than the range's new bits and its own lengths."""
 P = TypeVar("P")
 R = TypeVar("R")
 
@@ -104,8 +108,22 @@ def build(
     return b"".join([_MAGIC, len(packed).to_bytes(4, "little"), packed, *blobs])
 
 
-def parse(data: bytes | memoryview) -> tuple[Header, memoryview]:
-    """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else."""
+def most_header(places: Mapping[str, TensorAt]) -> int:
+    """Bytes that the header of one rank's file may decompress to: a range of every tensor."""
+    return 4096 + sum(len(name.encode()) + _RANGE_BYTES for name in places)
+
+
+def most_bytes(places: Mapping[str, TensorAt], ranks: int) -> int:
+    """Bytes of all files of a delta of this checkpoint: every tensor whole, and what each rank says of it."""
+    model = sum(place.nbytes for place in places.values())
+    return model + ranks * (most_header(places) + _BLOB_BYTES * len(places))
+
+
+def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, memoryview]:
+    """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else.
+
+    `most`: bytes that its header may decompress to (`most_header`); no more is taken.
+    """
     view = memoryview(data)
     if bytes(view[:8]) != _MAGIC:
         raise SnapshotError(
@@ -114,11 +132,14 @@ def parse(data: bytes | memoryview) -> tuple[Header, memoryview]:
     end = 12 + int.from_bytes(view[8:12], "little")
     packed = view[12:end]
     try:
-        if end > len(view) or not 0 <= zstandard.frame_content_size(packed) <= _MOST_HEADER:
-            raise SnapshotError("a delta file's header states an impossible length: it was cut or altered")
+        if end > len(view) or not 0 <= zstandard.frame_content_size(packed) <= most:
+            raise SnapshotError(
+                f"a delta file's header states an impossible length (at most {most} bytes name the ranges of "
+                "this model): it was cut or altered"
+            )
         head = zstandard.ZstdDecompressor().decompress(packed)
         header = msgspec.msgpack.decode(head, type=Header)
-    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"a delta file's header cannot be read: {error}; it was altered") from None
     blobs = view[end:]
     for part in header.ranges:
@@ -181,19 +202,21 @@ def verify(header: Header, arrays: Mapping[str, np.ndarray], threads: int = 1) -
     _each(check, header.ranges, threads)
 
 
-def apply_chain(folder: Path, links: Sequence[Sequence[tuple[Header, memoryview]]], threads: int = 1) -> None:
+def apply_chain(folder: Path, links: Iterable[Sequence[tuple[Header, memoryview]]], threads: int = 1) -> None:
     """Apply versions' files one after the other to a checkpoint folder that holds the first one's base.
 
-    Each of `links` holds every rank's file of one version. What comes out is verified.
-    Raises SnapshotError when a version does not cover the model, or the end is not what the trainer had.
+    Each of `links` holds every rank's file of one version and is asked for when its turn comes. What comes
+    out is verified. Raises SnapshotError when a version does not cover the model, or the end is not what the
+    trainer had.
     """
     places = checkpoint.tensors(folder)
     arrays = checkpoint.bits(places, writable=True)
+    files: Sequence[tuple[Header, memoryview]] = ()
     for files in links:
         check_cover((header for header, _ in files), places)
         for header, blobs in files:
             apply(header, blobs, arrays, threads)
-    for header, _ in links[-1] if links else ():
+    for header, _ in files:
         verify(header, arrays, threads)
 
 

@@ -1,17 +1,24 @@
-"""Fetch a version's files, each checked against its manifest before anybody looks into it."""
+"""Fetch a version's files, each checked against its manifest before anybody looks into it.
+
+A store is not trusted, and neither are its manifests: sizes are compared before bytes move, no more is
+decoded than the model explains, and nothing that could run is taken.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 
-from sync.errors import SnapshotError
+from sync.errors import SnapshotError, StoreError
 from sync.stores.base import Store, check_key
 from sync.weights import delta_file
+from sync.weights.checkpoint import TensorAt
 from sync.weights.delta_file import Header
+from sync.weights.folders import check_no_code
 from sync.weights.manifest import File, Manifest, version_key
 from sync.wire import Version
 
@@ -23,8 +30,10 @@ def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
     """
     if path.exists() and _is(path, file):
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
     key = version_key(manifest.run, manifest.version, check_key(file.key))
+    if (size := store.size(key)) != file.size:
+        raise SnapshotError(f"{key} has {size} bytes, the manifest says {file.size}: it was cut or altered")
+    path.parent.mkdir(parents=True, exist_ok=True)
     store.fetch(key, path)
     if not _is(path, file):
         size = path.stat().st_size
@@ -37,14 +46,20 @@ def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
 
 
 def fetch_folder(store: Store, manifest: Manifest, folder: Path) -> int:
-    """Write an anchor's files into `folder`; returns the bytes read from the store."""
+    """Write an anchor's files into the new `folder`; returns the bytes read from the store.
+
+    Raises StoreError, before anything is read, when the disk has no room for them, and SnapshotError when
+    they name code.
+    """
+    folder.mkdir(parents=True)
+    if (free := shutil.disk_usage(folder).free) < manifest.bytes:
+        raise StoreError(
+            f"{manifest.version} takes {manifest.bytes} bytes and {folder} has {free}: free some"
+        )
     read = 0
     for file in manifest.files:
-        if not file.key.startswith("model/"):
-            raise SnapshotError(
-                f"{manifest.version} has a file {file.key!r} outside of model/: it was altered"
-            )
-        read += fetch_file(store, manifest, file, folder / check_key(file.key).removeprefix("model/"))
+        read += fetch_file(store, manifest, file, folder / file.key.removeprefix("model/"))
+    check_no_code(folder)
     return read
 
 
@@ -55,9 +70,21 @@ class Deltas:
         self._store, self._folder = store, folder
         self.bytes_read = 0
 
-    def fetch(self, manifest: Manifest) -> list[tuple[Header, memoryview]]:
-        """Header and blobs of every rank's file. Raises SnapshotError when one is not what it should be."""
-        return [self._open(manifest, rank, file) for rank, file in enumerate(manifest.files)]
+    def fetch(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> None:
+        """Download every rank's file. Raises SnapshotError when one is not what the manifest says, or all of
+        them are longer than a delta of the checkpoint with `places` can be."""
+        if manifest.bytes > (most := delta_file.most_bytes(places, len(manifest.files))):
+            raise SnapshotError(
+                f"{manifest.version} has {manifest.bytes} bytes of delta, the whole model would take {most}: "
+                "it was altered"
+            )
+        for rank, file in enumerate(manifest.files):
+            self.bytes_read += fetch_file(self._store, manifest, file, self._path(manifest, rank))
+
+    def open(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> list[tuple[Header, memoryview]]:
+        """Header and blobs of every rank's file that `fetch` brought. Raises SnapshotError when one is not
+        what it should be."""
+        return [self._open(manifest, rank, places) for rank in range(len(manifest.files))]
 
     def keep(self, versions: set[Version]) -> None:
         """Remove the files of all other versions."""
@@ -66,10 +93,19 @@ class Deltas:
             if folder.name not in names:
                 shutil.rmtree(folder)
 
-    def _open(self, manifest: Manifest, rank: int, file: File) -> tuple[Header, memoryview]:
-        path = self._folder / str(manifest.version) / f"{rank:05d}.bin"
-        self.bytes_read += fetch_file(self._store, manifest, file, path)
-        header, blobs = delta_file.parse(np.memmap(path, np.uint8, "r").data)
+    def _path(self, manifest: Manifest, rank: int) -> Path:
+        return self._folder / str(manifest.version) / f"{rank:05d}.bin"
+
+    def _open(
+        self, manifest: Manifest, rank: int, places: Mapping[str, TensorAt]
+    ) -> tuple[Header, memoryview]:
+        path = self._path(manifest, rank)
+        data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
+        header, blobs = delta_file.parse(data, delta_file.most_header(places))
+        if len(header.ranges) > len(places):
+            raise SnapshotError(
+                f"{path} has {len(header.ranges)} ranges, the model {len(places)} tensors: it was altered"
+            )
         stated = (header.run, header.version, header.base, header.fingerprint, header.rank, header.world_size)
         expected = (
             manifest.run,

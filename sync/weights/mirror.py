@@ -122,7 +122,7 @@ class Mirror:
             try:
                 self._take(slot, chain, deltas)
                 return deltas.bytes_read
-            except SnapshotError as error:
+            except (SnapshotError, StoreError) as error:
                 logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
         with lease(self._store, self._run, version):
             self._take(None, read_chain(self._store, self._run, version), deltas)
@@ -146,20 +146,23 @@ class Mirror:
         """
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
-        files = [deltas.fetch(link) for link in links]
         spare = self._slots.path(self._slots.spare)
-        self._slots.spoil()
         if slot is None:
+            self._slots.spoil()
             shutil.rmtree(spare, ignore_errors=True)
             deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
-        elif slot == self._slots.live:
-            shutil.rmtree(spare, ignore_errors=True)
-            shutil.copytree(self._slots.path(slot), spare)
-        if checkpoint.fingerprint(spare) != chain[-1].fingerprint:
+        places = checkpoint.tensors(spare if slot is None else self._slots.path(slot))
+        if checkpoint.fingerprint_of(places) != chain[-1].fingerprint:
             raise SnapshotError(
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
-        apply_chain(spare, files, self._threads)
+        for link in links:
+            deltas.fetch(link, places)
+        self._slots.spoil()
+        if slot is not None and slot == self._slots.live:
+            shutil.rmtree(spare, ignore_errors=True)
+            shutil.copytree(self._slots.path(slot), spare)
+        apply_chain(spare, (deltas.open(link, places) for link in links), self._threads)
         self._slots.hold(chain[-1].version, chain[-1].fingerprint)
         deltas.keep(self._needed_again(chain))
 

@@ -21,10 +21,11 @@ import numpy as np
 from blake3 import blake3
 
 from sync.errors import SnapshotError, StoreError
-from sync.stores.base import Store
+from sync.stores.base import Store, read_small
 from sync.weights import checkpoint
 from sync.weights.codec import Bits, Effort
 from sync.weights.delta_file import Header, Slice
+from sync.weights.folders import refused, without_code
 from sync.weights.held import Held, problem
 from sync.weights.manifest import (
     File,
@@ -190,8 +191,14 @@ class Publisher:
         files = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = f"model/{path.relative_to(folder).as_posix()}"
-            self._store.create(version_key(self._run, version, name), path)
-            files.append(File(name, path.stat().st_size, blake3().update_mmap(path).hexdigest()))
+            if why := refused(name):
+                logger.info("%s is left out of %s: %s", path.name, version, why)
+                continue
+            data = without_code(path)
+            self._store.create(version_key(self._run, version, name), data)
+            digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
+            size = len(data) if isinstance(data, bytes) else data.stat().st_size
+            files.append(File(name, size, digest.hexdigest()))
         total = sum(file.size for file in files)
         self._finish(version, kind, parent, None, files, total)
         return total
@@ -240,7 +247,7 @@ class Publisher:
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        part = load(self._store.read(key), Part, key)
+        part = load(read_small(self._store, key), Part, key)
         if (part.rank, part.base) != (rank, base):
             raise SnapshotError(
                 f"{key} is a delta on {part.base}, rank 0 has {base}: every rank must publish every version"

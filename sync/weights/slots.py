@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
+from sync.durable import write
 from sync.errors import SnapshotError
 from sync.weights.manifest import dump, load
 from sync.wire import Version
@@ -87,12 +87,7 @@ class Slots:
 
     def _write(self, **changes: object) -> None:
         state = msgspec.structs.replace(self._state, **changes)
-        pending = self.folder / "state.json.new"
-        with pending.open("wb") as file:
-            file.write(dump(state))
-            file.flush()
-            os.fsync(file.fileno())
-        pending.replace(self.folder / "state.json")
+        write(self.folder / "state.json", dump(state))
         self._state = state
 
 

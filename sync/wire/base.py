@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -78,13 +79,11 @@ class Version(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Version:
         """Inverse of str(). Raises WireError on anything else."""
-        try:
-            lineage, step = text.split("-")
-            if lineage[0] != "L" or step[0] != "v":
-                raise IndexError
-            return cls(int(lineage[1:]), int(step[1:]))
-        except (ValueError, IndexError):
-            raise WireError(f"{text!r} is not a version: expected the form L000-v00000012") from None
+        found = re.fullmatch(r"L(\d{3,19})-v(\d{8,19})", text, re.ASCII)
+        version = cls(int(found[1]), int(found[2])) if found else None
+        if version is None or str(version) != text:
+            raise WireError(f"{text[:100]!r} is not a version: expected the form L000-v00000012")
+        return version
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

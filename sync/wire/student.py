@@ -66,7 +66,7 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
     """A replica's seat in one broadcast of weights straight from the trainer (rank 0 of the group)."""
 
     address: str
-    """"host:port" of the TCP store that the trainer serves."""
+    """"host:port" of the store of keys that the trainer serves."""
     group: str
     """Name of the group's keys in that store; a new one for every broadcast."""
     rank: int

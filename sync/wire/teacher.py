@@ -20,6 +20,8 @@ class Want(msgspec.Struct, frozen=True):
     """Last hidden states after the final norm, for exact objectives with `Head`."""
     prompt: bool = False
     """Score prompt positions too, from the second token on (T then counts them)."""
+    temperature: float = 1.0
+    """Of the distribution that all marks but hidden states are of."""
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class ScoreRequest(Message, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """A teacher's marks on one sequence, temperature 1, nats, full support."""
+    """A teacher's marks on one sequence, at the temperature that was asked for, nats, full support."""
 
     id: str
     logprob: Array
@@ -140,7 +142,7 @@ class TeacherInfo(Message, frozen=True):
     chat_template_fingerprint: str | None
     """None: the tokenizer has no chat template."""
     can: list[str]
-    """Of: topk, gather, entropy, hidden, prompt, write."""
+    """Of: topk, gather, entropy, hidden, prompt, write, temperature (other than 1, of scores)."""
 
 
 class Head(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
@@ -53,7 +54,9 @@ def _following(config: TeacherConfig, vocab_size: int, every: int) -> Engine:
     from teacher_service.engines.transformers import load
 
     def load_folder(folder: Path | None) -> Engine:
-        placed = {} if folder is None else {"path": str(folder), "revision": None}
+        placed: dict[str, Any] = {}
+        if folder is not None:
+            placed = {"path": str(folder), "revision": None, "trust_remote_code": False}
         # the mirror writes into the folder when it makes room for a later version
         return load(config.model_copy(update=placed), vocab_size, leave_files=True)
 

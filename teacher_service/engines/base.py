@@ -18,7 +18,7 @@ import numpy as np
 
 from sync.wire import Head
 
-CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "write")
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "write", "temperature")
 MAX_TOPK: Final = 1024
 
 
@@ -30,6 +30,8 @@ class Asked(NamedTuple):
     """K of every item's `gather_ids`; 0: none."""
     entropy: bool = False
     hidden: bool = False
+    temperature: float = 1.0
+    """Of every mark but hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Marks of a whole batch, its items' positions one after the other; temperature 1, nats."""
+    """Marks of a whole batch, its items' positions one after the other, nats."""
 
     logprob_C: np.ndarray
     """float32"""

@@ -153,7 +153,10 @@ def _chunks(
     for a in range(0, len(targets_C), chunk):
         rows = slice(a, a + chunk)
         wanted = None if wanted_CK is None else wanted_CK[rows]
-        yield marks_of(head.logits(hidden_CH[rows]), targets_C[rows], wanted, asked)
+        logits_cV = head.logits(hidden_CH[rows])
+        if asked.temperature != 1.0:
+            logits_cV /= asked.temperature
+        yield marks_of(logits_cV, targets_C[rows], wanted, asked)
 
 
 def marks_of(

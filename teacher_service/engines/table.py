@@ -29,7 +29,7 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = CAPABILITIES if self._table is not None else ("topk", "gather", "entropy", "prompt", "write")
+        can = tuple(mark for mark in CAPABILITIES if mark != "hidden" or self._table is not None)
         self.facts = Facts("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
@@ -39,6 +39,9 @@ class TableEngine:
     def score(self, items: Sequence[Item], asked: Asked) -> Marks:
         """See `Engine.score`."""
         logp_CV = np.concatenate([self._next(i.token_ids_L)[i.first - 1 : -1] for i in items])
+        if asked.temperature != 1.0:
+            logp_CV = logp_CV / asked.temperature
+            logp_CV -= np.logaddexp.reduce(logp_CV, axis=1, keepdims=True)
         targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
         rows_C = np.arange(len(targets_C))
         ids_CK = np.argsort(-logp_CV, axis=1, kind="stable")[:, : asked.topk].astype(np.int32)

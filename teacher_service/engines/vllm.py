@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from sync.errors import ConfigError, DataError
+from sync.replica.plugin import PLUGIN
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Draft, Engine, Facts, Item, Manner, Marks, Text
@@ -197,7 +198,8 @@ class InProcess:
 
     def __init__(self, config: TeacherConfig, vocab_size: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_PLUGINS", "")  # ours are for student replicas
+        others = os.environ.get("VLLM_PLUGINS", "").split(",")
+        os.environ["VLLM_PLUGINS"] = ",".join({PLUGIN, *filter(None, others)})  # for its mends
         import vllm
 
         self._params = vllm.SamplingParams

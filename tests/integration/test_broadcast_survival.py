@@ -26,7 +26,7 @@ pytestmark = [
 BROADCASTS = (
     'weights={road="broadcast", timeout_seconds=3600.0}',
     "trainer.checkpoint_every=0",
-    'trainer.overrides={"optimizer.params.lr"=1e-4}',
+    "trainer.lr=1e-4",
     "student.replicas=2",
 )
 

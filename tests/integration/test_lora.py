@@ -148,8 +148,6 @@ async def test_an_altered_adapter_keeps_the_old_one(setup):
 
 
 MORE = f"""
-[trainer.overrides]
-"optimizer.params.lr" = 2e-2
 [trainer.lora]
 rank = {RANK}
 alpha = 8
@@ -172,7 +170,7 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
-    call("run", str(config))
+    call("run", str(config), "--set", "trainer.lr=2e-2")
     run = tmp_path / "runs/lora"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)

@@ -2,19 +2,22 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 
+from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
-from sync.errors import RemoteError, Unreachable
+from sync.errors import ConfigError, RemoteError, Unreachable
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
 from sync.transport import Peer
@@ -166,6 +169,24 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
         )
 
 
+async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
+    """The server finds AMX (tests/support/amx). Without the mend its engine uses it and dies by SIGILL
+    on a processor that has none, and every test of this file fails."""
+    async with server.peer() as peer:
+        assert len(await generate(peer, PROMPTS, max_tokens=4)) == len(PROMPTS)
+    assert "attention uses the kernel vec" in server.log.read_text()
+
+
+def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monkeypatch):
+    from sync.replica import vllm_compat
+
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    vllm_compat.avoid_amx_attention()
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 was not tried on processors with AMX"):
+        vllm_compat.avoid_amx_attention()
+
+
 async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(server, folders):
     async with server.peer() as peer:
         await update(peer, 3)
@@ -295,7 +316,7 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
 async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
     weights = load_file(folders[1] / "model.safetensors")
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
     ticket = BroadcastTicket(sender.address, "one", 1, 2)
     async with server.peer() as peer:
         await update(peer, 1)
@@ -363,7 +384,7 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     if spare is None:
         pytest.skip("one architecture is enough")
     norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0)
+    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
 
     async def send_a_stranger(group: str) -> None:
         asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2)))
@@ -410,5 +431,9 @@ async def test_rows_without_a_token_are_never_sampled_before_and_after_an_update
                     whole = logp_TV(folder, prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
+        (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
+        core.send_signal(signal.SIGILL)
+        await asyncio.to_thread(server.process.wait, 60)
+        assert "was ended by SIGILL (illegal instruction)" in str(first_error(server.log, 0))
     finally:
         server.stop()

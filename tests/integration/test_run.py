@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from listeners import Listeners
 
 from distill.config import StudentConfig
 from distill.control.audit import audit
@@ -71,8 +73,7 @@ max_tokens = 8
 ranks = 1
 deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
 threads = 1
-[trainer.overrides]
-"optimizer.params.lr" = 1e-3
+lr = 1e-3
 [tracking]
 wandb = "disabled"
 """
@@ -139,8 +140,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name, rows in {"chat": chats, "plain": [f"{text}>" for text in texts]}.items():
         lines = [json.dumps({"prompt": row}) for row in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    (folder / "dataset").mkdir()
-    Dataset.from_dict({"question": texts}).to_parquet(folder / "dataset/train.parquet")
+    for name, rows in {"dataset": texts, "other": [text[::-1] for text in texts]}.items():
+        (folder / name).mkdir()
+        Dataset.from_dict({"question": rows}).to_parquet(folder / name / "train.parquet")
     return {
         "chat": {"type": "jsonl", "path": str(folder / "chat.jsonl")},
         "plain": {"type": "jsonl", "path": str(folder / "plain.jsonl"), "template": "plain"},
@@ -192,6 +194,8 @@ class Run:
 
     def __init__(self, folder: Path, models: Path, student: str, prompts: Mapping[str, Any]) -> None:
         self.folder, self.run_dir, self.config = folder, folder / "run", folder / "run.toml"
+        self.served = 0
+        """Servers that were seen to refuse what comes from a browser's page."""
         text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT, grace=GRACE_SECONDS)
         values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in prompts.items())
         self.config.write_text(f"{text}\n[prompts]\n{values}\n")
@@ -203,9 +207,13 @@ class Run:
         return Command(self.folder / f"{name}.log", name, str(self.config), *settings, *more, env=env)
 
     def finish(self, *overrides: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Run to the end; its summary."""
+        """Run to the end, on loopback alone; its summary."""
         with self.command("run", *overrides, more=more) as running:
-            assert running.end() == 0, self.logs(running)
+            with Listeners(running.process.pid) as seen:
+                assert running.end() == 0, self.logs(running)
+            self.served = len(seen.answers)
+            assert all(ip_address(address).is_loopback for address in seen.addresses), seen.addresses
+            assert set(seen.answers.values()) == {(200, 403, 403)}, seen.answers
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
@@ -304,6 +312,7 @@ def test_a_tied_qwen3_from_chat_messages_on_two_ranks(finished: Run) -> None:
     check_result(finished, summary)
     assert summary["sync"]["versions"] == STEPS + 1
     assert summary["after"]["reverse_kl"] < summary["before"]["reverse_kl"]
+    assert finished.served == 4, "controller, teacher, replica, evaluator"
     assert left_behind(str(finished.folder)) == []
 
 
@@ -346,7 +355,7 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
         wait_for(lambda: healthy(spare), servers[-1])  # so that it can join while the run is young
         trainer = roles.enter_context(run.command("train", *joined, more=url, env=env))
         control = roles.enter_context(run.command("control", *joined, env=env))
-        wait_for(lambda: run.steps() >= 1, control)
+        wait_for(lambda: run.steps() >= 2, control)  # version 1 was out before that was reported
         with Command(tmp_path / "add.log", "replicas", "add", f"http://127.0.0.1:{spare}", *url) as adding:
             assert adding.end() == 0, adding.said
         peer = BlockingPeer(url[1], env[TOKEN_VARIABLE])
@@ -407,6 +416,7 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
         "evaluation=false",
     )
     check_result(run, summary, ("student-0", "student-1"))
+    assert run.served == 4, "controller, teacher, two replicas"
     checked = audit(run.run_dir)
     assert checked.ok, checked
     assert 0 < checked.tokens_by_teacher < checked.tokens
@@ -418,10 +428,17 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
 def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
+    """What may change takes effect, other data is refused; a secret is on no command line and in no file."""
     run = Run(tmp_path, models, "qwen2", prompts["dataset"])
     settings = ('objective={type="student_topk", k=4}', "evaluation.prompts=4", "evaluation.threads=1")
+    secret = f"planted-{os.getpid()}"
+    settings += (f"trainer.env.A_PASSWORD={secret}", f"student.env.A_TOKEN={secret}")
     with run.command("run", *settings, "run.steps=100000") as running:
         wait_for(lambda: run.steps() >= 2, running)
+        family = [running.process.pid, *(p.pid for p in psutil.Process(running.process.pid).children(True))]
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in family]
+        assert [line for line in lines if secret in line] == []
+        assert sum("--module\0student_trainer" in line or "trainer run rank" in line for line in lines) > 0
         os.killpg(running.process.pid, signal.SIGINT)
         assert running.end(GRACE_SECONDS + 5.0) == 130, run.logs(running)
         assert "go on with --resume" in running.said
@@ -429,7 +446,25 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     reached = run.summary()["steps"]
     assert (run.run_dir / "checkpoints/latest").read_text().strip() == f"L000-v{reached:08d}"
 
-    summary = run.finish(*settings, "trainer.ranks=2", f"run.steps={reached + 2}", more=("--resume",))
+    other = Path(prompts["dataset"]["path"]).with_name("other")
+    for change, said in {
+        f"prompts.path={other}": "prompts: 36 prompts, ",
+        f"teachers.teacher.path={models / 'qwen3'}": f"teachers.teacher.path: {models / 'teacher'} -> ",
+    }.items():
+        with run.command("run", *settings, change, more=("--resume",)) as refused:
+            assert refused.end() == 2
+            assert f"resumed with these changes:\n{said}" in refused.said
+            assert "other prompts would be trained on" in refused.said or "were scored by it" in refused.said
+
+    settings += ("trainer.ranks=2", "trainer.lr=2e-4", f"run.steps={reached + 2}")
+    summary = run.finish(*settings, more=("--resume",))
+    assert "trainer.lr: 0.001 -> 0.0002 (takes effect)" in (tmp_path / "run.log").read_text()
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if "loss" in line] == [1e-3] * reached + [2e-4] * 2
+    rates = [json.loads((run.run_dir / f"config{n}.json").read_text())["trainer"]["lr"] for n in (".0", "")]
+    assert rates == [1e-3, 2e-4]
+    shown = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+    assert shown == []
     assert summary["lineages"] == 2
     assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
     check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replica_server import AMX
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from written import END, MAX_TOKENS, STOP, check_written_are_marked_alike
 
 from distill.bench import teacher as bench
 from sync.errors import RemoteError
+from sync.replica.plugin import PLUGIN
 from sync.transport import Peer
 from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.batching import split
@@ -38,7 +40,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_PLUGINS": "",
+    "VLLM_PLUGINS": PLUGIN,
 }
 
 
@@ -192,6 +194,29 @@ def test_a_stock_server_by_url_equals_a_plain_forward_pass(
     ]
     check(expected, k, list(results))
     teacher.close()
+
+
+def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: Path) -> None:
+    """AMX is simulated (tests/support/amx): without the mend SIGILL ends this where there is none."""
+    program = f"""
+import os, numpy as np
+from teacher_service.config import TeacherConfig
+from teacher_service.engines import build
+from teacher_service.engines.base import Asked, Item
+args = {{"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}}
+config = TeacherConfig(path={str(folder)!r}, dtype="bfloat16", engine="vllm", engine_args=args)
+teacher = build(config, {VOCAB})
+print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], Asked()).logprob_C.shape)
+teacher.close()
+os._exit(0)
+"""
+    environment = os.environ | ENVIRONMENT | {"VLLM_PLUGINS": "", "PYTHONPATH": AMX}
+    ended = subprocess.run(
+        [sys.executable, "-u", "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "(39,)" in ended.stdout
+    assert "attention uses the kernel vec" in ended.stderr
 
 
 def test_the_bench_compares_the_service_with_a_stock_server_and_asks_it_nonsense(folder: Path) -> None:

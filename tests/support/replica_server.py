@@ -30,6 +30,8 @@ from sync.wire import (
     Version,
 )
 
+AMX = str(Path(__file__).parent / "amx")
+"""Folder whose sitecustomize simulates the processor."""
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
@@ -67,7 +69,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
 
 
 class Server:
-    """One vLLM server process, and what tests need to talk to it."""
+    """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
 
     def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
         with socket.socket() as probe:
@@ -86,9 +88,13 @@ class Server:
         self.mirror, self.store = replica.mirror, replica.store_path
         self.url = f"http://127.0.0.1:{port}"
         self.log = work / f"server-{index}.log"
+        environment["PYTHONPATH"] = os.pathsep.join([AMX, os.environ.get("PYTHONPATH", "")])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                line, env=os.environ | environment | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log
+                line,
+                env=os.environ | environment | {TOKEN_VARIABLE: TOKEN},
+                stdout=log,
+                stderr=log,
             )
 
     def wait(self) -> None:

@@ -183,7 +183,12 @@ class SpoiledTeacher(MemoryTeacher):
         return self.spoiler.over_the_wire(reply, ScoreReply).results
 
     async def write(
-        self, prompts: list[WritePrompt], max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        prompts: list[WritePrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
     ) -> list[Written | ScoreRefused]:
         reply = WriteReply(teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids))
         return self.spoiler.over_the_wire(reply, WriteReply).results

@@ -37,7 +37,7 @@ max_staleness = 2
 [trainer]
 ranks = 2
 deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
-overrides = {{ "optimizer.params.lr" = 2e-3 }}
+lr = 2e-3
 threads = 1
 checkpoint_every = {checkpoint_every}
 [tracking]

@@ -118,19 +118,20 @@ async def _replica(model: Path, work: Path, rank: int | None = None) -> AsyncIte
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
     replica = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank)
+    token = token_from_environment()
     with Ports() as ports:
         port = ports.take(_LOCAL, 0, "student.port")
         line, environment = student.command(config, replica, 0, _LOCAL, port)
-    token = token_from_environment()
-    environment |= {} if token is None else {TOKEN_VARIABLE: token}
-    url = url_of(_LOCAL, port)
-    supervisor = Supervisor([ChildSpec("student-0", line, environment, url=url)], work / "logs", restarts=0)
-    try:
-        await supervisor.start()
-        await supervisor.ready(_START_SECONDS)
-        yield url
-    finally:
-        await supervisor.stop(10.0)
+        environment |= {} if token is None else {TOKEN_VARIABLE: token}
+        url = url_of(_LOCAL, port)
+        child = ChildSpec("student-0", line, environment, url=url)
+        supervisor = Supervisor([child], work / "logs", restarts=0)
+        try:
+            await supervisor.start()
+            await supervisor.ready(_START_SECONDS)
+            yield url
+        finally:
+            await supervisor.stop(10.0)
 
 
 @dataclass

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from distill.control.audit import AuditReport, audit, check
-from distill.control.journal import Journal, Location
+from distill.control.journal import Journal
 from distill.control.records import (
     AnyRecord,
     Checkpointed,
@@ -16,6 +15,7 @@ from distill.control.records import (
     Dropped,
     Issued,
     LineageOpened,
+    Location,
     Opened,
     Rollout,
     Stepped,
@@ -23,7 +23,6 @@ from distill.control.records import (
 )
 from distill.prompts.stream import Prompt
 from student_trainer.ledger import Ledger
-from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
 
 
@@ -92,8 +91,11 @@ def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
 def test_a_rollout_that_is_nowhere_is_found() -> None:
     """Its batch was left behind by a branch, and its arrays were given up before."""
     records = [compacted(record) for record in journal()]
-    records[10] = LineageOpened(1, Version(0, 1), 1, 0, 1, "m")
-    assert audited(records).lost == ["c", "d"]
+    records[10], records[14] = (
+        LineageOpened(1, Version(0, 1), 1, 0, 1, "m"),
+        Composed(Version(1, 1), ["e", "f"]),
+    )
+    assert audited(records, {0: LEDGER[0], 1: {2: ["e", "f"]}}).lost == ["c", "d"]
 
 
 def test_a_rollout_older_than_the_bound_is_found() -> None:
@@ -119,9 +121,9 @@ def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age() 
 
 
 def test_a_weight_that_is_not_that_of_the_age_is_found() -> None:
-    assert audited(late()).misweighed == ["e", "f"]
+    assert audited(late()).wrong_weight == ["e", "f"]
     report = audited(late(2**-0.5, 1.0))
-    assert report.misweighed == ["f"]
+    assert report.wrong_weight == ["f"]
     assert not report.ok
 
 
@@ -132,14 +134,13 @@ def test_beyond_the_hard_limit_no_weight_helps() -> None:
 
 def test_a_rollout_without_a_record_is_found() -> None:
     report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["zz", "e"]}})
-    assert report.unrecorded == ["zz"]
+    assert report.not_in_journal == ["zz"]
 
 
 def test_a_journal_without_a_beginning_is_refused() -> None:
-    with pytest.raises(DataError, match="does not begin with the opening"):
-        audited(journal()[1:])
-    with pytest.raises(DataError, match="nothing to audit"):
-        audited([])
+    (found,) = audited(journal()[1:]).journal_damaged
+    assert "does not begin with the opening of a run" in found
+    assert audited([]).violations == {"journal_damaged": ["the journal is empty or missing"]}
 
 
 async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
@@ -164,4 +165,4 @@ def test_an_author_other_than_the_one_that_was_issued_is_found() -> None:
     records = journal()
     place = next(i for i, record in enumerate(records) if isinstance(record, Issued))
     records[place] = Issued(records[place].prompts, 0, 8, [0])  # type: ignore[union-attr]
-    assert audited(records).other_author == ["a"]
+    assert audited(records).wrong_generator == ["a"]

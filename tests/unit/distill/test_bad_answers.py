@@ -24,7 +24,7 @@ from spoiled import SpoiledDesk, SpoiledEvaluator, SpoiledReplica, SpoiledTeache
 from distill.config import RunConfig
 from distill.control.audit import check
 from distill.control.controller import Controller
-from distill.control.journal import Journal, Location
+from distill.control.journal import Journal
 from distill.control.memory import (
     MemoryEvaluator,
     MemoryPrompts,
@@ -33,6 +33,7 @@ from distill.control.memory import (
     MemoryTrainer,
 )
 from distill.control.parts import Parts
+from distill.control.records import Location
 from distill.control.replica_engine import Answer
 from distill.control.segments import read_all
 from distill.prompts.stream import PromptStream

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distill.cli.main import main
+from distill.launch import processor
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.tasks.both_ends import VOCABULARY
@@ -72,6 +73,15 @@ def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) ->
         main(["run", "nowhere.toml"])
     assert leaving.value.code == 2
     assert "nowhere.toml cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_processor_that_vllm_cannot_run_on_is_refused_by_what_it_lacks(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = processor.cpuinfo().replace(" avx2 ", " ").replace(" f16c ", " ")
+    monkeypatch.setattr(processor, "cpuinfo", lambda: older)
+    message = distill(name="preflight")
+    assert "this processor lacks avx2, f16c, and the CPU build of vLLM, which student runs, needs" in message
 
 
 def test_a_missing_model_folder_is_named(distill: Distill, tmp_path: Path) -> None:
@@ -322,6 +332,32 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
 def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
     message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
     assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message
+
+
+def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:
+    asked = "rollout.temperature=0.7", "objective.type=sampled", "objective.teacher_temperature=rollout"
+    message = distill(*asked, "teachers.sorter.engine=vllm")
+    assert "teacher_temperature is \"rollout\" at temperature 0.7, and engine 'vllm'" in message
+    assert "ready to run" in distill(*asked, name="preflight", status=0)
+
+
+def test_an_optimum_that_is_not_the_teacher_is_warned_of(
+    distill: Distill, caplog: pytest.LogCaptureFixture
+) -> None:
+    for temperature, of, warned in ((0.7, "one", True), (0.7, "rollout", False), (1.0, "one", False)):
+        caplog.clear()
+        distill(
+            f"rollout.temperature={temperature}",
+            f"objective.teacher_temperature={of}",
+            name="preflight",
+            status=0,
+        )
+        assert ("rollout.temperature is 0.7 and the teacher's is 1" in caplog.text) == warned
+
+
+def test_a_task_reward_of_no_students_completion_is_refused(distill: Distill) -> None:
+    message = distill("objective.on_policy=0.0", "objective.task={}")
+    assert "objective.on_policy is 0, so there are none" in message
 
 
 @pytest.mark.parametrize("url", ["http://h:port", "h:1"])

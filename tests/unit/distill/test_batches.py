@@ -196,6 +196,18 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     assert (plain.micro_batches[0].weight, plain.micro_batches[0].baseline) == (None, None)
 
 
+def test_a_groups_baseline_is_the_mean_of_the_students_rewards() -> None:
+    """Of groups of two the teacher wrote none, one or both."""
+    import msgspec
+
+    rollouts = [
+        msgspec.structs.replace(rollout(i, 1, 2), reward=float(i), by_teacher=i in (3, 4, 5))
+        for i in range(6)
+    ]
+    means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
+    assert means == {"r0": 0.5, "r1": 0.5, "r2": 2.0, "r3": 2.0, "r4": 0.0, "r5": 0.0}
+
+
 def test_rows_with_and_without_an_array_are_refused() -> None:
     hidden = pack(np.zeros((2, 3), "f4"))
     with pytest.raises(DataError, match="1 of 2 rollouts lack an array"):

@@ -11,9 +11,8 @@ import pytest
 
 from distill.control.audit import check
 from distill.control.controller import Controller
-from distill.control.journal import Location
 from distill.control.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.records import Composed, LineageOpened
+from distill.control.records import Composed, LineageOpened, Location
 from distill.control.segments import read_all
 from sync.wire import Version
 
@@ -72,7 +71,7 @@ class Chaos:
             if self._training.done():
                 break
             await self._rng.choice(kills)()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self._training
             return await self._running
 

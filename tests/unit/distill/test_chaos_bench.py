@@ -42,7 +42,7 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
     assert not holds(whole | {"completed": False})
 
 
-@pytest.mark.parametrize("broken", ["not_as_composed", "misweighed", "other_author"])
+@pytest.mark.parametrize("broken", ["not_as_composed", "wrong_weight", "wrong_generator"])
 def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
     found = figures(AuditReport(**{broken: ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED
     assert not holds(found)
@@ -138,7 +138,7 @@ async def test_processes_are_found_by_their_role(tmp_path: Path) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     supervisor = Supervisor([ChildSpec("student-0", sleeper), ChildSpec("evaluator", sleeper)], tmp_path, 0)
     await supervisor.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(found := players(os.getpid())) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert set(found) == {"student-0", "evaluator"}

@@ -15,10 +15,9 @@ import pytest
 from distill.control.audit import AuditReport, check
 from distill.control.authors import seed_of
 from distill.control.controller import Controller
-from distill.control.journal import Location
 from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.control.parts import Hooks, Quarantined
-from distill.control.records import Rollout, Trace
+from distill.control.records import Location, Rollout, Trace
 from distill.control.segments import read_all
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from sync.errors import DataError
@@ -41,12 +40,12 @@ from sync.wire import (
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
     running = asyncio.create_task(controller.run())
     training = asyncio.create_task(trainer.run())
-    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=120)
     for task in done:
         task.result()
-    stop = await asyncio.wait_for(training, 5)
+    stop = await asyncio.wait_for(training, 60)
     assert isinstance(stop, Stop)
-    return await asyncio.wait_for(running, 5)
+    return await asyncio.wait_for(running, 60)
 
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
@@ -174,8 +173,8 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
     await asyncio.gather(first, return_exceptions=True)
     assert trainer.checkpoint == Version(0, 4)
 
-    await asyncio.wait_for(trainer.run(), 10)
-    summary = await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(trainer.run(), 60)
+    summary = await asyncio.wait_for(running, 60)
     assert trainer.welcomes[1].version == Version(1, 4)
     assert trainer.welcomes[1].parent == Version(0, 4)
     again = [(Version(0, step), Version(1, step)) for step in range(4, 7)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from distill.evaluate.evaluation import LanguageModel, Limits, compare, evaluate, sample
+from distill.evaluate.models import load_student
 from distill.prompts.stream import Prompt
+from distill.tasks.making import STUDENT, letter_tokenizer, untaught
+from sync.settings import ModelSource
 from sync.wire import Version
 from teacher_service.engines.head import find_head
 from teacher_service.engines.sampling import completions
@@ -147,3 +152,28 @@ def test_tails_are_the_teachers_mass_outside_its_own_top_k() -> None:
     assert len(found) == KNOWN
     assert all(a > b for a, b in itertools.pairwise(found))
     assert found[-1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path: Path) -> None:
+    """The folder of a version holds no code and names none; what runs is that of the student's own folder."""
+    own, version = tmp_path / "own", tmp_path / "version"
+    model = untaught(STUDENT)
+    model.save_pretrained(own)
+    letter_tokenizer().save_pretrained(own)
+    (own / "modeling_x.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class Config(Qwen3Config):\n    model_type = 'x'\n"
+        "class Model(Qwen3ForCausalLM):\n    config_class = Config\n"
+    )
+    auto_map = {"AutoConfig": "modeling_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
+    settings = json.loads((own / "config.json").read_text()) | {"model_type": "x", "auto_map": auto_map}
+    (own / "config.json").write_text(json.dumps(settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    model.save_pretrained(version)
+    source = ModelSource(path=str(own), trust_remote_code=True)
+    loaded = load_student(source, version, letter_tokenizer(), "cpu").model
+    assert type(loaded).__module__.endswith("modeling_x")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name

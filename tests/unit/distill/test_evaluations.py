@@ -58,10 +58,12 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
     return silent, books
 
 
-async def settle() -> None:
-    """Let everything run that waits for no clock."""
-    for _ in range(50):
-        await asyncio.sleep(0)
+async def settle(evaluations: Evaluations) -> None:
+    """Until nothing is due and nothing is under way."""
+    await asyncio.sleep(0)
+    while evaluations._waiting is not None or evaluations._turn.locked():
+        async with evaluations._turn:
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ async def test_versions_are_evaluated_every_so_many_steps(
     task = asyncio.create_task(evaluations.run())
     for step in published:
         evaluations.due(Version(0, step))
-        await settle()
+        await settle(evaluations)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     books.journal.close()
@@ -96,11 +98,11 @@ async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(t
     published = [Version(0, step) for step in (0, 4, 8)]
     for version in published:
         evaluations.due(version)
-        await settle()
+        await settle(evaluations)
     await books.open_lineage(None, "model", without=[])
     for step in (0, 4):
         evaluations.due(Version(1, step))
-        await settle()
+        await settle(evaluations)
     assert evaluator.seen == [*published, Version(1, 4)]
     task.cancel()
     books.journal.close()
@@ -144,7 +146,7 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     task = asyncio.create_task(evaluations.run())
     evaluations.due(Version(0, 1))
     for _ in range(times):
-        await asyncio.wait_for(asked.get(), 5)
+        await asyncio.wait_for(asked.get(), 60)
     await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

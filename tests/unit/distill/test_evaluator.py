@@ -164,11 +164,11 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
 
     def evaluate(version: Version) -> EvalReport:
         asked.append(version)
-        time.sleep(1.0)
+        time.sleep(4.0)
         return report(version, 0.5)
 
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, silent_seconds=0.5, look_seconds=0.05)
+        evaluator = HttpEvaluator(url, silent_seconds=3.0, look_seconds=0.05)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert asked == [Version(0, 3)]

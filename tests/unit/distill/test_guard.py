@@ -14,9 +14,9 @@ import pytest
 from distill.config import GuardConfig
 from distill.control.audit import check
 from distill.control.guard import Guard, repetition, trouble, unfit
-from distill.control.journal import Location
 from distill.control.memory import MemoryTrainer
 from distill.control.parts import Hooks, Quarantined
+from distill.control.records import Location
 from distill.control.segments import read_all
 from distill.launch.run_folder import RunFolder
 from sync.errors import RemoteError
@@ -121,7 +121,7 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
     made, trainer = built(controller, config, guard, Hooks(set_back=back.append))
     running = asyncio.create_task(made.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(RemoteError, match="this one must leave"):
             await trainer.run()
         assert back == [Version(0, 4)]
@@ -148,7 +148,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback", "max_rollbacks": 1}
     made, trainer = built(controller, config, guard, Hooks(set_back=lambda _: None))
     running = asyncio.create_task(made.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(RemoteError, match="this one must leave"):
             await trainer.run()
         bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
@@ -177,7 +177,7 @@ async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: A
     made, trainer = built(controller, config, guard, Hooks(set_back=lambda to: pytest.fail("no rollback")))
     trainer.checkpoint_every = 1
     running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await until(lambda: made.feeder.holders)
         made.request_stop("enough")
         await asyncio.gather(training, running)
@@ -187,7 +187,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     made, trainer = built(controller, config, {"max_reverse_kl": 1.0, "patience": 1}, Hooks())
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await until(lambda: made.feeder.holders)
         await asyncio.sleep(0.1)
         assert made.books.state.reached.step <= 8, "one batch was handed out before the report came"
@@ -202,7 +202,7 @@ async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config
     trainer = MemoryTrainer(made.desk)
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await until(lambda: bool(seen))
         made.request_stop("enough")
         await asyncio.gather(training, running)

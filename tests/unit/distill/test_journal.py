@@ -6,17 +6,29 @@ import asyncio
 import errno
 import logging
 import os
+import struct
+import threading
+import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_disk import fill, free, mounted
 
-from distill.control.journal import Journal, Location
-from distill.control.records import AnyRecord, Composed, Dropped, Issued, Rollout, Trace
-from distill.control.segments import SEGMENT_MAGIC, encode_entry, read_all, segment_numbers, segment_path
+from distill.control.archive import archived
+from distill.control.journal import Journal
+from distill.control.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace
+from distill.control.segments import (
+    MARK_BYTES,
+    SEGMENT_MAGIC,
+    encode_entry,
+    read_all,
+    segment_numbers,
+    segment_path,
+)
 from distill.prompts.stream import Prompt
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
@@ -79,7 +91,7 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
     os.truncate(path, cut % (size + 1))
     found = replayed(folder)
     assert found == entries[: len(found)]
-    ends = np.cumsum([len(SEGMENT_MAGIC), *(len(encode_entry(entry)) for entry in entries)])
+    ends = np.cumsum([len(SEGMENT_MAGIC), *(len(encode_entry(entry, 0, 0)) for entry in entries)])
     assert len(found) == max(0, int((ends <= cut % (size + 1)).sum()) - 1)
 
     async def go_on() -> None:
@@ -96,10 +108,10 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
 async def test_the_torn_tail_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - 5)
+    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
     with caplog.at_level(logging.WARNING):
         assert len(replayed(tmp_path)) == 3
-    assert "unfinished record; they are cut off" in caplog.text
+    assert "they are cut off" in caplog.text
 
 
 @pytest.mark.parametrize("where", [6, 10, 14, 40])
@@ -109,7 +121,7 @@ async def test_a_flipped_byte_in_the_middle_is_refused(tmp_path: Path, where: in
     data = bytearray(path.read_bytes())
     data[where] ^= 0x40
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"is damaged at byte 4, with sound records after it"):
+    with pytest.raises(DataError, match=r"is damaged at byte 4, which was on disk before"):
         replayed(tmp_path)
     assert path.read_bytes() == data
 
@@ -138,7 +150,7 @@ async def test_a_strange_file_is_refused(tmp_path: Path) -> None:
 async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - 5)
+    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
     before = path.read_bytes()
     assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
     assert path.read_bytes() == before
@@ -174,7 +186,8 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(0.03)
         assert not commit.done()
-        assert [record for _, _, record in read_all(tmp_path)] == []
+        whole = [record for _, _, record in read_all(tmp_path)]
+        assert whole == records(3)[: len(whole)]
         journal.append(Composed(Version(0, 0), ["p0"]))
         disk.room = 1 << 20
         await commit
@@ -199,13 +212,14 @@ async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path:
         await asyncio.sleep(0.05)
         assert not commit.done()
         assert [record for _, _, record in read_all(disk)] == [*first, Composed(Version(0, 0), ["p0"])]
-        assert await journal.compact(needed=set(), done=set()) == set(), "there is no room for a shorter copy"
-        assert not list(disk.glob("*.tmp"))
+        segments = segment_numbers(disk)
+        assert await journal.archive(before=99, needed=set()) == 0, "there is no room for the traces"
+        assert segment_numbers(disk) == segments
         free(disk)
         await commit
-        assert await journal.compact(needed=set(), done=set())
+        assert await journal.archive(before=segments[-1], needed=set())
         journal.close()
-        assert len(replayed(disk)) == len(first) + 2
+        assert len(list(read_all(disk))) == len(first) + 2
 
 
 async def test_a_commit_cancelled_on_a_full_disk_is_made_up_for(tmp_path: Path) -> None:
@@ -235,20 +249,160 @@ async def test_another_error_of_the_disk_is_raised(tmp_path: Path) -> None:
     journal.close()
 
 
-async def test_covered_segments_shrink_and_keep_what_an_audit_needs(tmp_path: Path) -> None:
-    await written(tmp_path, *records(6), segment_bytes=300)
-    journal = Journal(tmp_path, segment_bytes=300)
-    list(journal.replay())
-    journal.append(Dropped(["x"], "empty", 0))
-    await journal.commit()
-    before = size_of(tmp_path)
-    done = await journal.compact(needed={1}, done=set())
-    assert 0 in done
-    assert 1 not in done
-    assert await journal.compact(needed={1}, done=done) == set()
+async def archived_but(folder: Path, needed: set[int]) -> list[int]:
+    """Archive a journal of 13 records but for some segments; the numbers that it had."""
+    await written(folder, *records(6), Dropped(["x"], "empty", 0), segment_bytes=300)
+    numbers = segment_numbers(folder)
+    journal = Journal(folder, segment_bytes=300)
+    assert await journal.archive(before=numbers[-1], needed=needed) == len(numbers) - 1 - len(needed)
     journal.close()
-    assert size_of(tmp_path) < before
-    found = replayed(tmp_path)
+    return numbers
+
+
+async def test_archived_segments_keep_what_an_audit_needs(tmp_path: Path) -> None:
+    numbers = await archived_but(tmp_path, needed={1})
+    assert segment_numbers(tmp_path) == [1, numbers[-1]]
+    found = [record for _, _, record in read_all(tmp_path)]
     assert len(found) == 13
     assert Trace("p0", 0, 3, [VersionSpan(Version(0, 1), 0, 3)], "t") in found
-    assert any(isinstance(record, Rollout) for record in found)
+    assert any(isinstance(record, Rollout) for record in found), "what is needed stays whole"
+    assert [record.id for record in found if isinstance(record, Trace | Rollout)] == [
+        f"p{i}" for i in range(6)
+    ]
+
+
+async def test_a_segment_that_was_archived_and_not_removed_counts_once(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    whole = segment_path(tmp_path, 0).read_bytes()
+    journal = Journal(tmp_path, segment_bytes=300)
+    await journal.archive(before=1, needed=set())
+    segment_path(tmp_path, 0).write_bytes(whole)  # killed between the two
+    assert [record for _, _, record in read_all(tmp_path)] == records(6)
+    assert await journal.archive(before=1, needed=set()) == 1
+    journal.close()
+    assert len([record for _, _, record in read_all(tmp_path)]) == 12
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+async def test_a_damaged_archive_is_named_by_the_segment_that_it_held(tmp_path: Path, damage: str) -> None:
+    await archived_but(tmp_path, needed=set())
+    path = tmp_path / "archive-00000000.log"
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-1], "flipped": data[:30] + b"?" + data[31:], "gone": b""}[damage])
+    with pytest.raises(DataError, match=r"journal-0000000\d\.log is missing between other segments"):
+        list(read_all(tmp_path))
+
+
+async def test_nothing_is_archived_behind_a_chunk_that_a_crash_tore(tmp_path: Path) -> None:
+    await written(tmp_path, *records(6), segment_bytes=300)
+    (tmp_path / "archive-00000000.log").write_bytes(b"DJA1\0\0\0\0\x50")
+    journal = Journal(tmp_path, segment_bytes=300)
+    assert await journal.archive(before=2, needed=set()) == 2
+    journal.close()
+    assert set(archived(tmp_path)) == {0, 1}
+    assert len(list(read_all(tmp_path))) == 12
+
+
+async def test_nothing_of_a_commit_runs_in_the_event_loop(tmp_path: Path) -> None:
+    here, threads = threading.get_ident(), set[int]()
+
+    def write(file: int, data: memoryview) -> int:
+        threads.add(threading.get_ident())
+        return os.write(file, data)
+
+    journal = Journal(tmp_path, "always", segment_bytes=300, write=write)
+    list(journal.replay())
+    places = [journal.append(record) for record in records(3)]
+    assert {(place.segment, place.offset) for place in places} == {(-1, -1)}, "nothing is encoded yet"
+    await journal.commit(durable=True)
+    assert len(threads) == 1
+    assert here not in threads
+    assert [journal.read(place) for place in places] == records(3)
+
+
+def old_segment(folder: Path, *entries: AnyRecord) -> Path:
+    """A segment as earlier releases wrote it."""
+    payloads = [msgspec.msgpack.encode(entry) for entry in entries]
+    path = segment_path(folder, 0)
+    path.write_bytes(
+        b"DJL1" + b"".join(struct.pack("<2sII", b"DJ", len(p), zlib.crc32(p)) + p for p in payloads)
+    )
+    return path
+
+
+async def test_a_journal_of_an_earlier_release_is_gone_on_with_in_a_new_segment(tmp_path: Path) -> None:
+    path = old_segment(tmp_path, *records(2))
+    with path.open("ab") as file:
+        file.write(b"DJ torn")
+    journal = Journal(tmp_path)
+    found = list(journal.replay())
+    assert [record for _, record in found] == records(2)
+    assert [journal.read(place) for place, _ in found] == records(2)
+    place = journal.append(Dropped(["x"], "empty", 0))
+    await journal.commit(durable=True)
+    assert place.segment == 1
+    journal.close()
+    assert replayed(tmp_path) == [*records(2), Dropped(["x"], "empty", 0)]
+
+
+async def test_damage_in_a_segment_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
+    path = old_segment(tmp_path, *records(2))
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"journal-00000000.log is damaged at byte 4"):
+        replayed(tmp_path)
+
+
+async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tmp_path: Path) -> None:
+    await written(tmp_path, *records(2))
+    journal = Journal(tmp_path)
+    list(journal.replay())
+    first, second = [journal.append(entry) for entry in records(2)][:2]
+    await journal.commit()
+    data = bytearray(segment_path(tmp_path, 0).read_bytes())
+    data[first.offset : second.offset] = bytes(second.offset - first.offset)
+    segment_path(tmp_path, 0).write_bytes(data)
+    assert replayed(tmp_path) == records(2)
+    assert segment_path(tmp_path, 0).stat().st_size == first.offset
+
+
+async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    list(journal.replay())
+    for entry in records(2):
+        journal.append(entry)
+    await journal.commit()
+    journal.close()
+    journal.close()
+    data = bytearray(segment_path(tmp_path, 0).read_bytes())
+    data[-MARK_BYTES - 1] ^= 1
+    segment_path(tmp_path, 0).write_bytes(data)
+    with pytest.raises(DataError, match="was on disk before a later part was written"):
+        replayed(tmp_path)
+
+
+async def test_records_that_come_while_a_commit_is_forced_are_proven_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, real = Journal(tmp_path), os.fsync
+    list(journal.replay())
+    places = [journal.append(records(1)[0])]
+    late = iter(records(1)[1:])
+
+    def slow(file: int) -> None:
+        real(file)
+        if Path(os.readlink(f"/proc/self/fd/{file}")).is_file():
+            places.extend(journal.append(record) for record in late)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    await journal.commit(durable=True)
+    await journal.commit(durable=True)
+    monkeypatch.undo()
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[places[1].offset + 12] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"damaged at byte {places[1].offset}"):
+        replayed(tmp_path)
+    journal.close()

@@ -170,6 +170,18 @@ async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> No
     assert failed(said) == []  # entropy is missing, and is only measured
 
 
+async def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_said(models: Path) -> None:
+    config = configure(models, objective={"type": "full", "teacher_temperature": "rollout"})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.5})})
+    teacher = Teacher(config)
+    said = await findings(config, live.Engines({"t": teacher}, Evaluator(config)))
+    assert failed(said) == []
+    can = [mark for mark in teacher.facts.can if mark != "temperature"]
+    said = await findings(config, live.Engines({"t": Teacher(config, can=can)}, None))
+    assert failed(said) == ["teacher t: marks"]
+    assert 'objective "full" needs temperature' in said[-2].line
+
+
 async def test_a_context_that_is_too_short_is_caught_on_either_side(models: Path) -> None:
     config = configure(
         models, student={"path": str(models / "student"), "engine_args": {"max_model_len": 20}}

@@ -94,7 +94,7 @@ def test_an_override_is_toml_and_else_a_string() -> None:
     assert parse_override("a=x=y") == {"a": "x=y"}
 
 
-@pytest.mark.parametrize("key", ["optimizer.params.lr", '"optimizer.params.lr"'])
+@pytest.mark.parametrize("key", ["optimizer.params.eps", '"optimizer.params.eps"'])
 def test_an_override_of_one_field_of_deepspeeds_leaves_the_others(key: str) -> None:
     from student_trainer.deepspeed_json import deepspeed_config
 
@@ -102,7 +102,7 @@ def test_an_override_of_one_field_of_deepspeeds_leaves_the_others(key: str) -> N
     plain = merge(LEAST, {"trainer": {"deepspeed": str(path)}})
     raw = merge(plain, parse_override(f"trainer.overrides.{key}=0.5"))
     found, expected = (deepspeed_config(validate(one, "x").trainer) for one in (raw, plain))
-    expected["optimizer"]["params"]["lr"] = 0.5
+    expected["optimizer"]["params"]["eps"] = 0.5
     assert found == expected
 
 

@@ -46,7 +46,7 @@ class World:
         self.fleet.published()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.wake.wait(0.01)
 
@@ -86,9 +86,13 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
 
 
 async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() -> None:
+    go_on = asyncio.Event()
+
     class Slow(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await asyncio.sleep(0.05)
+            if request.version.step:
+                await go_on.wait()
+                await asyncio.sleep(0.05)
             return await super().update(request, timeout)
 
     fast, slow = MemoryReplica(), Slow()
@@ -97,13 +101,13 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         for step in range(1, 6):
-            world.publish(Version(0, step))
-            await asyncio.sleep(0.01)
-        assert fast.version == Version(0, 5)
-        assert world.fleet.slowest() == slow.version != Version(0, 5)
+            world.publish(newest := Version(0, step))
+            await world.until(lambda newest=newest: fast.version == newest)
+        assert world.fleet.slowest() == slow.version == Version(0, 0)
+        go_on.set()
         await world.until(lambda: slow.version == Version(0, 5))
         assert len(slow.updates) < len(fast.updates)
-    record = next(one for one in world.applied if one.replica == "slow")
+    record = next(one for one in world.applied if one.replica == "slow" and one.version.step)
     assert (record.bytes, record.pause_seconds) == (10, 0.1)
     assert record.seconds >= 0.05
 
@@ -191,7 +195,7 @@ async def test_the_streams_of_a_lost_replica_are_cancelled() -> None:
         stream = asyncio.create_task(asyncio.sleep(60))
         replica.streams.add(stream)
         world.fleet.report_lost(replica)
-        await asyncio.wait([stream], timeout=1)
+        await asyncio.wait([stream], timeout=30)
         assert stream.cancelled()
 
 
@@ -381,7 +385,7 @@ def test_weights_are_identical_only_when_all_were_compared(
 
 async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -> None:
     hangs, works = MemoryReplica(), MemoryReplica()
-    world = World(0.2, hangs=hangs, works=works)
+    world = World(1.0, hangs=hangs, works=works)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         for replica in world.fleet.replicas.values():
@@ -390,8 +394,8 @@ async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -
         while not world.stuck:
             works.tokens += 1
             await asyncio.sleep(0.01)
-            assert asyncio.get_running_loop().time() - began < 3
-        assert asyncio.get_running_loop().time() - began >= 0.2
+            assert asyncio.get_running_loop().time() - began < 60
+        assert asyncio.get_running_loop().time() - began >= 1.0
         assert world.stuck == ["hangs"]
         assert "works" in world.serving()
 

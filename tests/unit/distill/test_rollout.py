@@ -79,7 +79,7 @@ class Bench:
         self.books.journal.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.wake.wait(0.01)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 
 from distill.evaluate.best import keep_best
 from distill.launch.ports import Ports
-from distill.launch.run_folder import RunFolder, check_disk, write_role
+from distill.launch.run_folder import RunFolder, check_disk
 from distill.loading import load_run_dir, merge, validate
-from distill.report.redact import HIDDEN, without_secrets
+from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
-from sync.replica.config import ReplicaConfig
+from sync.listening import join_port
+from sync.secrets import HIDDEN
+from sync.wire import Version
 
 
 def config(tmp_path: Path, **more: Any):
@@ -72,6 +75,7 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     env = {"WANDB_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"}
     settings = config(tmp_path, student={"path": "s", "env": env})
     with RunFolder.open(settings, resume=False) as folder:
+        folder.keep(settings, {})
         kept = json.loads((folder.path / "config.json").read_text())
         role = folder.write_role("student", settings.student)
     assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
@@ -79,27 +83,6 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     assert json.loads(role.read_text())["path"] == "s"
     assert "s3cret" not in role.read_text()
     assert load_run_dir(tmp_path / "x").run == settings.run
-
-
-def test_what_a_role_is_told_can_be_read_by_the_owner_of_the_run_alone(tmp_path: Path) -> None:
-    """It holds the options of the store, and with them perhaps a key."""
-    store = {"type": "object", "url": "s3://b/p", "options": {"secret_access_key": "told to the role"}}
-    told = ReplicaConfig.model_validate({"run": "r", "store": store, "store_path": "s", "mirror": "m"})
-    for _ in range(2):
-        path = write_role(tmp_path, "student-0", told)
-        assert "told to the role" in path.read_text()
-        assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_only_free_form_tables_are_searched_for_secrets() -> None:
-    raw = {
-        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
-        "options": {"secret_access_key": "x", "a": "b"},
-    }
-    assert without_secrets(raw) == {
-        "rollout": {"max_tokens": 12, "stop_token_ids": [1]},
-        "options": {"secret_access_key": HIDDEN, "a": "b"},
-    }
 
 
 def test_a_port_in_use_is_named_with_its_setting() -> None:
@@ -130,6 +113,35 @@ def test_no_port_is_handed_out_twice_and_all_can_be_bound_afterwards() -> None:
         server.bind(("127.0.0.1", numbers[0]))
 
 
+def test_nobody_takes_a_port_between_its_choice_and_its_server_nor_while_that_is_started_again() -> None:
+    with Ports() as ports:
+        number = ports.take("127.0.0.1", 0, "x")
+        for _ in range(2):
+            assert not any(taken(number, option) for option in ([], [socket.SO_REUSEADDR]))
+            with join_port("127.0.0.1", number) as server:
+                server.listen()
+                assert not any(taken(number, option) for option in ([], [socket.SO_REUSEADDR]))
+                with socket.create_connection(("127.0.0.1", number)) as client:
+                    server.accept()[0].close()  # leaves a connection that lingers on the server's side
+                    assert client.recv(1) == b""
+                with pytest.raises(ConfigError, match="another server answers there"):
+                    join_port("127.0.0.1", number)
+    with Ports() as ports:
+        assert ports.take("127.0.0.1", number, "x") == number
+
+
+def taken(number: int, options: list[int]) -> bool:
+    """Whether another program could listen on a port."""
+    with socket.socket() as thief:
+        for option in options:
+            thief.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            thief.bind(("127.0.0.1", number))
+        except OSError:
+            return False
+        return True
+
+
 def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -140,3 +152,24 @@ def test_the_best_model_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights"]
     assert (tmp_path / "best" / "weights").read_text() == "two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "one", "two"]
+
+
+@pytest.mark.parametrize("to", [Version(0, 4), None])
+def test_a_rollback_never_leaves_latest_naming_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Version | None
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for version in (Version(0, 2), Version(0, 4), Version(1, 3), Version(1, 5)):
+        (checkpoints / str(version)).mkdir(parents=True)
+    (checkpoints / "latest").write_text(f"{Version(1, 5)}\n")
+    named: list[str] = []
+
+    def removing(path: Path) -> None:
+        named.append(latest(checkpoints))
+        path.rmdir()
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    with (tmp_path / "lock").open("w") as lock:
+        RunFolder(tmp_path, lock, resumed=True).set_back(to)
+    assert set(named) == {str(to) if to else ""}
+    assert [path.name for path in saved(checkpoints)] == (["L000-v00000002", "L000-v00000004"] if to else [])

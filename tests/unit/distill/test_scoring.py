@@ -87,7 +87,7 @@ class Bench:
         await asyncio.gather(task, return_exceptions=True)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.changed.wait(0.01)
 
@@ -219,21 +219,25 @@ async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantin
 
 
 async def test_a_busy_teacher_gets_full_requests_only() -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
     class Slow(MemoryTeacher):
         async def score(
             self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
         ) -> list[Scored | ScoreRefused]:
-            await asyncio.sleep(0.03)
+            asked.set()
+            await go_on.wait()
             return await super().score(sequences, want, deadline)
 
     teacher = Slow()
     bench = Bench({"t": teacher}, linger=0.0)
     async with bench.running():
         bench.scoring.put(finished(0))
-        await asyncio.sleep(0.01)
+        await asked.wait()
         for i in range(1, 6):
             bench.scoring.put(finished(i))
             await asyncio.sleep(0)
+        go_on.set()
         await bench.until(lambda: len(bench.rollouts) == 6)
     assert sorted(teacher.requests) == [1, 1, 4]
 

@@ -38,7 +38,7 @@ def test_engine_arguments_become_words():
 
 def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     line, _ = built(3, engine_args={"tensor_parallel_size": 2, "--enforce-eager": True, "seed": 9})
-    assert line[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert line[1:3] == ["-m", "sync.replica.server"]
     for word in (
         "--model=m",
         "--dtype=bfloat16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
+from sync.endings import how_it_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -102,6 +104,27 @@ async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_p
     await supervisor.stop(1)
 
 
+@pytest.mark.parametrize("status", [-4, 128 + 4, 256 - 4], ids=["child", "guardian", "deepspeed launcher"])
+def test_the_status_after_a_signal_names_the_signal_whoever_passed_it_on(status: int):
+    assert how_it_ended(status).startswith("was ended by SIGILL (illegal instruction), this processor lacks")
+
+
+@pytest.mark.parametrize("status", [0, 1, 127, 128, 255, None])
+def test_the_status_of_an_exit_names_no_signal(status: int | None):
+    assert how_it_ended(status) == f"ended with status {status}"
+
+
+async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(tmp_path: Path):
+    dying = [sys.executable, "-c", "import os; print('tiles', flush=True); os.kill(os.getpid(), 4)"]
+    supervisor = Supervisor([ChildSpec("student-0", dying, url="http://127.0.0.1:9")], tmp_path, 5)
+    await supervisor.start()
+    with pytest.raises(
+        ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
+    ):
+        await supervisor.ready(60)
+    await supervisor.stop(1)
+
+
 async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()
@@ -182,6 +205,28 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
     late.set()
     await starting
     await supervisor.stop(grace=0.2)
+
+
+async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
+    """The thief lets go when the server has failed; any other failure at start ends the run."""
+    with socket.socket() as thief:
+        thief.bind(("127.0.0.1", 0))
+        thief.listen()
+        port = thief.getsockname()[1]
+        serving = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+        (tmp_path / "health").write_text("")
+        serving += ["--directory", str(tmp_path)]
+        spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
+        supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
+        await supervisor.start()
+        ready = asyncio.create_task(supervisor.ready(60))
+        log = supervisor.children["server"].log_path
+        await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
+    try:
+        await ready
+        assert supervisor.children["server"].phase is Phase.READY
+    finally:
+        await supervisor.stop(1)
 
 
 async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import hostile_store
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,6 +17,8 @@ from distill.control.gateway import listen, serving
 from distill.loading import load
 from distill.proof import prompt_scores
 from sync.errors import RemoteError, Unreachable
+from sync.stores.directory import DirectoryStore
+from sync.stores.memory import MemoryStore
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
 COMMANDS = ["ls", "verify", "gc", "export"]
@@ -70,6 +73,37 @@ def test_an_empty_store_is_no_success(
 ) -> None:
     words = ["sync", command, str(run_folder(tmp_path, '{type="directory"}'))]
     assert "wait for the first one" in refused(tmp_path, words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        (
+            "ls",
+            ["L000-v00000000  full", "L000-v00000001  run/L000-v00000001/manifest.json is not a Manifest"],
+        ),
+        ("verify", ["L000-v00000000  whole", "'L9'  it is no version's name"]),
+        ("gc", ["kept 1, removed 0", "'run/leases/x.json'  run/leases/x.json is not a Lease"]),
+    ],
+)
+def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
+    command: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path, '{type="directory"}')
+    store, sound = DirectoryStore(folder / "store"), MemoryStore()
+    hostile_store.publish(sound, tmp_path / "model", versions=1)
+    for key in sound.list(""):
+        store.create(key, sound.read(key))
+    for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json", "run/leases/x.json"):
+        store.create(key, b"{")
+    with pytest.raises(SystemExit) as leaving:
+        main(["sync", command, str(folder), "--json", str(tmp_path / "figures.json")])
+    said = capsys.readouterr()
+    assert leaving.value.code == 1
+    assert "see above" in said.err
+    assert "Traceback" not in said.err
+    assert all(line in said.out for line in lines), said.out
+    assert "problem" in (tmp_path / "figures.json").read_text()
 
 
 def test_the_proof_needs_a_student_on_this_machine(

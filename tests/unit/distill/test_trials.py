@@ -14,11 +14,11 @@ import pytest
 from distill.control.audit import AuditReport, check
 from distill.control.books import Books
 from distill.control.controller import Controller
-from distill.control.journal import Journal, Location
+from distill.control.journal import Journal
 from distill.control.lateness import rules
 from distill.control.memory import MemoryPrompts, MemoryTrainer
 from distill.control.parts import Hooks, Quarantined
-from distill.control.records import HandedOut, Rollout
+from distill.control.records import HandedOut, Location, Rollout
 from distill.control.segments import read_all
 from distill.prompts.stream import PromptStream
 from sync.wire import (
@@ -108,7 +108,8 @@ async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_on
     assert len(trained) == len(set(trained))
     assert not bad & set(trained)
     assert {f"0:{i}:0" for i in range(16)} - bad <= set(trained)
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3, 4])
@@ -125,7 +126,8 @@ async def test_a_controller_that_starts_again_goes_on_with_the_parts(
     assert summary is not None
     assert summary["rollouts"]["dropped"]["poisoned"] == 1
     assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) -> None:
@@ -142,7 +144,8 @@ async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) 
     assert summary is not None
     assert summary["rollouts"]["dropped"] == {}
     assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path: Path) -> None:
@@ -160,7 +163,8 @@ async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path
     assert put_aside == []
     sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
     assert sizes[:4] == [8, 8, 4, 4]
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
@@ -185,7 +189,8 @@ async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(buil
     assert summary is not None
     assert summary["rollouts"]["dropped"]["poisoned"] == 1
     assert ahead
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path: Path) -> None:
@@ -200,7 +205,8 @@ async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path
     trainer = Early(run.desk)
     assert await until_done(run, trainer) is not None
     assert {len(ids) for ids in trainer.ledger[4].values()} == {8}
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 async def test_groups_of_completions_are_tried_and_quarantined_whole(
@@ -223,7 +229,8 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
         for ids in steps.values():
             assert len(ids) % 4 == 0
             assert not any(name.startswith("0:2:") for name in ids)
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
 
 
 # --- journals of a release that recorded what it should not have ------------------------------------------
@@ -281,4 +288,5 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
     assert why in put_aside[0].detail
     assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
     trainer.welcomes.insert(0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"]))
-    assert audited(tmp_path, trainer).ok
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged

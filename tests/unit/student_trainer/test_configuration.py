@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from student_trainer import launch
-from student_trainer.__main__ import read_config
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.model import head_shape
@@ -25,9 +27,11 @@ from student_trainer.objectives.config import (
     StudentTopK,
     TopK,
 )
+from student_trainer.objectives.importance import Discount
 from student_trainer.objectives.needs import needs, student_topk
 from student_trainer.objectives.registry import build, discount
 from sync.errors import ConfigError
+from sync.settings import read_settings
 from sync.wire import Want
 
 JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))
@@ -48,9 +52,10 @@ def test_every_deepspeed_json_of_the_project_is_accepted(path: Path) -> None:
 
 
 def test_overrides_reach_any_field_and_keep_the_rest() -> None:
-    overrides = {"optimizer.params.lr": 0.5, "activation_checkpointing.partition_activations": True}
-    merged = deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
-    assert merged["optimizer"]["params"]["lr"] == 0.5
+    overrides = {"optimizer.params.eps": 0.5, "activation_checkpointing.partition_activations": True}
+    merged = deepspeed_config(config(JSONS[0], overrides=overrides, lr=0.25).trainer)
+    assert merged["optimizer"]["params"]["eps"] == 0.5
+    assert merged["optimizer"]["params"]["lr"] == 0.25
     assert merged["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert merged["activation_checkpointing"] == {"partition_activations": True}
 
@@ -58,16 +63,16 @@ def test_overrides_reach_any_field_and_keep_the_rest() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"optimizer.params.lr": 0.5},
-        {"optimizer": {"params": {"lr": 0.5}}},
-        {"optimizer.params": {"lr": 0.5}},
-        {"optimizer": {"params.lr": 0.5}},
-        {"optimizer.params.lr": 0.1, "optimizer": {"params": {"lr": 0.5}}},
+        {"optimizer.params.eps": 0.5},
+        {"optimizer": {"params": {"eps": 0.5}}},
+        {"optimizer.params": {"eps": 0.5}},
+        {"optimizer": {"params.eps": 0.5}},
+        {"optimizer.params.eps": 0.1, "optimizer": {"params": {"eps": 0.5}}},
     ],
 )
 def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str, Any]) -> None:
     expected = deepspeed_config(config(JSONS[0]).trainer)
-    expected["optimizer"]["params"]["lr"] = 0.5
+    expected["optimizer"]["params"]["eps"] = 0.5
     assert deepspeed_config(config(JSONS[0], overrides=overrides).trainer) == expected
 
 
@@ -80,12 +85,59 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"fp16.enabled": True}, "fp16 skips steps"),
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
+        ({"train_batch_size": 4}, "set rollout.batch"),
+        ({"lr": 5e-4}, r"lr is 0\.0005 and trainer\.lr 3e-06.*set trainer\.lr = 0\.0005"),
+        ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005 and trainer\.lr 3e-06"),
+        ({"scheduler.type": "WarmupLR"}, r"scheduler is 'WarmupLR'.*trainer\.lr_schedule alone"),
+        (
+            {"gradient_cliping": 1.0},
+            "gradient_cliping is not read by DeepSpeed: did you mean 'gradient_clipping'",
+        ),
+        ({"data_types.grad_acum_dtype": "fp32"}, r"data_types\.grad_acum_dtype .* mean 'grad_accum_dtype'"),
+        ({"activation_checkpointing.profil": True}, "did you mean 'profile'"),
+        ({"zero_optimization.reduce_bucket": 9}, "reduce_bucket = 9 .* mean 'reduce_bucket_size'"),
+        (
+            {"zero_optimization.stage3_max_live_parameters": "x"},
+            "stage3_max_live_parameters = 'x' is refused",
+        ),
+        ({"amp.enabled": True}, "refused by DeepSpeed: NVIDIA Apex"),
+        ({"optimizer.params.betta": 0.9}, r"optimizer\.params\.betta is unknown to AdamW: .* 'betas'"),
+        (
+            {"optimizer.type": "Lion"},
+            r"params\.eps is unknown to Lion.*params\.torch_adam is unknown to Lion",
+        ),
+        ({"optimizer": {"type": "AdmW"}}, "'AdmW' is unknown: did you mean 'AdamW'"),
         ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
     ],
 )
 def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+
+
+@pytest.mark.parametrize("lr", [3e-6, None])
+def test_a_json_that_says_what_the_key_says_is_accepted(lr: float | None) -> None:
+    overrides = {} if lr is None else {"optimizer.params.lr": lr}
+    merged = deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
+    assert merged["optimizer"]["params"]["lr"] == 3e-6
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "momentum": 0.9, "torch_adam": True}}},
+        {"optimizer.params": {"adam_w_mode": False, "amsgrad": True, "torch_adam": False}},
+        {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False},
+        {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True},
+        {
+            "checkpoint.tag_validation": "Warn",
+            "hybrid_engine.enabled": False,
+            "communication_data_type": "fp32",
+        },
+    ],
+)
+def test_whatever_deepspeed_reads_is_accepted(overrides: dict[str, Any]) -> None:
+    deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
 
 
 def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
@@ -103,17 +155,16 @@ def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
 def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
     (tmp_path / "trainer.json").write_text('{"run": "r", "stepps": 3}')
     with pytest.raises(ConfigError, match="stepps"):
-        read_config(tmp_path / "trainer.json")
+        read_settings(TrainerConfig, tmp_path / "trainer.json")
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_config(tmp_path / "none.json")
+        read_settings(TrainerConfig, tmp_path / "none.json")
 
 
-def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_is_told_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
     assert argv[argv.index("--num_accelerators") + 1] == "3"
-    assert 0 < int(argv[argv.index("--master_port") + 1]) < 65536
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
     assert (env["PYTHONSAFEPATH"], env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["A"]) == (
         "1",
@@ -121,6 +172,7 @@ def test_the_launcher_is_told_ranks_port_module_and_environment(monkeypatch: pyt
         "PASSIVE",
         "b",
     )
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
@@ -131,10 +183,24 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     far = config(JSONS[0], hostfile=tmp_path / "hosts", threads=2, env={"A": "b"})
     far = far.model_copy(update={"controller_url": "http://10.0.0.1:8000"})
     argv, env = launch.command(far, tmp_path / "trainer.json")
-    assert argv[1:5] == ["-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    assert argv[1:5] == ["-m", "student_trainer.launch", "--hostfile", str(tmp_path / "hosts")]
     assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
     told = (tmp_path / "trainer.env").read_text().splitlines()
     assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
+
+
+def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "_launch", started.append)
+    monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
+    with socket.socket() as thief:
+        launch.main()
+        thief.bind(("127.0.0.1", int(started[0][1])))
+        launch.main()
+    assert started[0][1] != started[1][1]
+    assert [words[2:] for words in started] == [["--hostfile", "hosts", "--module", "m"]] * 2
 
 
 def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +228,8 @@ def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
         assert callable(build(objective))
         assert needs(objective) == want
         assert student_topk(objective) == k
-    assert discount(TopK(discount=0.5)) == 0.5
-    assert discount(Full()) == 0.0
+    assert discount(TopK(discount=0.5, rho_cap=2.0)) == Discount(0.5, 2.0, None)
+    assert discount(TopK()) is discount(Full()) is None
 
 
 def test_what_the_controller_imports_brings_no_torch() -> None:
@@ -180,3 +246,9 @@ def test_head_shapes_of_model_families() -> None:
     assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
     assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
+
+
+def test_a_cap_is_taken_away_by_infinity_which_toml_can_write() -> None:
+    assert Sampled.model_validate({"rho_cap": math.inf}) == Sampled.model_validate({"rho_cap": None})
+    with pytest.raises(ValidationError, match="greater than 0"):
+        Sampled.model_validate({"rho_cap": 0.0})

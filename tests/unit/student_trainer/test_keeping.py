@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from power_cut import power_cut
 from small_disk import fill, free, mounted
 
 from student_trainer import checkpoint, room
-from student_trainer.ledger import Ledger, read, repeated, trained_twice
+from student_trainer import checkpoint_files as files
+from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
 from sync.wire import Version
@@ -294,7 +298,7 @@ def nothing(*_: Any) -> None:
         (Path, "mkdir", nothing),
         (FileEngine, "_copy_recovery_script", nothing),
         (checkpoint, "_digests", nothing),
-        (checkpoint, "_write", nothing),
+        (checkpoint.durable, "write", nothing),
     ],
 )
 def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
@@ -351,7 +355,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
     assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
-def test_the_ledger_joins_ranks_and_forgets_what_a_branch_left_behind(tmp_path: Path) -> None:
+def test_the_ledger_joins_ranks_and_tells_lineages_apart(tmp_path: Path) -> None:
     first = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for rank, part in enumerate(first):
@@ -361,10 +365,8 @@ def test_the_ledger_joins_ranks_and_forgets_what_a_branch_left_behind(tmp_path: 
     lineages = read(tmp_path)
     assert lineages[0].steps == {1: ["10", "11"], 2: ["20", "21"], 3: ["30", "31"]}
     assert lineages[1].parent == Version(0, 2)
-    assert trained_twice(lineages, Version(1, 3)) == []
-    second.record(4, ["21"], "bits 4")
-    assert trained_twice(read(tmp_path), Version(1, 4)) == ["21"]
-    assert trained_twice(read(tmp_path), Version(1, 3)) == []
+    assert lineages[1].steps == {3: ["30", "31"]}
+    assert lineages[0].shown[2] == {0: (("20",), "bits 2"), 1: (("21",), "bits 2")}
 
 
 def test_a_step_that_was_trained_again_must_show_the_same_bits(tmp_path: Path) -> None:
@@ -419,4 +421,123 @@ def test_a_line_that_a_crash_cut_off_does_not_count(tmp_path: Path) -> None:
     part.record(1, ["a"], "bits")
     with (tmp_path / "L000-rank0.jsonl").open("a") as file:
         file.write('{"step": 2, "ids": ["b"')
-    assert read(tmp_path)[0].steps == {1: ["a"]}
+    (lineage,) = read(tmp_path).values()
+    assert (lineage.steps, lineage.damage) == ({1: ["a"]}, [])
+
+
+def test_a_rank_that_had_room_does_not_write_its_line_again_while_another_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "time", SimpleNamespace(sleep=lambda _: None))
+    meeting, left = Meeting(2), [1]
+    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
+
+    def work(one: Together) -> None:
+        ledger = Ledger(tmp_path, Version(0, 0), None, one.rank)
+
+        def record() -> None:
+            if one.rank == 1 and left and left.pop():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            ledger.record(1, [f"r{one.rank}"], "bits")
+
+        room.all_done(one, "the ledger", record)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, ranks))
+    (lineage,) = read(tmp_path).values()
+    assert (lineage.steps, lineage.damage) == ({1: ["r0", "r1"]}, [])
+
+
+# --- clocks and power -------------------------------------------------------------------------------------
+
+
+def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        saved(tmp_path, step)
+        os.utime(tmp_path / str(Version(0, step)), (10_000 - step, 10_000 - step))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["L000-v00000004", "L000-v00000006", "latest"]
+    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 6))
+
+
+def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
+    for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
+        checkpoint.save(FileEngine(), tmp_path, version, "print", ALONE, 2)
+    (tmp_path / "L-v").mkdir()
+    assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
+    (tmp_path / "latest").write_text("L001-v00000002\n")
+    files.retain(tmp_path, 1)
+    assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
+    assert (tmp_path / "L-v").is_dir(), "what is no checkpoint is not ours to remove"
+
+
+def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut may leave is what was forced: files before the rename, names before `latest`."""
+    order: list[str] = []
+
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            what = arguments[0] if isinstance(arguments[0], Path) else f"/proc/self/fd/{arguments[0]}"
+            order.append(f"{name} {Path(what).resolve().relative_to(tmp_path)}")
+            return real(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
+    monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(FileEngine("at 2"), folder, Version(0, 2), "print", ALONE, 2)
+    partial = "checkpoints/.partial-L000-v00000002"
+    moved = order.index(f"rename {partial}")
+    forced = {line.removeprefix("force ") for line in order[:moved] if line.startswith("force")}
+    assert {".", partial, f"{partial}/deepspeed", f"{partial}/deepspeed/rank0.pt"} <= forced
+    assert order[moved:] == [
+        f"rename {partial}",
+        "force checkpoints",
+        "force checkpoints/.latest.new",
+        "rename checkpoints/.latest.new",
+        "force checkpoints",
+    ]
+
+
+@pytest.mark.parametrize("harm", ["flip", "zero", "drop", "repeat", "swap", "cut"])
+def test_a_line_that_is_not_the_last_cannot_be_changed_unseen(tmp_path: Path, harm: str) -> None:
+    ledger = Ledger(tmp_path, Version(0, 0), None, 0)
+    for step in (1, 2, 3):
+        ledger.record(step, [f"r{step}"], "bits")
+    path = tmp_path / "L000-rank0.jsonl"
+    first, one, two, three = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        {
+            "flip": first + one + two.replace(b"r2", b"r7") + three,
+            "zero": first + bytes(len(one)) + two + three,
+            "drop": first + two + three,
+            "repeat": first + one + one + two + three,
+            "swap": first + two + one + three,
+            "cut": first + one[:9] + b"\n" + two + three,
+        }[harm]
+    )
+    (lineage,) = read(tmp_path).values()
+    assert re.search(r"L000-rank0.jsonl line [234] is not what was written there", *lineage.damage)
+
+
+def test_whatever_a_power_cut_does_behind_the_last_fsync_the_ledger_before_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, path, sizes = random.Random(0), tmp_path / "L000-rank0.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    ledger = Ledger(tmp_path, Version(0, 0), None, 0)
+    del sizes[:-2], sizes[1:]  # of folders
+    for step in range(1, 6):
+        ledger.record(step, [f"{step}-{i}" for i in range(800)], "bits")
+        assert sizes[step:] == [path.stat().st_size], "on disk before anybody hears of it"
+    whole = path.read_bytes()
+    for _ in range(1000):
+        step = rng.randint(1, 5)
+        path.write_bytes(power_cut(whole[: sizes[step]], sizes[step - 1], rng))
+        (lineage,) = read(tmp_path).values()
+        assert lineage.damage == []
+        assert len(lineage.steps) in (step - 1, step)
+        assert all(ids == [f"{n}-{i}" for i in range(800)] for n, ids in lineage.steps.items())

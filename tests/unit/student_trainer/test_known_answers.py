@@ -19,6 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from student_trainer.batch import Counts, MicroBatch
+from student_trainer.head import HeadShape
+from student_trainer.model import Head, Job
+from student_trainer.objectives.config import Sampled
+from student_trainer.objectives.importance import Discount
+from student_trainer.objectives.registry import build
+from student_trainer.objectives.terms import Targets
 from student_trainer.ranks import Ranks
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -179,12 +186,103 @@ def future_credit_is_the_discounted_sum_of_the_rest_of_the_row(lib: Any) -> None
     lengths = [1, 7, 2, 5]
     d_C = torch.cat([logits(seed)[:6] for seed in range(3)])[: sum(lengths)]
     row_C = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    for gamma in (0.0, 0.3, 0.95):
+    for factor_C in (torch.zeros_like(d_C), torch.full_like(d_C, 0.95), logits(7).exp().repeat(3)[:15]):
         want = [
-            sum(gamma**j * float(d_C[t + j]) for j in range(1, 15 - t) if row_C[t + j] == row_C[t])
+            sum(
+                float(factor_C[t + 1 : t + j + 1].prod() * d_C[t + j])
+                for j in range(1, 15 - t)
+                if row_C[t + j] == row_C[t]
+            )
             for t in range(15)
         ]
-        same(lib.future_credit(d_C, row_C, gamma), torch.tensor(want, dtype=torch.float64))
+        same(lib.future_credit(d_C, factor_C, row_C), torch.tensor(want, dtype=torch.float64))
+
+
+ACTIONS, END, STEPS = 3, 2, 3
+"""Of a decision process whose states are prefixes: a token, the one that ends, the longest completion."""
+PREFIXES = [
+    prefix
+    for n in range(STEPS)
+    for prefix in itertools.product(range(ACTIONS), repeat=n)
+    if END not in prefix
+]
+TRAJECTORIES = [
+    (*prefix, y) for prefix in PREFIXES for y in range(ACTIONS) if y == END or len(prefix) + 1 == STEPS
+]
+
+
+def table(seed: int) -> Tensor:
+    """Logits [prefix, token] of an arbitrary policy."""
+    random = torch.Generator().manual_seed(seed)
+    return 1.2 * torch.randn(len(PREFIXES), ACTIONS, generator=random, dtype=torch.float64)
+
+
+def every_trajectory(lib: Any, live: Tensor, behavior: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
+    """(state, row, probability of the row under `behavior`, targets), of all tokens of all trajectories."""
+    steps = [(row, t, whole) for row, whole in enumerate(TRAJECTORIES) for t in range(len(whole))]
+    state_C = torch.tensor([PREFIXES.index(whole[:t]) for _, t, whole in steps])
+    token_C = torch.tensor([whole[t] for _, t, whole in steps])
+    row_C = torch.tensor([row for row, _, _ in steps])
+    behavior_C, teacher_C = behavior[state_C, token_C], teacher[state_C, token_C]
+    chance_R = torch.zeros(len(TRAJECTORIES), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()
+    goal = lib.Targets(
+        token_C,
+        behavior_C,
+        teacher_C,
+        torch.zeros(len(steps), dtype=torch.bool),
+        support_NK=torch.tensor([[0]]).expand(len(steps), 1),
+        support_logp_NK=teacher[state_C, :1],
+    )
+    return state_C, row_C, chance_R[row_C], goal
+
+
+def values(policy: Tensor, teacher: Tensor, gamma: float, through: bool) -> dict[tuple[int, ...], Tensor]:
+    """Cost to go Σ_j γ^j d of every prefix, by dynamic programming; differentiable `through` later states."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for prefix in reversed(PREFIXES):
+        logp = policy[PREFIXES.index(prefix)].log_softmax(0)
+        later = torch.stack([found.get((*prefix, y), torch.tensor(0.0)).double() for y in range(ACTIONS)])
+        cost = logp - teacher[PREFIXES.index(prefix)] + gamma * (later if through else later.detach())
+        found[prefix] = (logp.exp() * cost).sum()
+    return found
+
+
+def exact_gradient(live: Tensor, behavior: Tensor, teacher: Tensor, gamma: float) -> Tensor:
+    """Σ over prefixes of P_μ(prefix)·∇ cost to go, each in the logits of that prefix alone."""
+    costs = values(live, teacher, gamma, through=False)
+    chances = {(): torch.zeros((), dtype=torch.float64)}
+    for prefix in PREFIXES[1:]:
+        chances[prefix] = chances[prefix[:-1]] + behavior[PREFIXES.index(prefix[:-1]), prefix[-1]]
+    expected_cost = torch.stack([chances[prefix].exp() * costs[prefix] for prefix in PREFIXES]).sum()
+    return torch.autograd.grad(expected_cost, live)[0]
+
+
+def stale_trajectories_with_discount_give_the_exact_gradient(lib: Any) -> None:
+    """E_μ of the surrogate's gradient in the logits of every state is P_μ(state)·∇ of its cost to go."""
+    teacher = table(2).log_softmax(1)
+    for gamma, mu in itertools.product((0.3, 0.95, 1.0), (table(1), table(3))):
+        live, behavior = table(1).requires_grad_(), mu.log_softmax(1)
+        exact = exact_gradient(live, behavior, teacher, gamma)
+        for loss in (lib.sampled, lib.hybrid):
+            state_C, row_C, chance_C, goal = every_trajectory(lib, live, behavior, teacher)
+            logp_CV = live.log_softmax(1)[state_C]
+            logp_C = lib.at(logp_CV.detach(), goal.token_N)
+            factor_C = lib.Discount(gamma, None, None).factor(logp_C, goal)
+            future_C = lib.future_credit(logp_C - goal.teacher_logp_N, factor_C, row_C)
+            loss_C, _ = loss(logp_CV, lib.Targets(**{**vars(goal), "future_N": future_C}), None, None)
+            (gradient,) = torch.autograd.grad((chance_C * loss_C).sum(), live)
+            same(gradient, exact)
+        if gamma == 1.0 and mu.equal(live.detach()):
+            (whole,) = torch.autograd.grad(values(live, teacher, 1.0, through=True)[()], live)
+            same(exact, whole)
+
+
+def a_later_tokens_factor_is_capped_dropped_and_never_the_teachers(lib: Any) -> None:
+    rho, written = (THETA.log_softmax(0) - STALE).exp(), torch.arange(V) < 2
+    goal = targets(lib, TEACHER, STALE, [], by_teacher_N=written)
+    cap, low = float(rho.median()), float(rho[2:].min()) + 1e-9
+    found = lib.Discount(0.7, cap, (low, 1e9)).factor(THETA.log_softmax(0), goal)
+    same(found, 0.7 * torch.where(written | (rho < low), 0.0, rho.clamp(max=cap)))
 
 
 def full_is_the_exact_reverse_kl(lib: Any) -> None:
@@ -192,6 +290,27 @@ def full_is_the_exact_reverse_kl(lib: Any) -> None:
     same(gradient, through_softmax(d_of()))
     same(value, kl_of())
     same(reverse, kl_of())
+
+
+def objectives_rest_at_a_teacher_of_the_rollouts_temperature(lib: Any) -> None:
+    """θ is the teacher's own logits and p stands at 0.6: with q there too the gradient is 0, with q at 1 the
+    student would still move, away from its teacher."""
+    heat, hidden, zeros = 0.6, torch.eye(V), torch.zeros(V, dtype=torch.int64)
+    weight = THETA.float().expand(V, V).t()
+    p = (THETA / heat).log_softmax(0).float()
+    for name, loss in offered(lib).items():
+        for temperature in (heat, 1.0):
+            q = (THETA / temperature).log_softmax(0).float()
+            teacher = lib.HeadWeights(weight, None, lib.HeadShape(V, temperature=temperature))
+            leaf, total = weight.clone().requires_grad_(), torch.zeros(V, V)
+            student = lib.HeadWeights(leaf, None, lib.HeadShape(V, temperature=heat))
+            for y in range(V):  # in every row, weighed by its probability
+                goal = targets(lib, q, p[[y] * V], [0, 3])
+                goal = lib.Targets(**(vars(goal) | {"token_N": zeros + y, "teacher_logp_N": q[[y] * V]}))
+                work = lib.Supervision(goal, zeros, hidden, (teacher,))
+                value, _ = lib.chunked_loss(hidden, student, work, loss, 4)
+                total += (q if name == "sft" else p)[y].exp() * torch.autograd.grad(value, leaf)[0]
+            assert (float(total.abs().max()) < 1e-5) == (temperature == heat), name
 
 
 def skew_and_jsd_have_their_closed_form_gradients(lib: Any) -> None:
@@ -346,6 +465,41 @@ def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
     same(lib.advantages(own, rewards, 10), torch.tensor([-0.5, 1.0, 1.0]) * 10 / 6, 1e-6)
 
 
+def rewards_of_the_teachers_completions_change_nothing(lib: Any) -> None:
+    """Four student rows that are p itself, (¼, ½, ¼), beside four of the teacher: the task's gradient is that
+    of ½·E_p[R] whatever the teacher's rewards, and `mean` is E_p[R]."""
+    token, reward = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2]), np.array([3.0, -1.0, -1.0, 2.0], np.float32)
+    p = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
+    written, alone = np.array([0] * 4 + [1] * 4, np.uint8), Ranks(0, 1, torch.device("cpu"))
+    nothing, ones = pack(np.zeros(0, "i4")), pack(np.ones(8, np.int32))
+    for teachers in ([0.0] * 4, [50.0, -7.0, 9.0, 1.0]):
+        rows = Rows(["r"] * 8, nothing, nothing, ones, nothing, nothing, nothing, nothing)
+        given = pack(np.append(reward, np.array(teachers, np.float32)))
+        rows = msgspec.structs.replace(rows, reward=given, by_teacher=pack(written))
+        batch = TrainBatch(version=Version(0, 0), denominator=8, micro_batches=[rows])
+        rewards = lib.rewards_of(batch, alone)
+        assert rewards.mean == 0.75
+        leaf = p.log().requires_grad_()
+        logp = leaf.log_softmax(0).expand(8, 3)
+        goal = lib.Targets(
+            token, lib.at(logp.detach(), token), torch.zeros(8), torch.zeros(8, dtype=torch.bool)
+        )
+        more = {
+            "advantage_N": lib.advantages(rows, rewards, 8).double(),
+            "by_teacher_N": torch.tensor(written) > 0,
+        }
+        with_task, _ = lib.mixture(logp, lib.Targets(**(vars(goal) | more)), lib.sft, None)
+        without, _ = lib.mixture(
+            logp, lib.Targets(**(vars(goal) | more | {"advantage_N": None})), lib.sft, None
+        )
+        (gradient,) = torch.autograd.grad((with_task - without).sum() / 8, leaf)
+        same(gradient, -0.5 * p * (torch.tensor([3.0, -1.0, 2.0]) - 0.75), 1e-7)
+    rows = msgspec.structs.replace(rows, by_teacher=pack(np.ones(8, np.uint8)))
+    rewards = lib.rewards_of(msgspec.structs.replace(batch, micro_batches=[rows]), alone)
+    assert rewards.mean is None
+    assert bool(lib.advantages(rows, rewards, 8).isfinite().all())
+
+
 def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(7, 5, generator=g), torch.randn(V, 5, generator=g)
@@ -424,6 +578,8 @@ CHECKS = (
     a_rounded_tail_costs_no_bias,
     later_tokens_are_credited_to_every_token,
     future_credit_is_the_discounted_sum_of_the_rest_of_the_row,
+    stale_trajectories_with_discount_give_the_exact_gradient,
+    a_later_tokens_factor_is_capped_dropped_and_never_the_teachers,
     full_is_the_exact_reverse_kl,
     skew_and_jsd_have_their_closed_form_gradients,
     forward_topk_is_the_bucketed_forward_kl,
@@ -434,11 +590,13 @@ CHECKS = (
     a_mixture_is_its_two_terms,
     tokens_of_the_teacher_are_learned_by_cross_entropy,
     rewards_are_centred_and_divided_by_their_own_tokens,
+    rewards_of_the_teachers_completions_change_nothing,
     each_teachers_reverse_kl_is_summed_alone,
     a_score_gap_shows_dense_marks_of_another_position,
     diagnostics_are_their_definitions,
     figures_of_importance_and_divergence_are_of_the_students_tokens,
     a_chunked_head_is_a_whole_head,
+    objectives_rest_at_a_teacher_of_the_rollouts_temperature,
 )
 
 
@@ -480,6 +638,46 @@ def test_an_advantage_from_the_behavior_policy_does_not_stop_at_the_teacher(real
     own = THETA.log_softmax(0)
     _, gradient, _ = expected(advantage_from_the_behavior_policy, targets(real, own, STALE, []), STALE)
     assert float(gradient.norm()) > 0.1
+
+
+@pytest.mark.parametrize(("gamma", "error"), [(0.95, 0.4), (0.3, 0.1)])
+def test_a_discount_without_the_later_ratios_is_far_from_the_gradient(
+    real: Any, gamma: float, error: float
+) -> None:
+    """And with them the student's own head, in fp32, is as near as its precision."""
+    live, behavior, teacher = table(1), table(3).log_softmax(1), table(2).log_softmax(1)
+    exact = exact_gradient(live.clone().requires_grad_(), behavior, teacher, gamma).float()
+    state_C, row_C, chance_C, goal = every_trajectory(real, live, behavior, teacher)
+    chances = {"coefficient_N": chance_C}
+    floats = {
+        k: v.float() if v.is_floating_point() else v
+        for k, v in (vars(goal) | chances).items()
+        if v is not None
+    }
+    hidden_CH = torch.eye(len(PREFIXES))[state_C]
+    count = len(state_C)
+    batch = MicroBatch(
+        torch.zeros(1, 2), state_C, row_C, Targets(**floats), torch.zeros(count, dtype=torch.int64), None,
+        Counts(1, count, 0, 0.0, 0, count),
+    )  # fmt: skip
+    found = []
+    for discount in (Discount(gamma, None, None), Immediately(gamma, None, None)):
+        layer = torch.nn.Linear(len(PREFIXES), ACTIONS, bias=False)
+        layer.weight.data = live.t().float()
+        head = Head(layer, HeadShape(ACTIONS), chunk=7)
+        loss, _ = head(hidden_CH, Job(batch, build(Sampled(rho_cap=None)), discount, ()))
+        loss.backward()
+        assert layer.weight.grad is not None
+        found.append(float((layer.weight.grad.t() - exact).norm() / exact.norm()))
+    assert found[0] < 1e-5
+    assert found[1] > error
+
+
+class Immediately(Discount):
+    """Later tokens are credited without their ratios."""
+
+    def factor(self, logp_C: Tensor, targets: Any) -> Tensor:
+        return torch.full_like(logp_C, self.gamma)
 
 
 def test_the_plain_truncated_reverse_kl_does_not_stop_at_the_teacher(real: Any) -> None:
@@ -572,6 +770,7 @@ MUTANTS = [
     ("rewards", "if rows.baseline is None", "if True"),
     ("rewards", "* denominator / rewards.tokens", ""),
     ("rewards", "total / rollouts", "total"),
+    ("rewards", "reward_R[student_R].sum(), student_R.sum()", "reward_R.sum(), len(reward_R)"),
     ("rewards", "unpack(rows.completion_lens).sum()", "1"),
     (
         "objectives.diagnostics",
@@ -590,10 +789,18 @@ MUTANTS = [
     ("objectives.diagnostics", '"rho_squared": rho_N.square()', '"rho_squared": rho_N'),
     ("objectives.diagnostics", "return -torch.einsum", "return torch.einsum"),
     ("head", "addmm_(grad_NV.t(), hidden_NH)", "addmm_(grad_NV.t(), hidden_NH, beta=0)"),
-    ("batch", "shifted_M = torch.where(same_M, total_C[reach:], 0.0)", "shifted_M = total_C[reach:]"),
+    ("batch", "torch.where(row_C[1:] == row_C[:-1], factor_C[1:], 0.0)", "factor_C[1:]"),
+    ("batch", "factor_C[1:], 0.0)", "factor_C[:-1], 0.0)"),
     ("batch", "return total_C - d_C", "return total_C"),
-    ("batch", "reach * 2, factor * factor", "reach * 2, factor * gamma"),
-    ("batch", "reach, factor = d_C.clone(), 1, gamma", "reach, factor = d_C.clone(), 1, gamma * gamma"),
+    ("batch", "next_C * _later(next_C, reach), reach * 2", "next_C * next_C, reach * 2"),
+    ("objectives.importance", "self.gamma * weight_C, 0.0", "self.gamma, 0.0"),
+    (
+        "objectives.importance",
+        "torch.where(own(targets), self.gamma * weight_C, 0.0)",
+        "self.gamma * weight_C",
+    ),
+    ("objectives.importance", "self.rho_cap, self.drop_rho_outside)", "None, self.drop_rho_outside)"),
+    ("objectives.importance", "self.rho_cap, self.drop_rho_outside)", "self.rho_cap, None)"),
     ("head", "min(start + chunk, count)", "min(start + chunk, count - 1)"),
     ("head", "raw_NV * shape.scale", "raw_NV / shape.scale"),
     ("head", "logits_NV / shape.temperature", "logits_NV * shape.temperature"),

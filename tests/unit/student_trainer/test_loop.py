@@ -15,7 +15,7 @@ import torch
 
 from student_trainer.controller import HttpController, SilentController
 from student_trainer.ledger import Ledger, read
-from student_trainer.loop import Outcome, Trainer, train
+from student_trainer.loop import Outcome, Trainer, checkpoint_due, train
 from student_trainer.ranks import Ranks
 from student_trainer.roads import Background, NoRoad, SnapshotRoad
 from student_trainer.run import finish
@@ -57,7 +57,7 @@ class Story:
         self.lines: list[str] = []
         self.controller = SilentController(WELCOME)
         self.folder = tmp_path / "ledger"
-        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0}
+        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0, "checkpoint_seconds": 0.0}
         self.trainer = Trainer(
             version=Version(0, 0),
             step=self._step,
@@ -117,6 +117,41 @@ def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> 
     assert story.lines == ["publish 0", "step 0", "publish 1"]
 
 
+def test_a_checkpoint_is_saved_when_rank_0_says_that_it_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("student_trainer.loop.time.monotonic", lambda: now[0])
+    story = Story(tmp_path, [batch(step) for step in range(6)], checkpoint_every=4, checkpoint_seconds=25.0)
+    step = story.trainer.step
+
+    def stepping(part: TrainBatch) -> dict[str, float]:
+        now[0] += 10.0
+        return step(part)
+
+    story.trainer.step, story.trainer.saved_at = stepping, now[0]
+    train(story.trainer)
+    assert [line for line in story.lines if line.startswith("save")] == ["save 3", "save 4"]
+
+
+@pytest.mark.parametrize(("rank", "due"), [(0, True), (1, False)])
+def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
+    tmp_path: Path, rank: int, due: bool
+) -> None:
+    votes: list[float] = []
+
+    class Voting(Ranks):
+        def highest(self, value: float) -> float:
+            votes.append(value)
+            return 1.0
+
+    story = Story(tmp_path, [], checkpoint_seconds=1e-9)
+    story.trainer.ranks = Voting(rank, 2, torch.device("cpu"))
+    story.trainer.saved_at = 0.0
+    assert checkpoint_due(story.trainer), "what the ranks agreed on"
+    assert votes == [due]
+
+
 def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)], checkpoint=True)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
@@ -163,14 +198,17 @@ class _Wrong(MemorySource):
 
 
 class FakePeer:
-    """Answers in order, each after `delay` seconds; keeps what it was asked."""
+    """Answers in order, as soon as `may_answer` is set; keeps what it was asked."""
 
-    def __init__(self, answers: list[Message | Exception], delay: float = 0.0) -> None:
+    def __init__(self, answers: list[Message | Exception], at_once: bool = True) -> None:
         self.asked: list[tuple[str, Message | None]] = []
-        self._answers, self._delay = answers, delay
+        self.may_answer = threading.Event()
+        self._answers = answers
+        if at_once:
+            self.may_answer.set()
 
     def call(self, path: str, body: Message | None, kind: Any, timeout: float | None = None) -> Any:
-        time.sleep(self._delay)
+        assert self.may_answer.wait(60)
         self.asked.append((path, body))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -183,7 +221,7 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     source, never = HttpSource(peer, 1, 2), threading.Event()  # type: ignore[arg-type]
     assert source.poll(Version(0, 0), never) == batch(0)
     source.expect(Version(0, 1))
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while len(peer.asked) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(peer.asked) == 2
@@ -201,9 +239,12 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
 
 
 def test_a_signal_ends_the_wait_for_a_batch() -> None:
-    source, asked = HttpSource(FakePeer([Wait()], delay=1.0), 0, 1), threading.Event()  # type: ignore[arg-type]
+    peer, asked = FakePeer([Wait()], at_once=False), threading.Event()
+    source = HttpSource(peer, 0, 1)  # type: ignore[arg-type]
     threading.Timer(0.05, asked.set).start()
     assert source.poll(Version(0, 0), asked) == Wait()
+    assert peer.asked == [], "the answer had not come"
+    peer.may_answer.set()
     source.close()
 
 
@@ -226,11 +267,12 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
 
 
 def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
-    controller = HttpController(FakePeer([Ok()], delay=2.0))  # type: ignore[arg-type]
+    peer = FakePeer([Ok()], at_once=False)
+    controller = HttpController(peer)  # type: ignore[arg-type]
     controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
-    started = time.monotonic()
     controller.close(patience=0.05)
-    assert time.monotonic() - started < 1.5
+    assert peer.asked == [], "it was not waited for"
+    peer.may_answer.set()
 
 
 # --- roads --------------------------------------------------------------------------------------------------
@@ -302,6 +344,24 @@ def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path
         "full", "delta", "delta", "full", "delta",
     ]  # fmt: skip
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_often(tmp_path: Path) -> None:
+    collected, going_on = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        assert not collected.is_set(), "ten minutes have not passed"
+        assert going_on.wait(60)
+        collected.set()
+        raise StoreError("the store went away")  # costs nothing
+
+    path = SnapshotRoad(
+        FakePublisher(), FakeWeights(), _export, tmp_path / "scratch", SilentController(WELCOME), 0, collect
+    )  # type: ignore[arg-type]
+    path.start(Version(0, 0), None)
+    go(path, 1, 2, 3, 4)
+    going_on.set()
+    assert collected.wait(60)
 
 
 def test_adapters_always_go_whole(tmp_path: Path) -> None:

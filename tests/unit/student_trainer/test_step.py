@@ -281,7 +281,7 @@ def gradients(
     """Of one step of the same student, and its metrics."""
     engine = PlainEngine(student(2), 0.1)
     goal = Aim(
-        build(config), 0.0, (), VOCAB, teachers, coefficients(config, teachers), config.task is not None
+        build(config), None, (), VOCAB, teachers, coefficients(config, teachers), config.task is not None
     )
     metrics = train_step(engine, batch(parts), goal, ALONE)
     return engine.gradients, metrics

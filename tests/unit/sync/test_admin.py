@@ -106,6 +106,14 @@ def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> 
     assert store.list("run/leases/") == []
 
 
+@pytest.mark.parametrize("now", [-DAY, 0, 9 * DAY, 1e6 * DAY])
+def test_what_latest_names_stays_whatever_the_clock_says(store: MemoryStore, now: float) -> None:
+    """The newest anchor is there, and LATEST has not moved to it yet."""
+    store.replace(f"{RUN}/LATEST", f"{Version(0, 5)}\n".encode())
+    done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=0, now=now)
+    assert {3, 4, 5} <= set(steps(done.kept))
+
+
 def test_gc_removes_files_that_never_got_a_manifest_unless_they_may_still_get_one(store: MemoryStore) -> None:
     store.create("run/L000-v00000007/part-00009.json", b"{}")
     store.delete("run/L000-v00000005/manifest.json")

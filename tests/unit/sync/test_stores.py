@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import bucket_server
 import httpx
+import msgspec
 import pytest
 from fault_proxy import Proxy, proxy
 from moto.server import ThreadedMotoServer
@@ -91,6 +92,7 @@ def test_an_empty_object_is_kept(store: Store, tmp_path: Path) -> None:
     assert store.read("run/empty") == b""
     assert (tmp_path / "copy").read_bytes() == b""
     assert store.exists("run/empty")
+    assert store.size("run/empty") == 0
 
 
 def test_a_key_is_created_once_even_with_the_same_bytes(store: Store) -> None:
@@ -129,6 +131,8 @@ def test_replace_makes_and_overwrites(store: Store) -> None:
 
 def test_a_missing_key_is_named(store: Store, tmp_path: Path) -> None:
     assert not store.exists("run/nothing")
+    with pytest.raises(StoreError, match="run/nothing"):
+        store.size("run/nothing")
     with pytest.raises(StoreError, match="run/nothing"):
         store.read("run/nothing")
     with pytest.raises(StoreError, match="run/nothing"):
@@ -336,3 +340,16 @@ def test_each_kind_is_opened_by_its_configuration(
         assert store.read("run/key") == b"content"
         assert str(store).startswith(name)
     assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize(
+    ("digest", "size"), [(None, 0), (None, 5), ("", 0), ("z", 5), ("0" * 64, -1), ("0" * 64, 1 << 62)]
+)
+def test_a_pointer_of_xet_that_was_altered_is_one_message(
+    tmp_path: Path, size: int, digest: str | None
+) -> None:
+    store = XetStore(tmp_path / "store")
+    pointer = msgspec.msgpack.encode({"hash": digest, "size": size})
+    DirectoryStore(tmp_path / "store/keys").create("run/key", pointer)
+    with pytest.raises(StoreError, match=r"damaged|failed"):
+        store.fetch("run/key", tmp_path / "copy")

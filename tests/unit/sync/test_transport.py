@@ -1,8 +1,11 @@
 """Client and server halves against each other, over real sockets on loopback."""
 
 import asyncio
+import gzip
+import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -89,6 +92,36 @@ async def test_a_call_brings_the_answer() -> None:
             assert await peer.alive()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:5"}, 200),
+        ({"host": "[::1]:5"}, 200),
+        ({"host": socket.gethostname()}, 200),
+        ({"host": "a.page.example"}, 403),
+        ({"host": "127.0.0.1.a.page.example:5"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": "10.0.0.1"}, 403),
+        ({"origin": "http://a.page.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+async def test_what_a_page_in_a_browser_sends_to_loopback_is_refused(
+    headers: dict[str, str], status: int
+) -> None:
+    with serving(Scripted()) as url:
+        async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer secret"}) as client:
+            for path in ("/x", "/health"):
+                assert (await client.get(url + path, headers=headers)).status_code == status
+
+
+async def test_a_server_for_other_machines_goes_by_any_name() -> None:
+    app = Scripted().app
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://10.0.0.1") as client:
+        assert (await client.get("/health", headers={"host": "node-1"})).status_code == 200
+
+
 async def test_a_full_peer_is_asked_again_when_it_said() -> None:
     scripted = Scripted(refuse(429, "full", retry_after=0.01), refuse(503, "starting"))
     with serving(scripted) as url:
@@ -102,7 +135,7 @@ async def test_a_peer_that_stays_full_says_so() -> None:
     with serving(scripted) as url:
         async with Peer(url, "secret") as peer:
             with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-                await peer.call("/x", REQUEST, Ok, timeout=0.3)
+                await peer.call("/x", REQUEST, Ok, timeout=1.5)
 
 
 async def test_a_refusal_is_not_repeated() -> None:
@@ -162,7 +195,7 @@ def test_a_peer_that_stays_full_says_so_to_the_blocking_client_too() -> None:
     with serving(scripted) as url:
         peer = BlockingPeer(url, "secret")
         with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-            peer.call("/x", REQUEST, Ok, timeout=0.3)
+            peer.call("/x", REQUEST, Ok, timeout=1.5)
         peer.close()
 
 
@@ -232,3 +265,43 @@ def test_a_client_of_no_servers_url_is_refused_with_value_rule_and_remedy(
 @pytest.mark.parametrize("url", ["http://h", "https://h:1/below/", "HTTP://[::1]:80", "http://u:p@h:65535"])
 def test_a_servers_url_is_taken(url: str) -> None:
     assert BlockingPeer(url).url == url.rstrip("/")
+
+
+BOMB = gzip.compress(bytes(50 << 20))
+"""Fifty megabytes in fifty thousand bytes."""
+
+
+def test_an_encoded_answer_is_refused_and_never_decompressed() -> None:
+    headers = {"content-encoding": "gzip"}
+    with serving(Scripted(Response(BOMB, headers=headers), Response(BOMB, 400, headers))) as url:
+        peer = BlockingPeer(url, "secret")
+        tracemalloc.start()
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="content-encoding 'gzip': send plain bytes"):
+                peer.call("/x", REQUEST, Ok)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        tracemalloc.stop()
+        assert peer.call("/x", REQUEST, Ok) == Ok()
+        peer.close()
+
+
+async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its length is announced or not; a refusal has a limit of its own, and so has a frame."""
+
+    async def long() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield bytes(1000)
+
+    monkeypatch.setattr("sync.answers.MAX_ANSWER", 10_000)
+    answers = [Response(bytes(10_001)), StreamingResponse(long()), StreamingResponse(long(), 400)]
+    with serving(Scripted(*answers, Response(b"[" * 60_000, 400))) as url:
+        async with Peer(url, "secret") as peer:
+            for most in (10_000, 10_000, 65_536):
+                with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
+                    await peer.call("/x", REQUEST, Ok)
+            with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
+                await peer.call("/x", REQUEST, Ok)
+            assert await peer.call("/x", REQUEST, Ok) == Ok()
+            monkeypatch.setattr("sync.transport.MAX_BODY", 3)
+            with pytest.raises(WireError, match="the limit is 3: it is no frame"):
+                _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]

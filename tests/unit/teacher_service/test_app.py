@@ -267,6 +267,32 @@ async def test_a_prompt_that_cannot_be_completed_is_refused_alone_and_a_bad_requ
     assert "11 prompt tokens and max_tokens = 6 pass this teacher's 16" in results[2].error
 
 
+async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve: Serve) -> None:
+    """Against the table: log softmax(log q / T)."""
+
+    class OnlyAtOne(TableEngine):
+        def __init__(self) -> None:
+            super().__init__(TABLE)
+            self.facts = replace(self.facts, can=("topk",))
+
+    ids, temperature = np.array([3, 1, 4, 1], np.int32), 0.7
+    one = ScoreSequence("a", pack(ids), 1)
+    logq = TABLE[ids[:-1]] / temperature
+    logq -= np.log(np.exp(logq).sum(1, keepdims=True))
+    async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
+        (warm,) = await client.score([one], Want(topk=2, temperature=temperature))
+        assert isinstance(warm, Scored)
+        assert warm.topk_logprob is not None
+        np.testing.assert_allclose(unpack(warm.logprob), logq[np.arange(3), ids[1:]], atol=1e-5)
+        np.testing.assert_allclose(unpack(warm.topk_logprob), -np.sort(-logq, 1)[:, :2], atol=2e-3)
+        with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be > 0"):
+            await client.score([one], Want(temperature=0.0))
+    async with serve(OnlyAtOne()) as url, TeacherClient("t", [url]) as client:
+        assert isinstance((await client.score([one], Want()))[0], Scored)
+        with pytest.raises(RemoteError, match="cannot give 'temperature'"):
+            await client.score([one], Want(temperature=temperature))
+
+
 async def test_an_engine_that_cannot_write_says_so(serve: Serve) -> None:
     class Dumb(TableEngine):
         def __init__(self) -> None:

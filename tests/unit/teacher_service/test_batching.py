@@ -224,11 +224,11 @@ async def test_scores_are_given_while_a_text_is_being_written() -> None:
     async with running(engine) as batcher:
         written = batcher.submit_drafts(drafts(1, 2), MANNER, 2, None)
         for _ in range(3):
-            await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 10)
+            await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert engine.stepped.is_set()
         assert not written.done.is_set()
         engine.pen.set()
-        await asyncio.wait_for(written.done.wait(), 10)
+        await asyncio.wait_for(written.done.wait(), 60)
         assert all(isinstance(outcome, Text) for outcome in written.outcomes)
 
 
@@ -237,7 +237,7 @@ async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_written() -> N
     engine.pen.set()
     async with running(engine) as batcher:
         ticket = batcher.submit_drafts(drafts(1, POISON, 2), MANNER, 3, None)
-        await asyncio.wait_for(ticket.done.wait(), 10)
+        await asyncio.wait_for(ticket.done.wait(), 60)
     first, second, third = ticket.outcomes
     assert isinstance(first, Text)
     assert second == "the engine failed on this prompt: DataError: poisoned"
@@ -250,7 +250,7 @@ async def test_a_text_that_nobody_waits_for_any_more_is_given_up() -> None:
         ticket = batcher.submit_drafts(drafts(1), MANNER, 1, None)
         await asyncio.to_thread(engine.stepped.wait, 10)
         batcher.release(ticket)
-        await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 10)
+        await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert await asyncio.to_thread(engine.closed.wait, 10)
 
 

@@ -83,7 +83,7 @@ def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
         assert loads.folders == [None, "2", "4"]
         assert loads.closed == 2
         assert engine.head() is None
-        assert engine.facts.can == ("topk", "gather", "entropy", "prompt", "write")
+        assert engine.facts.can == ("topk", "gather", "entropy", "prompt", "write", "temperature")
     finally:
         engine.close()
     assert loads.closed == 3

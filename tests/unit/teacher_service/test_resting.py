@@ -41,9 +41,10 @@ class Loads:
 
 
 def wait_until_it_rests(engine: RestingEngine) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if not engine.awake:
-            return
+            with engine._lock:  # which it holds until it has closed what it held
+                return
         time.sleep(0.01)
     raise AssertionError("it never rested")
 
@@ -54,6 +55,7 @@ def test_it_rests_without_work_and_gives_the_same_marks_after_waking() -> None:
     before = engine.score([ITEM], Asked()).logprob_C
     wait_until_it_rests(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
+    engine._idle_seconds = 60.0  # it is not to rest again before it was looked at
     after = engine.score([ITEM], Asked()).logprob_C
     assert np.array_equal(before, after)
     assert engine.awake
@@ -130,6 +132,27 @@ def test_a_seat_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     assert not seat.taken
 
 
+def test_which_seat_was_used_last_is_read_from_no_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SeatsConfig(folder=tmp_path, seats=2)
+    first, second, third = Seat(config), Seat(config), Seat(config)
+    first.take()
+    second.take()
+    first.used()
+    os.utime(tmp_path / "seat-0", (0, 0))  # the clock was set back before that use
+
+    def meanwhile(_: float) -> None:
+        assert [path.name for path in tmp_path.glob("*.wanted")] == ["seat-1.wanted"]
+        second.leave()
+
+    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile))
+    third.take()
+    assert third.taken
+    first.leave()
+    third.leave()
+
+
 def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +170,7 @@ def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
             turns.append("whoever asked")
 
     turns: list[str] = []
-    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile, time_ns=time.time_ns))
+    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile))
     seat.leave()
     seat.take()
     assert turns == ["whoever asked"]

@@ -70,11 +70,11 @@ def random_items(seed: int, lengths: list[int], k: int = 0) -> list[Item]:
 
 
 @torch.inference_mode()
-def plain_logprobs(model: Any, item: Item) -> np.ndarray:
+def plain_logprobs(model: Any, item: Item, temperature: float = 1.0) -> np.ndarray:
     """float64 [T, V]: log-softmax over the tokenizer's rows of the whole model's logits."""
     ids = torch.from_numpy(item.token_ids_L.astype(np.int64))[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, item.first - 1 : -1, :VOCAB]
-    return logits.double().log_softmax(-1).numpy()
+    return (logits.double() / temperature).log_softmax(-1).numpy()
 
 
 def close(got: np.ndarray | None, expected: np.ndarray, tolerance: float = 1e-5) -> None:
@@ -83,10 +83,12 @@ def close(got: np.ndarray | None, expected: np.ndarray, tolerance: float = 1e-5)
     np.testing.assert_allclose(got, expected, atol=tolerance, rtol=0)
 
 
-def check_against_plain(model: Any, engine: TransformersEngine, tolerance: float = 1e-5) -> None:
+def check_against_plain(
+    model: Any, engine: TransformersEngine, tolerance: float = 1e-5, temperature: float = 1.0
+) -> None:
     items = random_items(1, LENGTHS, k=3)
-    marks = engine.score(items, EVERYTHING)
-    logp_CV = np.concatenate([plain_logprobs(model, item) for item in items])
+    marks = engine.score(items, EVERYTHING._replace(temperature=temperature))
+    logp_CV = np.concatenate([plain_logprobs(model, item, temperature) for item in items])
     targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
     wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
     rows = np.arange(len(targets_C))
@@ -97,7 +99,8 @@ def check_against_plain(model: Any, engine: TransformersEngine, tolerance: float
     close(marks.tail_C, 1 - np.exp(logp_CV[rows[:, None], best_CK]).sum(1), tolerance)
     close(marks.gathered_CK, np.where(wanted_CK < 0, 0, logp_CV[rows[:, None], wanted_CK]), tolerance)
     close(marks.entropy_C, -(np.exp(logp_CV) * logp_CV).sum(1), tolerance)
-    close(logprobs_from_head(engine, marks), logp_CV, tolerance)
+    if temperature == 1:
+        close(logprobs_from_head(engine, marks), logp_CV, tolerance)
 
 
 def logprobs_from_head(engine: TransformersEngine, marks: Marks) -> np.ndarray:
@@ -116,6 +119,11 @@ def logprobs_from_head(engine: TransformersEngine, marks: Marks) -> np.ndarray:
 
 def test_every_mark_equals_a_plain_forward_pass(qwen: Any) -> None:
     check_against_plain(qwen, TransformersEngine(qwen, VOCAB))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_every_mark_is_of_the_temperature_that_is_asked_for(qwen: Any, temperature: float) -> None:
+    check_against_plain(qwen, TransformersEngine(qwen, VOCAB, head_chunk=3), 2e-5, temperature)
 
 
 def test_small_batches_and_head_chunks_change_nothing(qwen: Any) -> None:

@@ -1,0 +1,252 @@
+"""Where the members of a broadcast meet: keys that the sender serves to holders of the run's token.
+
+torch's TCPStore listens on every interface and obeys whoever connects. This one listens on one address, and
+every frame carries a keyed BLAKE3 of itself: whoever lacks the token is refused at the first frame, by either
+side, and the token itself never travels.
+
+    both ends: 32 random bytes;   session key = BLAKE3(client's ‖ server's), keyed by the token
+    frame:     length (4) ‖ BLAKE3(direction ‖ count ‖ body), keyed by the session (32) ‖ body
+
+Without a token in the run there is nothing that a stranger lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from hmac import compare_digest
+from typing import Final, Literal
+
+import msgspec
+from blake3 import blake3
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+_NONCE: Final = 32
+_MOST_FRAME: Final = 1 << 26
+_GREETING_SECONDS: Final = 10.0
+"""From a connection to its first frame."""
+_SLICE_SECONDS: Final = 0.25
+"""Longest that the server lets one request wait for keys."""
+
+
+class StrangerError(RuntimeError):
+    """The other end does not hold the run's token."""
+
+
+class Ask(msgspec.Struct, array_like=True):
+    """One request; bytes or None answer it, "wait" when all keys are set or `seconds` are over."""
+
+    do: Literal["set", "get", "wait", "delete"]
+    keys: list[str]
+    value: bytes = b""
+    seconds: float = 0.0
+
+
+def broadcast_key(token: str | None) -> bytes:
+    """Key of all sessions of a run."""
+    return blake3((token or "").encode(), derive_key_context="onpolicy-distill broadcast 1").digest()
+
+
+class _Line:
+    """One connection, whose ends show with every frame that they hold the key."""
+
+    def __init__(self, connection: socket.socket, key: bytes, serving: bool) -> None:
+        own = secrets.token_bytes(_NONCE)
+        connection.sendall(own)
+        theirs = _exactly(connection, _NONCE)
+        self._connection, self._serving = connection, serving
+        self._session = blake3(theirs + own if serving else own + theirs, key=key).digest()
+        self._sent = self._received = 0
+
+    def _seal(self, from_server: bool, count: int, body: bytes) -> bytes:
+        head = bytes([from_server]) + count.to_bytes(8, "little")
+        return blake3(head + body, key=self._session).digest()
+
+    def send(self, body: bytes) -> None:
+        seal = self._seal(self._serving, self._sent, body)
+        self._sent += 1
+        self._connection.sendall(len(body).to_bytes(4, "little") + seal + body)
+
+    def receive(self) -> bytes:
+        """The next frame. Raises StrangerError, and OSError at the end of the connection."""
+        length = int.from_bytes(_exactly(self._connection, 4), "little")
+        if length > _MOST_FRAME:
+            raise StrangerError
+        seal, body = _exactly(self._connection, blake3.digest_size), _exactly(self._connection, length)
+        if not compare_digest(seal, self._seal(not self._serving, self._received, body)):
+            raise StrangerError
+        self._received += 1
+        return body
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """`count` bytes. Raises ConnectionError when the connection ends before."""
+    found = bytearray()
+    while len(found) < count:
+        if not (chunk := connection.recv(min(count - len(found), 1 << 20))):
+            raise ConnectionResetError("the connection ended")
+        found += chunk
+    return bytes(found)
+
+
+# --- the store --------------------------------------------------------------------------------------------
+
+
+class Meeting(Store):
+    """A store as torch's groups use it, over `ask`, every key under `group`. Keep it while torch uses it."""
+
+    def __init__(self, ask: Callable[[Ask], bytes | None], group: str, timeout: timedelta) -> None:
+        super().__init__()
+        self._ask, self._group, self._timeout = ask, group, timeout
+
+    def _names(self, keys: list[str]) -> list[str]:
+        return [f"{self._group}/{key}" for key in keys]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(Ask("set", self._names([key]), value.encode() if isinstance(value, str) else value))
+
+    def get(self, key: str) -> bytes:
+        """Value of a key; waits until it is set. Raises RuntimeError after the time-out."""
+        self.wait([key])
+        return self._ask(Ask("get", self._names([key]))) or b""
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(Ask("delete", self._names([key]))) is not None
+
+    def check(self, keys: list[str]) -> bool:
+        return self.come(keys, 0.0)
+
+    def come(self, keys: list[str], seconds: float = _SLICE_SECONDS) -> bool:
+        """Whether all keys are set, now or within `seconds`, at most a slice."""
+        return self._ask(Ask("wait", self._names(keys), seconds=seconds)) is not None
+
+    def wait(
+        self, keys: list[str], timeout: timedelta | None = None, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Return when all keys are set. Raises RuntimeError after the time-out, or when it is `given_up`."""
+        seconds = (timeout or self._timeout).total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self.come(keys):
+            if given_up() or time.monotonic() > deadline:
+                missing = [key for key in keys if not self.check([key])]
+                raise RuntimeError(f"{', '.join(missing)} did not come within {seconds:g} s")
+
+
+class Served:
+    """The keys, in the sender's memory, and the server through which receivers reach them."""
+
+    def __init__(self, host: str, port: int, key: bytes) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed, self._closed = threading.Condition(), False
+        self._server = _Server((host, port), _Visit, key, self.ask)
+        self.port = int(self._server.server_address[1])
+        serving = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="rendezvous")
+        serving.daemon = True
+        serving.start()
+
+    def ask(self, ask: Ask) -> bytes | None:
+        """What a request finds; any thread may ask. Raises ConnectionResetError when this is closed."""
+        with self._changed:
+            if ask.do == "set":
+                self._values[ask.keys[0]] = ask.value
+                self._changed.notify_all()
+            elif ask.do == "delete":
+                return self._values.pop(ask.keys[0], None)
+            elif ask.do == "get":
+                return self._values.get(ask.keys[0])
+            elif not self._changed.wait_for(
+                lambda: self._all_there(ask.keys), min(ask.seconds, _SLICE_SECONDS)
+            ):
+                return None
+            if self._closed:
+                raise ConnectionResetError("the sender is closed")
+        return b""
+
+    def _all_there(self, keys: list[str]) -> bool:
+        return self._closed or self._values.keys() >= set(keys)
+
+    def close(self) -> None:
+        """Stop listening; whoever is connected is sent away with its next request."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """A thread for every connection."""
+
+    daemon_threads = True
+    request_queue_size = 128  # every replica connects twice, all at once
+
+    def __init__(
+        self, address: tuple[str, int], visit: type[_Visit], key: bytes, ask: Callable[[Ask], bytes | None]
+    ) -> None:
+        self.key, self.ask = key, ask
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, visit)
+
+
+class _Visit(socketserver.BaseRequestHandler):
+    """One connection to the server, until its end."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        self.request.settimeout(_GREETING_SECONDS)
+        try:
+            line = _Line(self.request, self.server.key, serving=True)
+            body = line.receive()
+            self.request.settimeout(None)
+            while True:
+                found = self.server.ask(msgspec.msgpack.decode(body, type=Ask))
+                line.send(msgspec.msgpack.encode(found))
+                body = line.receive()
+        except StrangerError:
+            logger.warning("%s was refused: it does not hold the run's token", self.client_address[0])
+        except OSError:
+            return
+
+
+class Visitor:
+    """A receiver's connection to the sender. Raises RuntimeError when that is gone, or a stranger."""
+
+    def __init__(self, address: str, key: bytes, timeout: timedelta) -> None:
+        self._address, self._turn = address, threading.Lock()
+        host, _, port = address.rpartition(":")
+        with self._told():
+            self._connection = socket.create_connection((host, int(port)), timeout.total_seconds())
+            try:
+                self._line = _Line(self._connection, key, serving=False)
+            except OSError:
+                self.close()
+                raise
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except StrangerError:
+            raise RuntimeError(f"{self._address} does not hold this run's token") from None
+        except OSError as error:
+            raise RuntimeError(
+                f"the sender at {self._address} does not answer ({error}): it must run, with the same token"
+            ) from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def ask(self, ask: Ask) -> bytes | None:
+        """The server's answer; any thread may ask."""
+        with self._turn, self._told():
+            self._line.send(msgspec.msgpack.encode(ask))
+            return msgspec.msgpack.decode(self._line.receive(), type=bytes | None)

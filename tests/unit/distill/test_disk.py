@@ -1,0 +1,97 @@
+"""What disk a run is said to need, against sums made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from distill.config import RunConfig
+from distill.launch import disk
+from sync.errors import ConfigError
+
+PARAMETERS = 1000
+WIDTH = 4096
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a config and a tensor; the trainer's JSON beside it."""
+    config = {"model_type": "llama", "hidden_size": WIDTH, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.zeros(PARAMETERS, "f2")}, tmp_path / "model.safetensors")
+    zero = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(zero))
+    return tmp_path
+
+
+def configured(model: Path, config: Any, **sections: dict[str, Any]) -> RunConfig:
+    trainer = {"deepspeed": str(model / "ds.json"), "keep_checkpoints": 2} | sections.pop("trainer", {})
+    fixed = {
+        "run": {"name": "x", "folder": str(model), "steps": 10**6},
+        "student": {"path": str(model), "replicas": 3},
+        "teachers": {"t": {"path": str(model)}},
+        "rollout": {"batch": 4, "max_tokens": 10},
+        "objective": {"type": "full"},
+    }
+    return config(**fixed | sections, trainer=trainer)
+
+
+def test_the_journal_of_full_is_mostly_hidden_states(model: Path, config: Any) -> None:
+    full = disk.estimate(configured(model, config), rate=100.0)
+    assert full.token == 4 + 4 + 4 + 2 * WIDTH
+    assert full.held_tokens == 3 * 15 * 60 * 100, "of two kept checkpoints, and of the time to the next one"
+    topk = configured(model, config, objective={"type": "topk", "k": 8})
+    assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 4) + 4, "ids, log-probabilities, tail, entropy"
+
+
+@pytest.mark.parametrize(
+    ("minutes", "every", "tokens"), [(0.0, 5, 5 * 40), (15.0, 5, 200), (1.0, 10**6, 6000)]
+)
+def test_whatever_saves_a_checkpoint_first_bounds_the_journal(
+    model: Path, config: Any, minutes: float, every: int, tokens: int
+) -> None:
+    trainer = {"checkpoint_minutes": minutes, "checkpoint_every": every}
+    found = disk.estimate(configured(model, config, trainer=trainer), rate=100.0)
+    assert found.held_tokens == 3 * tokens
+
+
+def test_a_run_without_checkpoints_holds_its_whole_journal(model: Path, config: Any) -> None:
+    settings = configured(model, config, trainer={"checkpoint_minutes": 0.0})
+    assert disk.estimate(settings).held_tokens == 10**6 * 4 * 10
+
+
+def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path, config: Any) -> None:
+    found = disk.estimate(configured(model, config))
+    model_bytes, checkpoint = 2 * PARAMETERS, (2 + 4 + 4 + 4) * PARAMETERS
+    assert found.checkpoint == checkpoint
+    store, mirrors, anchor_and_final = 3 * (1 + 4), 2 * (3 + 1), 2
+    assert found.fixed == 3 * checkpoint + (store + mirrors + anchor_and_final) * model_bytes
+
+
+def test_a_disk_that_is_too_small_is_refused_and_one_for_less_than_the_journal_is_warned_of(
+    model: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = configured(model, config)
+    needed = disk.estimate(settings)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(free[0]))
+    free = [needed.fixed + needed.journal]
+    assert disk.check_room(settings, needed) is None
+    free = [needed.fixed + needed.journal - 1]
+    assert "lower trainer.checkpoint_minutes" in (disk.check_room(settings, needed) or "")
+    free = [needed.fixed - 1]
+    with pytest.raises(ConfigError, match=r"take 0\.00 GiB at once: set run\.folder to another disk"):
+        disk.check_room(settings, needed)
+
+
+def test_the_estimate_is_told_per_million_tokens_and_per_day(model: Path, config: Any) -> None:
+    settings = configured(model, config)
+    text = "\n".join(disk.lines(settings, disk.estimate(settings, 1000.0), 1000.0))
+    assert "8,204 bytes a token, 7.64 GiB a million tokens" in text
+    assert "a day at 1,000 tokens/s: 660 GiB written to the journal" in text

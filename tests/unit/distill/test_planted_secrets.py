@@ -1,0 +1,216 @@
+"""A secret in every place of a configuration that takes one: no file, tracker or command line shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.config import RunConfig
+from distill.launch import roles
+from distill.launch.preflight import check_secrets
+from distill.launch.run_folder import RunFolder
+from distill.loading import load, load_run_dir
+from distill.report.metrics import Wandb
+from student_trainer.config import TrainerConfig
+from student_trainer.deepspeed_json import deepspeed_config
+from sync import secrets
+from sync.errors import ConfigError
+from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
+from sync.settings import Settings, read_settings
+from sync.stores import open_store
+from teacher_service.config import TeacherConfig
+
+ROOT = Path(__file__).parents[3]
+PLANTED = [f"pl4nted-{number}" for number in range(12)]
+"""Of every place below; the last one is on this process's own command line."""
+CONFIG = """
+[run]
+name = "x"
+folder = "{folder}"
+steps = 1
+[student]
+path = "{folder}/student"
+env = {{ WANDB_API_KEY = "{0}" }}
+[student.engine_args]
+max-model-len = 64
+[teachers.here]
+path = "t"
+env = {{ SERVICE_PASSWORD = "{1}" }}
+route = ["a"]
+[teachers.served]
+path = "t"
+engine = "openai"
+engine_url = "http://me:{2}@127.0.0.1:9"
+route = ["b"]
+[teachers.there]
+path = "t"
+urls = ["http://me:{3}@127.0.0.1:9"]
+[prompts]
+type = "task"
+task = "both_ends"
+options = {{ nested = {{ api_token = "{4}" }} }}
+[rollout]
+max_tokens = 12
+[trainer]
+deepspeed = "{root}/configs/deepspeed/zero3_cpu.json"
+env = {{ HF_TOKEN = "{5}" }}
+overrides = {{ "comet.api_key" = "{6}" }}
+[weights.store]
+type = "object"
+url = "s3://bucket/prefix"
+options = {{ secret_access_key = "{7}", endpoint = "http://me:{8}@127.0.0.1:9" }}
+[evaluation.placement]
+env = {{ AWS_SESSION_TOKEN = "{9}" }}
+[controller]
+url = "http://me:{10}@127.0.0.1:9"
+[tracking]
+wandb = "offline"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setattr(secrets, "_known", set())
+    (tmp_path / "x.toml").write_text(CONFIG.format(*PLANTED, folder=tmp_path, root=ROOT))
+    return load(tmp_path / "x.toml")
+
+
+def shown(text: str | bytes) -> list[str]:
+    return [one for one in PLANTED if (one.encode() if isinstance(text, bytes) else one) in text]
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_its_own(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {"deepspeed": deepspeed_config(config.trainer)})
+        plan = roles.plan_servers(config, folder, "the run's token")
+        trainer = roles.trainer_child(config, folder, "http://me:pl4nted-10@127.0.0.1:9", None)
+    written = files(config.run_dir)
+    assert {path.name for path in written} >= {
+        "config.json",
+        "trainer.json",
+        "evaluator.json",
+        "student-0.json",
+    }
+    assert {path: shown(content) for path, content in written.items() if shown(content)} == {}
+    private = [path for path in written if path.suffix == ".json"]
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
+
+    children = {child.name: child for child in [*plan.children, trainer]}
+    assert {name: shown(" ".join(child.argv)) for name, child in children.items()} == {
+        name: [] for name in children
+    }
+
+    def given(name: str, kind: Any, file: str) -> Any:
+        monkeypatch.setenv(secrets.VARIABLE, children[name].env[secrets.VARIABLE])
+        return read_settings(kind, config.run_dir / "roles" / file)
+
+    assert given("trainer", TrainerConfig, "trainer.json").weights == config.weights
+    assert given("trainer", TrainerConfig, "trainer.json").controller_url == config.controller.url
+    assert given("teacher-served", TeacherConfig, "teacher-served.json") == config.teachers["served"]
+    assert given("evaluator", RunConfig, "evaluator.json") == config
+    monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
+    assert ReplicaConfig.from_environment().store == config.weights.store
+    assert children["student-0"].env["WANDB_API_KEY"] == PLANTED[0]
+    assert children["trainer"].env["HF_TOKEN"] == PLANTED[5]
+
+
+def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_elsewhere(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {})
+        (folder.path / "journal").mkdir()
+        (folder.path / "journal" / "0").write_text("x")
+    kept = load_run_dir(config.run_dir)
+    assert (kept.run, kept.rollout) == (config.run, config.rollout)
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr("sync.stores.object_store.ObjectStore", lambda url, options: asked.append(options))
+    open_store(kept.weights.store, config.run_dir)
+    assert [sorted(options) for options in asked] == [["endpoint"]]
+    with RunFolder.open(config, resume=True) as folder:
+        assert folder.keep(config, {}) == [], "what is hidden has not changed"
+
+
+def recorded(written: dict[Path, bytes]) -> bool:
+    """Whether wandb's own file holds the configuration."""
+    return any(path.suffix == ".wandb" and b"max_tokens" in content for path, content in written.items())
+
+
+def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "setproctitle", lambda title: None)
+    said = f"weights.store.options.secret_access_key={PLANTED[11]}"
+    monkeypatch.setattr(sys, "argv", ["distill", "run", "x.toml", "--set", said])
+    secrets.redact_process()
+    config.run_dir.mkdir(parents=True)
+    sink = Wandb(config)
+    sink.log(1, {"loss": 0.5})
+    sink.close()
+    deadline, written = time.monotonic() + 60.0, files(config.run_dir / "wandb")
+    while not recorded(written) and time.monotonic() < deadline:  # its service writes on behind the end
+        time.sleep(0.1)
+        written = files(config.run_dir / "wandb")
+    assert recorded(written), {path: len(content) for path, content in written.items()}
+    assert {path: shown(content) for path, content in written.items() if shown(content)} == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ('student.engine_args."hf-token"', PLANTED[0]),
+        ("teachers.here.engine_args.nested.api_key", PLANTED[0]),
+        ("trainer.launcher_args", ["--ssh-password", PLANTED[0]]),
+        ("trainer.launcher_args", [f"--launcher-token={PLANTED[0]}"]),
+        ("student.engine_args.url", f"http://me:{PLANTED[0]}@host"),
+    ],
+)
+def test_arguments_that_would_show_a_secret_are_refused_without_showing_it(
+    config: RunConfig, tmp_path: Path, key: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"holds a secret.*in the environment") as caught:
+        check_secrets(load(tmp_path / "x.toml", [f"{key}={json.dumps(value)}"]))
+    assert shown(str(caught.value)) == []
+    check_secrets(config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"weights.store.options.secret_key=[{PLANTED[0]!r}]",
+        f"weights.store={{type='objct',options={{secret_key={PLANTED[0]!r}}}}}",
+        f"student.urls=['http://me:{PLANTED[0]}@']",
+        f"controller.url='ftp://me:{PLANTED[0]}@host'",
+    ],
+)
+def test_messages_about_values_that_cannot_be_used_hide_them(
+    config: RunConfig, tmp_path: Path, override: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "x.toml", [override])
+    assert shown(str(caught.value)) == []
+    assert secrets.HIDDEN in str(caught.value)
+
+
+def test_every_table_whose_keys_are_the_users_is_searched_by_name() -> None:
+    sections = [Settings]
+    for one in sections:
+        sections += one.__subclasses__()
+    tables = {
+        name
+        for section in sections
+        for name, field in section.model_fields.items()
+        if str(field.annotation).startswith("dict[str, ") and "Settings" not in str(field.annotation)
+    }
+    assert tables - secrets.FREE_FORM <= {"teacher_coefficients", "teachers"}

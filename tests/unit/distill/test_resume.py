@@ -1,0 +1,199 @@
+"""What a resume compares: tables of every field, lines for what changed, refusals, kept configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from distill.config import RunConfig
+from distill.launch.resume import BY_CONTENT, REFUSED, TAKES_EFFECT, compare, content, decide
+from distill.launch.run_folder import RunFolder
+from distill.loading import load_run_dir, merge, validate
+from distill.prompts.held_out import split_table
+from distill.prompts.sources import TableSource
+from distill.prompts.stream import Prompt
+from sync.errors import ConfigError
+from sync.settings import Settings
+
+ROOT = Path(__file__).parents[3]
+JSON = str(ROOT / "configs/deepspeed/zero3_cpu.json")
+
+
+def config(folder: Path, **more: Any) -> RunConfig:
+    least = {
+        "run": {"name": "x", "steps": 3, "folder": str(folder)},
+        "student": {"path": "s"},
+        "teachers": {"t": {"path": "t"}},
+        "prompts": {"type": "task", "task": "both_ends"},
+        "rollout": {"max_tokens": 12},
+        "trainer": {"deepspeed": JSON},
+    }
+    return validate(merge(least, more), "x")
+
+
+def table(word: str = "row", rows: int = 40) -> TableSource:
+    return TableSource(Prompt(str(i), [i], "default", None, f"{word} {i}") for i in range(rows))
+
+
+def fields(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted paths of all fields below a type that are no sections themselves; `*` for a table's keys."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        for name, field in annotation.model_fields.items():
+            yield from fields(field.annotation, (*path, name))
+        return
+    sections = [one for one in get_args(annotation) if any(fields(one, path)) and "Settings" in str(mro(one))]
+    if not sections:
+        yield ".".join(path)
+    for one in sections:
+        yield from fields(one, (*path, "*") if str(annotation).startswith("dict") else path)
+
+
+def mro(annotation: Any) -> Any:
+    """The classes of a type and of what it is made of."""
+    if isinstance(annotation, type):
+        return [base.__name__ for base in annotation.__mro__]
+    return [mro(one) for one in get_args(annotation)]
+
+
+def test_every_field_of_the_configuration_is_decided_about_once() -> None:
+    declared = set(fields(RunConfig))
+    assert {"trainer.lr", "teachers.*.path", "buffer.late.half_life", "objective.k"} <= declared
+    tables = [TAKES_EFFECT, BY_CONTENT, set(REFUSED)]
+    known = set().union(*tables)
+    assert sum(map(len, tables)) == len(known), "a key is in two tables"
+    sections = {"teachers.*", "evaluation", "trainer.lora", "objective.task"}
+    assert declared - known == set(), "decide in distill/launch/resume.py what a resume does with these"
+    assert {key for key in known - declared - sections if not key.startswith("content.")} == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (("trainer", "lr"), "trainer.lr"),
+        (("teachers", "big", "path"), "teachers.*.path"),
+        (("teachers", "big"), "teachers.*"),
+        (("student", "engine_args", "max.model"), "student.engine_args"),
+        (("content", "deepspeed", "optimizer", "params", "eps"), "content.deepspeed"),
+        (("content", "deepspeed", "optimizer", "type"), "content.deepspeed.optimizer.type"),
+    ],
+)
+def test_a_change_is_decided_by_the_nearest_key(path: tuple[str, ...], key: str) -> None:
+    assert decide(path) == key
+
+
+def record(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    """A record of a run; `content` in `more` over its content."""
+    over = more.pop("content", {})
+    made = config(tmp_path, **more)
+    given = {"prompts": "40 prompts, a", "held_out": "4 prompts, b", "deepspeed": {"gradient_clipping": 1.0}}
+    return made.model_dump(mode="json") | {"content": given | over}
+
+
+def test_nothing_is_said_of_what_did_not_change(tmp_path: Path) -> None:
+    assert compare(record(tmp_path), record(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"trainer": {"lr": 1e-5}}, "trainer.lr: 3e-06 -> 1e-05 (takes effect)"),
+        ({"run": {"steps": 9}}, "run.steps: 3 -> 9 (takes effect)"),
+        ({"student": {"engine_args": {"seed": 1}}}, "student.engine_args.seed: None -> 1 (takes effect)"),
+        ({"teachers": {"t": {"port": 7}}}, "teachers.t.port: 0 -> 7 (takes effect)"),
+        ({"trainer": {"overrides": {"a.b": 2}}}, "trainer.overrides.a.b: None -> 2 (same content)"),
+        (
+            {"content": {"deepspeed": {"gradient_clipping": 2.0}}},
+            "deepspeed.gradient_clipping: 1.0 -> 2.0 (takes effect)",
+        ),
+    ],
+)
+def test_what_may_change_is_said_and_taken(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    assert compare(record(tmp_path), record(tmp_path, **more)) == [line]
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"student": {"path": "other"}}, "student.path: s -> other (refused: the checkpoint was trained"),
+        ({"teachers": {"t": {"path": "u"}}}, "teachers.t.path: t -> u (refused: rollouts in the journal"),
+        ({"teachers": {"u": {"path": "u"}}}, "teachers.u: None -> {'urls': []"),
+        ({"objective": {"type": "topk", "k": 4}}, "objective.k: None -> 4 (refused: it is"),
+        ({"rollout": {"max_tokens": 8}}, "rollout.max_tokens: 12 -> 8 (refused: rollouts"),
+        ({"run": {"seed": 1}}, "run.seed: 0 -> 1 (refused"),
+        ({"trainer": {"lora": {}}}, "trainer.lora: None -> {'rank': 32"),
+        (
+            {"content": {"prompts": "40 prompts, z"}},
+            "prompts: 40 prompts, a -> 40 prompts, z (refused: other",
+        ),
+        ({"content": {"held_out": "4 prompts, z"}}, "held_out: 4 prompts, b -> 4 prompts, z (refused: eval"),
+        (
+            {"content": {"deepspeed": {"bf16": {"enabled": True}}}},
+            "deepspeed.bf16: None -> {'enabled': True}",
+        ),
+    ],
+)
+def test_what_must_not_change_is_refused_by_name(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(record(tmp_path), record(tmp_path, **more))
+    assert any(found.startswith(line) for found in str(caught.value).splitlines()), caught.value
+    assert "undo them, or start a new run" in str(caught.value)
+
+
+def test_every_refused_key_has_its_line_and_those_that_may_change_have_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(record(tmp_path), record(tmp_path, student={"path": "o"}, run={"seed": 1, "steps": 9}))
+    assert sum("(refused: " in line for line in str(caught.value).splitlines()) == 2
+    assert "run.steps" not in str(caught.value)
+
+
+def test_an_evaluation_may_come_and_go_where_it_holds_no_row_back(tmp_path: Path) -> None:
+    without = record(tmp_path, evaluation=False, content={"held_out": None})
+    (line,) = compare(record(tmp_path), without)
+    assert line.startswith("evaluation: {'every': 0")
+    assert line.endswith("-> None (same content)")
+
+
+def test_prompts_are_told_apart_by_content_whatever_their_number(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    first, again, other = (content(made, split_table(table(word), 4, 0)) for word in ("row", "row", "line"))
+    assert first == again
+    assert first["prompts"].startswith("36 prompts, ")
+    assert first["held_out"].startswith("4 prompts, ")
+    assert first["prompts"] != other["prompts"]
+    assert first["held_out"] != other["held_out"]
+    moved = content(made, split_table(table(), 4, 1))
+    assert moved["held_out"] != first["held_out"], "the same rows, split otherwise"
+    assert "lr" not in first["deepspeed"]["optimizer"]["params"], "said once, as trainer.lr"
+
+
+def test_every_configuration_of_a_run_is_kept(tmp_path: Path) -> None:
+    given = {"prompts": "a", "held_out": None, "deepspeed": {}}
+    with RunFolder.open(config(tmp_path), resume=False) as folder:
+        assert folder.keep(config(tmp_path), given) == []
+        (folder.path / "journal").mkdir()
+        (folder.path / "journal" / "0").write_text("x")
+    for lr in (1e-5, 1e-5, 1e-4):
+        faster = config(tmp_path, trainer={"deepspeed": JSON, "lr": lr})
+        with RunFolder.open(faster, resume=True) as folder:
+            said = folder.keep(faster, given)
+    assert said == ["trainer.lr: 1e-05 -> 0.0001 (takes effect)"]
+    names = ["config.0.json", "config.1.json", "config.json"]
+    kept = [json.loads((tmp_path / "x" / name).read_text())["trainer"]["lr"] for name in names]
+    assert kept == [3e-6, 1e-5, 1e-4]
+    assert load_run_dir(tmp_path / "x").trainer.lr == 1e-4
+    assert {(tmp_path / "x" / name).stat().st_mode & 0o777 for name in names} == {0o600}
+
+
+def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
+    test_every_configuration_of_a_run_is_kept(tmp_path)
+    before = (tmp_path / "x/config.json").read_text()
+    other = config(tmp_path, student={"path": "other"})
+    given = {"prompts": "a", "held_out": None, "deepspeed": {}}
+    with RunFolder.open(other, resume=True) as folder, pytest.raises(ConfigError, match=r"student\.path"):
+        folder.keep(other, given)
+    assert (tmp_path / "x/config.json").read_text() == before
+    assert not (tmp_path / "x/config.2.json").exists()
