@@ -170,5 +170,5 @@ MUTANTS: list[mutants.Mutant] = [
     ("delta_file", "blake3(array.view(np.uint8).data)", "blake3(array.view(np.uint8).data[1:])"),
     ("delta_file", "        check_cover((header for header, _ in files), places)\n", ""),
     ("delta_file", "        verify(header, arrays, threads)\n", "        pass\n"),
-    ("delta_file", "links[-1] if links", "links[:0] if links"),
+    ("delta_file", "for header, _ in files:", "for header, _ in files[:0]:"),
 ]
