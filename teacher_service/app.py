@@ -25,7 +25,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
+from sync.guard import RunGuard
 from sync.transport import TokenGuard, refuse, reply
 from sync.wire import (
     Message,
@@ -50,7 +52,7 @@ from teacher_service.admission import (
     check_request,
     check_write,
 )
-from teacher_service.batching import Batcher
+from teacher_service.batching import STUCK_SECONDS, Batcher
 from teacher_service.bodies import BodyGate
 from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks, Text
 from teacher_service.metrics import Metrics
@@ -90,8 +92,12 @@ class TeacherService:
         wire_dtype: str = "float16",
         end_ids: Sequence[int] = (),
         token: str | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows."""
+        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows.
+
+        `claim`: of a teacher that follows a run; None: it may serve many.
+        """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
         self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
@@ -106,7 +112,14 @@ class TeacherService:
             Route("/metrics", self.get_metrics),
         ]
         self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, middleware=[Middleware(TokenGuard, token=token)]
+            routes=routes,
+            lifespan=self._lifespan,
+            middleware=[
+                Middleware(TokenGuard, token=token),
+                Middleware(
+                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/write"), model=info.fingerprint
+                ),
+            ],
         )
 
     @contextlib.asynccontextmanager
@@ -287,7 +300,9 @@ class TeacherService:
         """GET /health"""
         if self._batcher.healthy:
             return PlainTextResponse("ok")
-        return refuse(503, "the batching task has ended: restart this process, its log says why")
+        return refuse(
+            503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process"
+        )
 
     async def get_metrics(self, _: Request) -> Response:
         """GET /metrics"""

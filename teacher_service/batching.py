@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
 """Least and most a caller is told to wait."""
 
+STUCK_SECONDS: Final = 1800.0
+"""Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
 """How long a batch under way is waited for at the end."""
 
@@ -53,6 +55,8 @@ class Batcher:
         self._rate = 0.0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._began: float | None = None
+        """time.monotonic() at which the engine was called; None: it is idle."""
         self._last: Future[Any] | None = None
         """What was given to the engine's thread last."""
         self._task: asyncio.Task[None] | None = None
@@ -63,8 +67,10 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        """Whether batches are being computed."""
-        return self._task is not None and not self._task.done()
+        """Whether batches are being computed, each within STUCK_SECONDS."""
+        began = self._began
+        stuck = began is not None and time.monotonic() - began > STUCK_SECONDS
+        return self._task is not None and not self._task.done() and not stuck
 
     async def stop(self, patience: float = STOP_SECONDS) -> bool:
         """Compute no more, and wait `patience` seconds for the batch under way; whether it has ended."""
@@ -79,7 +85,15 @@ class Batcher:
 
     async def in_engine_thread(self, function: Callable[[], R]) -> R:
         """Run `function` between two batches."""
-        last = self._thread.submit(function)
+
+        def call() -> R:
+            self._began = time.monotonic()
+            try:
+                return function()
+            finally:
+                self._began = None
+
+        last = self._thread.submit(call)
         self._last = last
         return await asyncio.wrap_future(last)
 

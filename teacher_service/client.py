@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
+from sync.claims import Claim
 from sync.errors import ConfigError, DistillError, Unreachable, WireError
 from sync.wire import (
     Head,
@@ -84,7 +85,8 @@ class TeacherClient:
 
     `window`: longest time that sequences wait for those of other callers, seconds. `request_tokens`: bound of
     one request (a longer sequence travels alone). `timeout`: deadline of calls that give none, seconds.
-    `health`: how often a replica that holds a request is asked whether it lives, seconds.
+    `health`: how often a replica that holds a request is asked whether it lives, seconds. `claim`: the run
+    that is asked for. Once `info` was asked, answers of another model are refused (WrongServer).
     """
 
     def __init__(
@@ -97,11 +99,12 @@ class TeacherClient:
         window: float = 0.002,
         request_tokens: int = 65536,
         health: float = HEALTH_SECONDS,
+        claim: Claim | None = None,
     ) -> None:
         if not urls:
             raise ConfigError(f"teacher {name!r} has no urls: give at least one")
         self.name, self.counters = name, Counters()
-        self.replicas = Replicas(urls, token, timeout, health)
+        self.replicas = Replicas(urls, token, timeout, health, claim)
         self._timeout, self._window, self._request_tokens = timeout, window, request_tokens
         self._pending: dict[_Kind, _Pending] = {}
         self._answered: dict[str, str] = {}
@@ -134,6 +137,8 @@ class TeacherClient:
                     f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
                     f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
                 )
+        for peer in peers:
+            peer.model = infos[0].fingerprint
         return infos[0]
 
     async def facts(self) -> TeacherInfo:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+
+import msgspec
 
 from distill.control.buffer import Entry
 from distill.control.journal import Journal
@@ -27,7 +30,7 @@ from distill.control.state import Asked, Batch, Rules, RunState
 from distill.control.trials import accused_by_death, is_single, plan_lineage
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
-from sync.wire import Version, unpack
+from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
 
 PutAside = Callable[[str, DropReason, str, list[int]], None]
@@ -44,10 +47,12 @@ class Books:
         state: RunState,
         prompts: PromptStream,
         author: Callable[[int], bool],
+        name: str,
         sift: Sift,
         put_aside: PutAside,
     ) -> None:
         self.journal = journal
+        self._name = name
         self.state = state
         self._prompts = prompts
         self._author = author
@@ -88,10 +93,16 @@ class Books:
             _check_same_prompts(journal.folder, state.opened, now)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        books = cls(journal, state, prompts, author, sift, put_aside)
-        books.write(now)
+        books = cls(journal, state, prompts, author, run, sift, put_aside)
+        books.write(msgspec.structs.replace(now, id=books.run.id or secrets.token_hex(8)))
         books._drop_broken()
         return books
+
+    @property
+    def run(self) -> RunIdentity:
+        """What all requests of this run name."""
+        opened = self.state.opened
+        return RunIdentity(self._name, opened.id if opened else None, self.state.fingerprint)
 
     def write(self, record: AnyRecord) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""

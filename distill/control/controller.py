@@ -14,7 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from distill.config import RunConfig
 from distill.control.authors import authors
@@ -22,6 +25,7 @@ from distill.control.batches import Shape
 from distill.control.books import Books
 from distill.control.broadcasts import Broadcasts
 from distill.control.composer import Composer, Hold
+from distill.control.conclusion import conclude, conclude_interrupted
 from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -29,19 +33,21 @@ from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
-from distill.control.records import DropReason, Rollout, VersionApplied
+from distill.control.provenance import may_exist
+from distill.control.records import Concluded, DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
+from distill.control.silence import Heartbeats
 from distill.control.soundness import soundness
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
-from distill.control.timeline import Timeline
+from distill.control.timeline import TRAINER, Timeline
 from distill.control.trust import Trust
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
 from distill.prompts.stream import Prompt
-from sync.errors import DistillError, Overloaded
+from sync.errors import Overloaded
 from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
@@ -79,7 +85,9 @@ class Controller:
         self._left = self._interrupted = False
         self._stop_reason: str | None = None
         self._failure: str | None = None
-        self._weights_identical: dict[str, bool | None] = {}
+        self._end = Concluded(None, {}, [])
+        self._claim = parts.claim
+        self._claim.run = self.books.run
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
@@ -100,13 +108,14 @@ class Controller:
             quarantined=hooks.quarantined,
         )
         self._guard = Guard(config.guard)
+        self.heartbeats = Heartbeats(config.run.health_timeout_seconds, self._hung)
         self.desk = self._make_desk(parts)
         self.composer = self._make_composer()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(
-            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect)
+            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect), parts.claim
         )
 
     # --- what the launcher calls --------------------------------------------------------------------------
@@ -128,6 +137,7 @@ class Controller:
     def trainer_left(self) -> None:
         """The trainer's processes have ended for good."""
         self._left = True
+        self.heartbeats.forget()
         self._changed.wake()
 
     def withhold(self) -> None:
@@ -176,7 +186,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self.composer.run(), self._keep_tidy()]
+        return [*parts, self.composer.run(), self._keep_tidy(), self.heartbeats.run()]
 
     async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
         """Until the run is over, or a worker fails."""
@@ -200,16 +210,13 @@ class Controller:
             await self.books.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
-        """The proof of equal weights, and the evaluation of the last version."""
-        final = self.desk.final
-        if final is None:
-            return
-        self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        if self.evaluations is not None and not self._interrupted:
-            try:
-                await self.evaluations.now(final.version)
-            except DistillError as error:
-                logger.error("the last version could not be evaluated: %s", error)
+        self.heartbeats.forget()
+        if self._interrupted:
+            self._end = await conclude_interrupted(self.desk.final, self.fleet)
+        else:
+            seconds = self.config.weights.timeout_seconds
+            self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
+        self.books.write(self._end)
 
     # --- what the parts call ------------------------------------------------------------------------------
 
@@ -258,6 +265,14 @@ class Controller:
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
 
+    def _hung(self, ranks: list[int]) -> None:
+        logger.error(
+            "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: the trainer is hung",
+            ", ".join(map(str, ranks)),
+            self.config.run.health_timeout_seconds,
+        )
+        self._hooks.stuck(TRAINER)
+
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
         end = time.time()
@@ -265,6 +280,8 @@ class Controller:
 
     def _opened(self, welcome: TrainerWelcome) -> None:
         self._guard.forget()
+        self._claim.run = welcome.run
+        self.heartbeats.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -312,7 +329,10 @@ class Controller:
             "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            **identity(self._weights_identical),
+            "version": str(reached) if reached else None,
+            "run": msgspec.to_builtins(self.books.run),
+            "problems": self._end.problems,
+            **identity(self._end.weights),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -324,6 +344,7 @@ class Controller:
         fleet = Fleet(
             target=lambda: state.target.version if state.target else None,
             step_of=state.step_of,
+            may_exist=partial(may_exist, state=state),
             applied=self._applied,
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
@@ -332,7 +353,6 @@ class Controller:
             silent_seconds=self.config.rollout.silent_seconds,
             stuck=self._hooks.stuck,
             trust=self.trust,
-            impossible=self.sound.impossible,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -367,6 +387,7 @@ class Controller:
                 reported=self._reported,
                 published=self._published,
                 saved=self._tidy.wake,
+                heard=self.heartbeats.heard,
                 wants_broadcast=self.broadcasts.wanted,
                 lost_seats=self.broadcasts.lost_seats,
             ),

@@ -14,11 +14,12 @@ from typing import Literal, Protocol
 
 from distill.config import EvaluationConfig
 from distill.control.books import Books
+from distill.control.provenance import report_problem
 from distill.control.records import Evaluated
 from distill.control.signals import Signal
 from distill.control.timeline import Timeline
 from distill.control.trust import Trust
-from sync.errors import RemoteError, Unreachable, WireError
+from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Evaluations:
         self._waiting: Version | None = None
         self._newest: Version | None = None
         """The newest version that was due."""
+        self._answered = False
+        """The evaluator has evaluated a version of this run."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
@@ -110,6 +113,8 @@ class Evaluations:
                 self._waiting = self._waiting or version
                 await asyncio.sleep(self._retry_seconds)
             except (RemoteError, WireError) as error:
+                if isinstance(error, WrongServer) and not self._answered:
+                    raise  # it was another run's from the start
                 logger.error("evaluation of %s is left out: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
@@ -126,6 +131,7 @@ class Evaluations:
             report = await self._checked(version)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
+        self._answered = True
         self._books.write(Evaluated(report))
         await self._books.journal.commit()
         self._done(report, best(reports, metric) is report)
@@ -139,6 +145,8 @@ class Evaluations:
         """A report that can be recorded. Raises WireError for one that cannot."""
         try:
             report = await self._evaluator.evaluate(version)
+            if wrong := report_problem(report, version):
+                raise RemoteError(wrong)
             if problem := checks.evaluation(report, version):
                 raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
         except WireError as error:

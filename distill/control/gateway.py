@@ -19,7 +19,9 @@ from starlette.routing import Route
 
 from distill.control.desk import Desk, Event
 from distill.control.members import Members
+from sync.claims import Claim
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
+from sync.guard import RunGuard
 from sync.listening import bind_alone
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import (
@@ -50,8 +52,12 @@ def application(
     metrics: Callable[[], dict[str, float]],
     token: str | None,
     members: Members,
+    claim: Claim,
 ) -> Starlette:
-    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
+    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard.
+
+    `claim`: the controller's own run.
+    """
     heads: dict[str, bytes] = {}
 
     async def hello(request: Request) -> Response:
@@ -96,7 +102,7 @@ def application(
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
-        middleware=[Middleware(TokenGuard, token=token or "")],
+        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=claim)],
     )
 
 
@@ -107,7 +113,7 @@ def replica_routes(members: Members) -> list[Route]:
         return reply(members.listing())
 
     async def join(request: Request) -> Response:
-        return reply(members.join(await read_message(request, ReplicaJoins)))
+        return reply(await members.join(await read_message(request, ReplicaJoins)))
 
     async def leave(request: Request) -> Response:
         return reply(await members.leave(await read_message(request, ReplicaLeaves)))

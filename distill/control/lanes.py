@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from distill.control.signals import Signal
 from distill.control.timeline import Timeline
 from distill.control.trust import Trust
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2
@@ -181,6 +181,8 @@ class Lanes(Generic[W, A]):
                 pause = min(pause * 2, 5.0)
                 if len(work) > 1:
                     return await self._ask_in_halves(lane, work)
+            except WrongServer:  # no rollout is at fault
+                raise
             except (RemoteError, WireError) as error:
                 if len(work) == 1:
                     return [Unusable(str(error)) if isinstance(error, WireError) else str(error)]

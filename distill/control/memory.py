@@ -233,7 +233,7 @@ class MemoryTeacher:
         return TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
             hidden_size=4, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
-            can=["topk", "gather", "entropy", "hidden", "write"],
+            fingerprint="", can=["topk", "gather", "entropy", "hidden", "write"],
         )  # fmt: skip
 
     def answered_by(self, id: str) -> str:
@@ -288,7 +288,9 @@ class MemoryTrainer:
 
     async def run(self) -> Stop:
         """From hello to the last word. Cancel it to kill it."""
-        hello = TrainerHello(world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model")
+        hello = TrainerHello(
+            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.desk.run.name
+        )
         welcome = await self.desk.hello(hello)
         self.welcomes.append(welcome)
         version = welcome.version

@@ -25,6 +25,7 @@ DropReason = Literal[
     "unusable",
     "function_failed",
     "poisoned",
+    "impossible_version",
 ]
 AgainReason = Literal[
     "replica_lost",
@@ -62,6 +63,8 @@ class Opened(Record, frozen=True):
     """Completions of each prompt."""
     rows: int | None = None
     """Prompts of an epoch; None: they have no end."""
+    id: str | None = None
+    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
 
 
 class Issued(Record, frozen=True):
@@ -216,6 +219,17 @@ class Evaluated(Record, frozen=True):
     report: EvalReport
 
 
+class Concluded(Record, frozen=True):
+    """The trainer has left and what can be shown of the last version was shown."""
+
+    version: Version | None
+    """The trainer's last word; None: it gave none."""
+    weights: dict[str, bool | None]
+    """Replica → whether it held the trainer's weights; None: it was not compared."""
+    problems: list[str]
+    """What is wrong with the end of the run; empty: nothing."""
+
+
 class Location(msgspec.Struct, array_like=True):
     """Where a record stands in the journal: known once it is committed, -1 until then."""
 
@@ -262,6 +276,7 @@ AnyRecord = (
     | Checkpointed
     | RolledBack
     | Evaluated
+    | Concluded
     | Snapshot
 )
 

@@ -14,6 +14,7 @@ from typing import Literal
 from distill.config import AtLimit, RolloutConfig
 from distill.control.books import Books
 from distill.control.parts import Quarantined
+from distill.control.provenance import span_problem
 from distill.control.records import AgainReason, DropReason
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet, Replica
@@ -21,7 +22,7 @@ from distill.control.scoring import Finished, Refused
 from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import TRAINER, Timeline
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class Feeder:
                 raise WireError(f"{len(request.missing)} of {count} prompts were not answered: each must be")
         except TimeoutError:
             request.reason = "straggler"
-        except (Unreachable, WireError) as error:
+        except (Unreachable, WireError, WrongServer) as error:
             logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
             self._fleet.report_lost(replica)
             if isinstance(error, WireError):
@@ -197,7 +198,7 @@ class Feeder:
         self._load(replica, -1)
         problem = self._sound.generated(answer) if isinstance(answer, Generated) else None
         if problem is None:
-            self._fleet.trust(replica)
+            self._fleet.trust.good(replica.server)
             self._take(asked, answer)
             return
         detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
@@ -223,6 +224,8 @@ class Feeder:
             self._drop(finished, "group_broken", "another completion of its prompt was dropped")
         elif answer.token_ids.shape[0] == 0:
             self._put_aside(finished, "empty", "a completion without tokens")
+        elif problem := span_problem(answer.spans, self._books.state):
+            self._put_aside(finished, "impossible_version", problem)
         elif why := self._unfit(answer):
             self._put_aside(finished, *why)
         else:

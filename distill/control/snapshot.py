@@ -38,7 +38,7 @@ from sync.wire import EvalReport, Version, VersionSpan
 PLAIN = (
     "cursor", "lineage", "fingerprint", "next_step", "reached", "trained_tokens", "trained_by_teacher",
     "target", "checkpoints", "evaluations", "rollbacks", "rolled_back", "counters", "opened", "broken",
-    "trials",
+    "newest", "trials",
 )  # fmt: skip
 """Fields of RunState that are saved as they are."""
 
@@ -101,6 +101,7 @@ class Saved(msgspec.Struct):
     counters: Counters
     opened: Opened | None
     broken: dict[str, set[str]]
+    newest: dict[int, int]
     lineages: list[Lineage]
     published: list[VersionPublished]
     applied: list[VersionApplied]

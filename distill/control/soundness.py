@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from distill.config import RolloutConfig
+from distill.control.provenance import span_problem
 from distill.control.records import Rollout
-from sync.wire import Generated, Sampling, Scored, Version, Want, Written, checks
+from sync.wire import Generated, Sampling, Scored, VersionSpan, Want, Written, checks
 from sync.wire.checks import Problem
 
 if TYPE_CHECKING:
@@ -31,14 +32,7 @@ def soundness(config: RolloutConfig, parts: Parts, state: Callable[[], RunState]
         student_topk=parts.student_topk,
         max_seconds=config.straggler_seconds,
     )
-    return Soundness(sampling, parts.want, lambda version: impossible(state(), version), parts.vocab_size)
-
-
-def impossible(state: RunState, version: Version) -> str | None:
-    """Why no token can have been sampled from `version`; None: it can."""
-    if version.lineage not in state.lineages and version != Version(0, 0):
-        return f"of one of the {len(state.lineages)} lineages of this run"
-    return None if 0 <= version.step <= state.trials.furthest else f"of a step in 0 … {state.trials.furthest}"
+    return Soundness(sampling, parts.want, lambda spans: span_problem(spans, state()), parts.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,13 @@ class Soundness:
 
     sampling: Sampling
     want: Want
-    impossible: Callable[[Version], str | None]
+    impossible: Callable[[Iterable[VersionSpan]], str | None] = lambda spans: None
+    """Why tokens cannot be of the versions that their spans name; looked at in rollouts of the journal."""
     vocab_size: int = checks.ANY_ID
 
     def generated(self, answer: Generated) -> Problem | None:
         """Of a completion of the student."""
-        return checks.generated(answer, self.sampling, self.vocab_size, self.impossible)
+        return checks.generated(answer, self.sampling, self.vocab_size)
 
     def written(self, answer: Written) -> Problem | None:
         """Of a completion by a teacher."""
@@ -67,15 +62,16 @@ class Soundness:
         """A rollout from the journal, without diagnostics that cannot be used."""
         count, k, vocab = rollout.length, self.sampling.student_topk, self.vocab_size
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
-        spans = () if rollout.by_teacher and not rollout.spans else rollout.spans
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
-            checks.spans(spans, 0 if rollout.by_teacher else count, self.impossible),
+            checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
             self.scored(rollout.scored, count),
         )
         if problem is not None:
             return problem
+        if why := self.impossible(rollout.spans):
+            return Problem("spans", why, "of versions that this run published")
         scored = checks.without_bad_diagnostics(rollout.scored, count)
         return msgspec.structs.replace(rollout, scored=scored)

@@ -19,6 +19,7 @@ from distill.control.records import (
     AskedAgain,
     Checkpointed,
     Composed,
+    Concluded,
     Dropped,
     Evaluated,
     HandedOut,
@@ -142,14 +143,14 @@ class RunState:
         self.reached: Version | None = None
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
-        """Completion tokens of each step trained on the way of the current lineage; those of steps that the
-        kept checkpoints cover are one sum, under the last of them."""
+        """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
         self.trials = Trials()
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: deque[VersionPublished] = deque(maxlen=RECENT)
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
         self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
         """The newest ones, in the order of their saving."""
@@ -157,10 +158,8 @@ class RunState:
         """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
         self.opened: Opened | None = None  # by the newest controller
         self.evaluations: list[EvalReport] = []
-        self.rollbacks = 0
-        """Of the guard, over the whole run."""
-        self.rolled_back: RolledBack | None = None
-        """The one that no trainer has followed yet."""
+        self.rollbacks = 0  # of the guard, over the whole run
+        self.rolled_back: RolledBack | None = None  # the one that no trainer has followed yet
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
@@ -182,6 +181,7 @@ class RunState:
             Checkpointed: self._checkpointed,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
+            Concluded: lambda record, _: None,
             Snapshot: self._snapshot,
         }
 
@@ -362,6 +362,8 @@ class RunState:
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
         self.counters.published += 1
+        lineage, step = record.version
+        self.newest[lineage] = max(step, self.newest.get(lineage, 0))
         if record.kind == "broadcast":
             return
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):

@@ -36,8 +36,8 @@ TAKES_EFFECT: Final = _keys(
         "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
         "repeats bad_answers",
         "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
-        "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every keep_checkpoints threads "
-        "init_timeout_seconds",
+        "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
+        "keep_checkpoints threads init_timeout_seconds",
         "content": "deepspeed",
         "weights": "road publish_every anchor_share keep_anchors codec kv_on_swap timeout_seconds",
         "weights.store": "type path bucket prefix create url options",
@@ -72,7 +72,7 @@ _REASONS: Final[dict[str, dict[str, str]]] = {
     },
     "it is what the weights so far were optimised for": {
         "objective": "type k beta alpha coefficient teacher_coefficients rho_cap drop_rho_outside discount "
-        "on_policy max_supervised_tokens task",
+        "on_policy max_supervised_tokens teacher_temperature task",
         "objective.task": "baseline rho_cap",
     },
     "the checkpoint holds weights and an optimizer of that form": {

@@ -14,7 +14,7 @@ Letters in shapes: see sync.wire.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -33,8 +33,6 @@ ANY_ID: Final = 1 << 31
 MOST_RANKS: Final = 1 << 16
 DIAGNOSTICS: Final = ("entropy", "tail")
 HALF: Final = ("f2", "f4")
-VersionRule = Callable[[Version], str | None]
-"""What a version breaks; None: it can be."""
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 
@@ -156,14 +154,13 @@ def tokens(token_ids: Array, logprob: Array, most: int, vocab_size: int, least: 
     return _array("logprob", logprob, ("f4",), (count,), _LOGPROB)
 
 
-def spans(found: Sequence[VersionSpan], count: int, version: VersionRule) -> Problem | None:
-    """Version spans of `count` tokens: one after the other, none empty, of versions that can be."""
+def spans(found: Sequence[VersionSpan], count: int) -> Problem | None:
+    """Version spans of `count` tokens: one after the other, none empty."""
     ends = [0, *(span.end for span in found)]
     if [span.start for span in found] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != count:
         text = ", ".join(f"[{span.start}, {span.end})" for span in found[:4])
         return Problem("spans", text or "empty", f"contiguous from 0 to {count}, none of them empty")
-    wrong = ((span.version, why) for span in found if (why := version(span.version)))
-    return next((Problem("spans", f"of version {at}", why) for at, why in wrong), None)
+    return None
 
 
 def topk_ids(
@@ -182,13 +179,13 @@ def topk_ids(
     )
 
 
-def generated(answer: Generated, asked: Sampling, vocab_size: int, version: VersionRule) -> Problem | None:
+def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
     """A completion of the student, without tokens too: what becomes of that is not for the checks to say."""
     if problem := tokens(answer.token_ids, answer.logprob, asked.max_tokens, vocab_size, least=0):
         return problem
     count = answer.token_ids.shape[0]
     return first(
-        spans(answer.spans, count, version),
+        spans(answer.spans, count),
         topk_ids("topk_ids", answer.topk_ids, count, asked.student_topk, vocab_size, -1),
     )
 
@@ -284,14 +281,9 @@ def update(reply: UpdateReply, version: Version) -> Problem | None:
     )
 
 
-def replica_state(state: ReplicaState, version: VersionRule) -> Problem | None:
-    """What a replica says it serves."""
-    why = None if state.version is None else version(state.version)
-    return first(
-        None if why is None else Problem("version", f"{state.version}", why),
-        _number("requests", state.requests),
-        _number("tokens", state.tokens or 0),
-    )
+def replica_state(state: ReplicaState) -> Problem | None:
+    """What a replica says of its work; its version is for the caller to compare."""
+    return first(_number("requests", state.requests), _number("tokens", state.tokens or 0))
 
 
 def hello(message: TrainerHello) -> Problem | None:

@@ -207,7 +207,7 @@ class SpoiledDesk:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
     def __init__(self, desk: Desk, spoiler: Spoiler) -> None:
-        self._desk, self._spoiler = desk, spoiler
+        self._desk, self._spoiler, self.run = desk, spoiler, desk.run
 
     async def _first(self, message: M, send: Callable[[M], Any]) -> None:
         with suppress(DistillError, TimeoutError):

@@ -64,7 +64,7 @@ class Bench:
         sampling = Sampling(
             max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.straggler_seconds
         )
-        sound = Soundness(sampling, Want(), lambda version: None)
+        sound = Soundness(sampling, Want())
         self.feeder = Feeder(
             self.books, self.fleet, settings, steps, self.finished.append, self.timeline, sound
         )

@@ -62,7 +62,7 @@ class Bench:
         self.scoring = Scoring(
             teachers,
             more.pop("route", lambda source: "t"),
-            Soundness(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want, lambda version: None),
+            Soundness(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want),
             batch,
             scored=self._scored,
             refused=self._refused,

@@ -287,6 +287,8 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
     assert [(one.prompt.id, one.reason) for one in put_aside] == [("0:3:0", "unusable")]
     assert why in put_aside[0].detail
     assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
-    trainer.welcomes.insert(0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"]))
+    trainer.welcomes.insert(
+        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.books.run)
+    )
     report = audited(tmp_path, trainer)
     assert report.ok, report.journal_damaged

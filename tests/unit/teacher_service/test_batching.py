@@ -13,6 +13,7 @@ import pytest
 
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
+from teacher_service import batching
 from teacher_service.batching import Batcher, split
 from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.table import TableEngine, random_table
@@ -180,6 +181,19 @@ async def test_the_event_loop_is_free_while_the_engine_computes() -> None:
             await asyncio.sleep(0)
             ticks += 1
         assert ticks == 5
+        assert batcher.healthy
+
+
+async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        monkeypatch.setattr(batching, "STUCK_SECONDS", 0.0)
+        assert not batcher.healthy
+        engine.gate.set()
+        await batcher.in_engine_thread(lambda: None)
         assert batcher.healthy
 
 
