@@ -222,6 +222,10 @@ class GuardConfig(Settings):
     """Rollbacks after which the run is held instead."""
     repeats: int | None = Field(None, ge=2)
     """A completion that ends in so many copies of 1 to 8 tokens is quarantined; None: none is."""
+    bad_answers: int = Field(8, ge=1)
+    """Unusable answers of one server (a replica, a teacher's URL, the evaluator), one after the other, after
+    which it is asked nothing any more; when none of its kind is left the run stops with an error. Failures of
+    a judge or a prompt_transform are counted the same way."""
 
 
 class EvaluationConfig(Settings):

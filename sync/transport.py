@@ -104,7 +104,7 @@ class Unavailable(RemoteError):
     """A status that says to come back; never leaves this file."""
 
 
-_RETRIED: Final = (Overloaded, Unavailable, httpx.TransportError)
+_RETRIED: Final = (Overloaded, Unavailable, httpx.RequestError)
 
 
 class _Patience:
@@ -125,7 +125,7 @@ class _Patience:
         _raise_refusal(self._url, response)
         return response.content
 
-    def pause(self, problem: Overloaded | Unavailable | httpx.TransportError) -> float:
+    def pause(self, problem: Overloaded | Unavailable | httpx.RequestError) -> float:
         """Seconds until the next try. Raises Unreachable, or Overloaded itself, when there is none left."""
         wait = max(self._pause, problem.retry_after) if isinstance(problem, Overloaded) else self._pause
         if time.monotonic() + wait > self._end:
@@ -205,7 +205,7 @@ class Peer:
         """
         try:
             response = await self._send(path, body, timeout)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         if response.status_code >= 500:
             raise Unreachable(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
@@ -263,7 +263,7 @@ class Peer:
                         yield message
                 if buffer:
                     raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 

@@ -38,8 +38,11 @@ from sync.wire import (
     TeacherInfo,
     WriteReply,
     WriteRequest,
+    Written,
+    checks,
     decode,
 )
+from sync.wire.checks import Problem
 from teacher_service.admission import (
     BadRequest,
     admit,
@@ -51,7 +54,7 @@ from teacher_service.admission import (
 )
 from teacher_service.batching import STUCK_SECONDS, Batcher
 from teacher_service.bodies import BodyGate
-from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks
+from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks, Text
 from teacher_service.metrics import Metrics
 from teacher_service.replies import Small, scored, written
 from teacher_service.tickets import Ticket
@@ -188,8 +191,12 @@ class TeacherService:
         self._check_tokens(sum(len(item.token_ids_L) for _, item, _ in items), "sequences")
         ids = [sequence.id for sequence in message.sequences]
 
-        def make(id_: str, outcome: object) -> Scored | None:
-            return scored(id_, outcome, self._small) if isinstance(outcome, Marks) else None
+        def make(id_: str, item: object, outcome: object) -> Scored | Problem | None:
+            if not (isinstance(item, Item) and isinstance(outcome, Marks)):
+                return None
+            answer, gather = scored(id_, outcome, self._small), asked_of(item, want, facts).gather
+            wrong = checks.scored(answer, item.positions, gather, want, facts.vocab_size, facts.hidden_size)
+            return wrong or checks.without_bad_diagnostics(answer, item.positions)
 
         return _Work(
             results=len(ids),
@@ -211,13 +218,20 @@ class TeacherService:
         ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
         manner = Manner(message.max_tokens, message.temperature, ends)
         ids = [prompt.id for prompt in message.prompts]
+
+        def make(id_: str, _: object, outcome: object) -> Written | Problem | None:
+            if not isinstance(outcome, Text):
+                return None
+            answer = written(id_, outcome)
+            return checks.written(answer, message.max_tokens, self._facts.vocab_size) or answer
+
         return _Work(
             results=len(ids),
             sound=len(drafts),
             deadline=message.deadline,
             submit=lambda: self._batcher.submit_drafts(drafts, manner, len(ids), message.deadline),
             reply=lambda outcomes: WriteReply(
-                teacher=self.info.name, results=self._results(ids, admitted, outcomes, written)
+                teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
             ),
         )
 
@@ -245,16 +259,24 @@ class TeacherService:
         ids: Sequence[str],
         admitted: Sequence[object],
         outcomes: Sequence[object],
-        make: Callable[[str, object], R | None],
+        make: Callable[[str, object, object], R | Problem | None],
     ) -> list[R | ScoreRefused]:
-        """What `make` makes of each outcome, or why there is none. Raises Unreachable that an engine met."""
+        """What `make` makes of each item and its outcome, or why there is none, or why it cannot be used.
+
+        Raises Unreachable that an engine met.
+        """
         results: list[R | ScoreRefused] = []
         for id_, item, outcome in zip(ids, admitted, outcomes, strict=True):
             if isinstance(outcome, Unreachable):
                 raise outcome
-            made = make(id_, outcome)
-            why = item if isinstance(item, str) else outcome
-            results.append(ScoreRefused(id_, str(why)) if made is None else made)
+            made = make(id_, item, outcome)
+            if isinstance(made, Problem):
+                log.error("the engine's answer for %s cannot be used: %s", id_, made)
+                results.append(ScoreRefused(id_, f"the engine's answer: {made}", unusable=True))
+            elif made is None:
+                results.append(ScoreRefused(id_, str(item if isinstance(item, str) else outcome)))
+            else:
+                results.append(made)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
 

@@ -19,10 +19,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from sync.errors import Overloaded, Unreachable
+from sync.errors import DataError, Overloaded, Unreachable
 from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
 from teacher_service.metrics import Metrics
-from teacher_service.tickets import NOT_FINITE, Line, Outcome, Ticket, Waiting
+from teacher_service.tickets import Line, Outcome, Ticket, Waiting
 from teacher_service.writing import Scribe
 
 log = logging.getLogger(__name__)
@@ -186,11 +186,11 @@ class Batcher:
         """Outcomes of a batch, in order; runs in the engine's thread."""
         try:
             marks = self._engine.score([w.work for w in batch], asked)
+            return split(marks, [w.work.positions for w in batch])
         except Unreachable as error:
             return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
             return self._after_failure(batch, asked, error)
-        return split(marks, [w.work.positions for w in batch])
 
     def _after_failure(self, batch: list[Waiting[Item]], asked: Asked, error: Exception) -> list[Outcome]:
         """Each half on its own, so that a sequence that cannot be marked fails alone."""
@@ -208,14 +208,13 @@ class Batcher:
 
 
 def split(marks: Marks, counts: Sequence[int]) -> list[Outcome]:
-    """Marks of a batch cut into those of its items; an item with a non-finite log-probability has none."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    finite = np.logical_and.reduceat(np.isfinite(marks.logprob_C), ends - counts)
+    """Marks of a batch cut into those of its items. Raises DataError for columns of another length."""
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
     columns = {name: value for name in Marks.__slots__ if (value := getattr(marks, name)) is not None}
-    result: list[Outcome] = []
-    for end, count, good in zip(ends.tolist(), counts, finite.tolist(), strict=True):
-        if good:
-            result.append(Marks(**{name: value[end - count : end] for name, value in columns.items()}))
-        else:
-            result.append(NOT_FINITE)
-    return result
+    for name, value in columns.items():
+        if len(value) != ends[-1]:
+            raise DataError(f"the engine gave {name} of {len(value)} rows for {ends[-1]} positions")
+    return [
+        Marks(**{name: value[end - count : end] for name, value in columns.items()})
+        for end, count in zip(ends, counts, strict=True)
+    ]

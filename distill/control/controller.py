@@ -40,10 +40,13 @@ from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
 from distill.control.silence import Heartbeats
+from distill.control.soundness import soundness
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.control.timeline import TRAINER, Timeline
+from distill.control.trust import Trust
 from distill.control.waiting import cancel, first_error
 from distill.control.writing import Writing
+from distill.prompts.stream import Prompt
 from sync.errors import Overloaded
 from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
@@ -64,6 +67,8 @@ class Controller:
     ) -> None:
         self.config = config
         self.timeline = Timeline(hooks.span)
+        self.trust = Trust(config.guard.bad_answers, self._fail)
+        self.sound = soundness(config.rollout, parts, lambda: self.books.state)
         self.books = Books.open(
             parts.journal,
             parts.prompts,
@@ -71,20 +76,23 @@ class Controller:
             seed=config.run.seed,
             rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
+            sift=self.sound.sift,
+            put_aside=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
         )
         self._hooks = hooks
         self._teachers = parts.teachers
         self._changed, self._tidy = Signal(), Signal()
-        self._left = False
+        self._left = self._interrupted = False
         self._stop_reason: str | None = None
-        self._interrupted = False
+        self._failure: str | None = None
         self._claim, self._end = parts.claim, Concluded(None, {}, [])
         self._claim.run = self.books.run
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
         self.scoring = self._make_scoring(parts)
-        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), self._refused, self.timeline)
+        given = (self._put_aside, self.timeline, self.sound, self.trust)
+        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), *given)
         self.feeder = Feeder(
             self.books,
             self.fleet,
@@ -92,10 +100,11 @@ class Controller:
             config.run.steps,
             self._finished,
             self.timeline,
-            parts.student_topk,
+            self.sound,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
             write=self.writing.put,
+            quarantined=hooks.quarantined,
         )
         self._guard = Guard(config.guard)
         self.heartbeats = Heartbeats(config.run.health_timeout_seconds, self._hung)
@@ -218,8 +227,10 @@ class Controller:
         await self.books.admit(rollouts)
         self._changed.wake()
 
-    def _refused(self, finished: Finished, problem: str) -> None:
-        self._put_aside(finished, "teacher_refused", problem)
+    def _fail(self, problem: str) -> None:
+        """No server of a kind is left: save a checkpoint and end with an error."""
+        self._failure = self._failure or problem
+        self.request_stop(problem)
 
     def _put_aside(self, finished: Finished, reason: DropReason, detail: str) -> None:
         prompt, tokens = finished.asked.prompt, finished.answer.token_ids
@@ -310,6 +321,7 @@ class Controller:
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
+            "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
             "version": str(reached) if reached else None,
@@ -335,6 +347,7 @@ class Controller:
             stranded=self._changed.wake,
             silent_seconds=self.config.rollout.silent_seconds,
             stuck=self._hooks.stuck,
+            trust=self.trust,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -344,11 +357,13 @@ class Controller:
         return Scoring(
             parts.teachers,
             parts.route,
-            parts.want,
+            self.sound,
             self.config.buffer.score_batch,
             scored=self._scored,
-            refused=self._refused,
+            refused=self._put_aside,
             timeline=self.timeline,
+            trust=self.trust,
+            attempts=self.config.rollout.max_attempts,
             transforms=parts.transforms,
             judge=parts.judge,
         )
@@ -397,4 +412,5 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
+            trust=self.trust,
         )

@@ -15,10 +15,10 @@ from functools import partial
 
 from distill.control.batches import Marks, Shape, compose, group_means
 from distill.control.books import Books
-from distill.control.records import Checkpointed, RolledBack, Stepped, VersionPublished
+from distill.control.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.control.signals import Signal
 from distill.prompts.stream import group_of
-from sync.errors import RemoteError
+from sync.errors import RemoteError, WireError
 from sync.wire import (
     Audience,
     BatchRequest,
@@ -34,8 +34,10 @@ from sync.wire import (
     TrainerWelcome,
     Version,
     Wait,
+    checks,
     encode,
 )
+from sync.wire.checks import Problem
 
 LONG_POLL_SECONDS = 20.0
 Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
@@ -124,6 +126,7 @@ class Desk:
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
+        _refuse(checks.hello(hello))
         state, run = self._books.state, self.run
         if hello.run != run.name or hello.run_id not in (None, run.id):
             raise RemoteError(
@@ -136,7 +139,7 @@ class Desk:
                 "use another run name for another model"
             )
         at = hello.checkpoint
-        if at is not None and at.lineage not in state.lineages:
+        if at is not None and (at.lineage not in state.lineages or at.step > state.trials.furthest):
             raise RemoteError(
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
@@ -187,8 +190,12 @@ class Desk:
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
             if step <= self.ready and (step <= self._given or not self.withheld):
-                self._given = max(self._given, step)
-                return self._share(step)[request.rank]
+                share = self._share(step)[request.rank]
+                if step > self._given:
+                    self._given = step
+                    self._books.write(HandedOut(request.version))
+                    await self._books.journal.commit()
+                return share
             if self._listener.wants_broadcast():
                 return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
@@ -256,6 +263,7 @@ class Desk:
             if self.final is None:
                 self._listener.heard(event.rank)
             return Ok()
+        _refuse(self._problem(event))
         answer: Audience | None = None
         if isinstance(event, StepReport):
             self._step(event)
@@ -271,6 +279,12 @@ class Desk:
         self._changed.wake()
         return answer or Ok()
 
+    def _problem(self, event: checks.Event) -> Problem | None:
+        state = self._books.state
+        assert state.reached is not None, "a trainer of this lineage has said hello"
+        start, newest = state.lineages[event.version.lineage].start, max(state.reached.step, self._given + 1)
+        return checks.event(event, start, state.reached.step, newest)
+
     def _step(self, report: StepReport) -> None:
         reached = self._books.state.reached
         if reached is None or report.version.step > reached.step:
@@ -284,3 +298,9 @@ class Desk:
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
         return answer
+
+
+def _refuse(problem: Problem | None) -> None:
+    """Raise WireError for a message of the trainer's that cannot be used: nothing of it is recorded."""
+    if problem is not None:
+        raise WireError(f"the trainer's message cannot be used: {problem}")

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from distill.control.desk import Desk, Event
 from distill.control.members import Members
 from sync.claims import Claim
-from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
+from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.guard import RunGuard
 from sync.listening import bind_alone
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
@@ -33,6 +33,7 @@ from sync.wire import (
     Seats,
     StepReport,
     TrainerHello,
+    checks,
     encode,
 )
 
@@ -78,7 +79,10 @@ def application(
         if name not in teachers:
             return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
         if name not in heads:
-            heads[name] = encode(await teachers[name].head())
+            found = await teachers[name].head()
+            if problem := checks.head(found):
+                raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
+            heads[name] = encode(found)
         return Response(heads[name], media_type=CONTENT_TYPE)
 
     async def health(_: Request) -> Response:

@@ -16,6 +16,7 @@ from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
 from sync.claims import Claim
 from sync.wire import EvalReport, TrainerWelcome, Version, Want
+from sync.wire.checks import ANY_ID
 
 
 def _ignore(*_: Any) -> None:
@@ -71,6 +72,8 @@ class Parts:
     """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0
     """What it needs from the replicas: ids per position."""
+    vocab_size: int = ANY_ID
+    """Of the student's tokenizer: every id is below it."""
     evaluator: Evaluator | None = None
     judge: Judge | None = None
     """Gives every rollout its reward; None: they have none."""

@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,23 @@ DropReason = Literal[
     "over_long",
     "rolled_back",
     "group_broken",
+    "unusable",
+    "function_failed",
+    "poisoned",
     "impossible_version",
 ]
 AgainReason = Literal[
-    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
+    "replica_lost",
+    "replica_busy",
+    "aborted",
+    "straggler",
+    "over_long",
+    "unusable",
+    "controller_restarted",
 ]
+
+SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
+"""Reasons that count towards `rollout.max_attempts`: the others say nothing about the prompt."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -147,6 +159,14 @@ class LineageOpened(Record, frozen=True):
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
     ranks: int | None = None
     """Of the trainer; None: an earlier release did not note it."""
+    parts: list[list[str]] = []
+    """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
+
+
+class HandedOut(Record, frozen=True):
+    """A rank of the current trainer has the batch of `version`."""
+
+    version: Version
 
 
 class Stepped(Record, frozen=True):
@@ -249,6 +269,7 @@ AnyRecord = (
     | Dropped
     | Composed
     | LineageOpened
+    | HandedOut
     | Stepped
     | VersionPublished
     | VersionApplied

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync.claims import Claim
+from sync.errors import WireError
 from sync.transport import Peer
 from sync.wire import (
     Generated,
@@ -14,6 +15,7 @@ from sync.wire import (
     ReplicaState,
     UpdateReply,
     UpdateRequest,
+    checks,
     decode,
     encode,
 )
@@ -69,3 +71,19 @@ class HttpReplica:
 
     async def aclose(self) -> None:
         await self._peer.aclose()
+
+
+async def updated(engine: ReplicaEngine, request: UpdateRequest, timeout: float) -> UpdateReply:
+    """`ReplicaEngine.update`; raises WireError for an answer that cannot be used."""
+    reply = await engine.update(request, timeout)
+    if problem := checks.update(reply, request.version):
+        raise WireError(f"its answer to an update cannot be used: {problem}")
+    return reply
+
+
+async def state_of(engine: ReplicaEngine) -> ReplicaState:
+    """`ReplicaEngine.state`; raises WireError for an answer that cannot be used."""
+    state = await engine.state()
+    if problem := checks.replica_state(state):
+        raise WireError(f"its state cannot be used: {problem}")
+    return state

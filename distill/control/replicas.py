@@ -19,11 +19,12 @@ from enum import Enum
 from typing import Literal
 
 from distill.control.records import VersionApplied
-from distill.control.replica_engine import ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine, state_of, updated
 from distill.control.signals import Signal
 from distill.control.silence import until_silent
+from distill.control.trust import Trust
 from distill.control.waiting import cancel, unless
-from sync.errors import DistillError, RemoteError, Unreachable, WrongServer
+from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Replica:
         self.rests_until = 0.0
         """Monotonic time before which it is asked nothing."""
         self.lost = asyncio.Event()
+        self.left_out = False  # it gave too many unusable answers: it is asked nothing any more
+        self.server = f"replica {name} at {engine.url}"
         self.busy = asyncio.Lock()
         """Held during an update."""
 
@@ -88,16 +91,14 @@ class Fleet:
         stranded: Callable[[], None] = lambda: None,
         silent_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
+        trust: Trust = Trust(1 << 30, lambda reason: None),
     ) -> None:
         self.replicas: dict[str, Replica] = {}
-        self.wake = wake
-        self._target = target
+        self.wake, self._target = wake, target
         self._step_of, self._may_exist = step_of, may_exist
-        self._applied = applied
-        self._stranded = stranded
+        self._applied, self._stranded, self.trust = applied, stranded, trust
         self._silent_seconds, self._stuck = silent_seconds, stuck
-        self._kv_on_swap = kv_on_swap
-        self._update_seconds = update_seconds
+        self._kv_on_swap, self._update_seconds = kv_on_swap, update_seconds
         self.poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
         self._published = Signal()
@@ -145,6 +146,15 @@ class Fleet:
         replica.phase = Phase.ABSENT
         self._published.wake()
 
+    def distrust(self, replica: Replica, problem: str, prompt: str | None = None) -> None:
+        """An answer of it cannot be used: see Trust. `prompt`: what it was an answer to; None: no prompt."""
+        self.trust.bad(replica.server, prompt or object(), problem, lambda: self._leave_out(replica))
+
+    def _leave_out(self, replica: Replica) -> bool:
+        replica.left_out = True
+        self.report_lost(replica)
+        return not all(one.left_out for one in self.replicas.values())
+
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: ask it nothing for `retry_after` seconds (None: longer each time)."""
         replica.refusals += 1
@@ -181,12 +191,14 @@ class Fleet:
     async def _follow(self, replica: Replica) -> None:
         listening = asyncio.create_task(self._listen(replica))
         try:
-            while True:
+            while not replica.left_out:
                 await self._join(replica)
                 try:
                     await self._serve(replica)
                 except DistillError as error:
                     logger.warning("replica %s is lost: %s", replica.name, error)
+                    if isinstance(error, WireError):
+                        self.distrust(replica, str(error))
                 finally:
                     self._lose(replica)
         except WrongServer as error:
@@ -235,10 +247,10 @@ class Fleet:
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""
         pause = self._retry_seconds / 10
-        while True:
+        while not replica.left_out:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await replica.engine.state()).version
+                    replica.version = (await state_of(replica.engine)).version
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
@@ -247,9 +259,13 @@ class Fleet:
                 raise
             except DistillError as error:
                 logger.warning("replica %s cannot join yet: %s", replica.name, error)
+                if isinstance(error, WireError):
+                    self.distrust(replica, str(error))
                 replica.phase = Phase.ABSENT
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._retry_seconds)
+        else:
+            return
         replica.phase = Phase.SERVING
         replica.joined += 1
         logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
@@ -302,7 +318,7 @@ class Fleet:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, replica.engine.state(), replica.name)
+            state = await unless(replica.lost, state_of(replica.engine), replica.name)
             if state.version != replica.version:
                 raise Unreachable(
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
@@ -319,7 +335,7 @@ class Fleet:
                 return None
             began = time.monotonic()
             reply = await unless(
-                replica.lost, replica.engine.update(request, self._update_seconds), replica.name
+                replica.lost, updated(replica.engine, request, self._update_seconds), replica.name
             )
             replica.version = reply.version
             self._applied(
@@ -358,7 +374,7 @@ class Fleet:
         return {one.name: equal for one, equal in found if self._has(one)}
 
     def _has(self, replica: Replica) -> bool:
-        return self.replicas.get(replica.name) is replica
+        return self.replicas.get(replica.name) is replica and not replica.left_out
 
     async def _shown(
         self, replica: Replica, version: Version, digests: dict[str, str], deadline: float

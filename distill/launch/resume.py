@@ -35,7 +35,7 @@ TAKES_EFFECT: Final = _keys(
         "buffer": "max_staleness order score_batch fsync",
         "buffer.late": "type seconds hard_limit half_life",
         "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
-        "repeats",
+        "repeats bad_answers",
         "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
         "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
         "keep_checkpoints threads init_timeout_seconds",

@@ -41,7 +41,7 @@ from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
 from student_trainer.objectives.needs import needs, student_topk
 from sync.claims import Claim
-from sync.errors import Interrupted
+from sync.errors import Interrupted, RemoteError
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
@@ -81,6 +81,8 @@ async def run(
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
             await asyncio.to_thread(draw, folder.path)
+    if summary["error"]:
+        raise RemoteError(f"{summary['error']}; mend it, then go on with --resume")
     if launcher.stopped_by:
         saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
@@ -260,6 +262,7 @@ class _Launcher:
             want=needs(config.objective, config.rollout.temperature),
             connect=self._replica,
             student_topk=student_topk(config.objective),
+            vocab_size=split.vocab_size,
             evaluator=HttpEvaluator(plan.evaluator, self._token, claim=self._claim)
             if plan.evaluator
             else None,

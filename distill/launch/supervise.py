@@ -293,10 +293,15 @@ class Supervisor:
                 self.kill_child(child.spec.name)
 
     async def _first_failure(self) -> None:
-        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again."""
+        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again.
+
+        One that has reported for work is started again too, as long as the budget lasts: a trainer may have
+        died on a batch.
+        """
         while True:
             for child in self.children.values():
-                if child.failed and not child.port_taken:
+                joined = child.spec.joined is not None and child.spec.joined()
+                if child.failed and not child.port_taken and not joined:
                     raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
                 if child.failed or child.status in KILLED:
                     await self._start_again(child)

@@ -70,6 +70,8 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 
     id: str
     error: str
+    unusable: bool = False
+    """Its engine's answer could not be used: the engine is at fault, not the sequence."""
 
 
 class ScoreReply(Message, frozen=True):

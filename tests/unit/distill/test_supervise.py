@@ -181,6 +181,32 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     await supervisor.stop(1)
 
 
+async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(tmp_path: Path):
+    """A trainer can die on its first batch while an engine is still loading."""
+    lives, late = [], asyncio.Event()
+    mark = tmp_path / "started"
+    program = (
+        f"import pathlib, sys, time; mark = pathlib.Path({str(mark)!r})\n"
+        "again = mark.exists(); mark.touch()\n"
+        "time.sleep(600) if again else sys.exit(3)"
+    )
+    fails_once = [sys.executable, "-c", program]
+    specs = [
+        ChildSpec("trainer", fails_once, joined=lambda: True, prepare=lambda: lives.append(1)),
+        ChildSpec("late", SLEEPER, joined=late.is_set),
+    ]
+    supervisor = Supervisor(specs, tmp_path / "logs", restarts=1, first_pause=0.01)
+    await supervisor.start()
+    starting = asyncio.create_task(supervisor.ready(60))
+    async with asyncio.timeout(60):
+        while len(lives) < 2:
+            assert not starting.done()
+            await asyncio.sleep(0.02)
+    late.set()
+    await starting
+    await supervisor.stop(grace=0.2)
+
+
 async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
     """The thief lets go when the server has failed; any other failure at start ends the run."""
     with socket.socket() as thief:

@@ -197,15 +197,10 @@ async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
         assert batcher.healthy
 
 
-def test_marks_that_are_not_finite_are_refused_alone() -> None:
-    marks = Marks(np.array([-1.0, -2.0, np.nan, -3.0], np.float32))
-    first, second, third = split(marks, [2, 1, 1])
-    assert isinstance(first, Marks)
-    assert first.logprob_C.tolist() == [-1.0, -2.0]
-    assert isinstance(second, str)
-    assert "not finite" in second
-    assert isinstance(third, Marks)
-    assert third.logprob_C.tolist() == [-3.0]
+def test_columns_that_do_not_have_a_row_for_each_position_are_cut_for_nobody() -> None:
+    marks = Marks(np.zeros(4, np.float32), entropy_C=np.zeros(3, np.float32))
+    with pytest.raises(DataError, match="entropy_C of 3 rows for 4 positions"):
+        split(marks, [2, 1, 1])
 
 
 class Scribbler(RecordingEngine):

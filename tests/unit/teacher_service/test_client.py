@@ -137,6 +137,22 @@ async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: S
     assert engine.sequences == 2
 
 
+async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Serve) -> None:
+    good, bad = CountingEngine(), CountingEngine()
+    async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
+        asked = sequences(2)
+        await client.score(asked)
+        assert client.answered_by(asked[0].id) == other
+        assert client.leave_out(other)
+        before = bad.sequences
+        for seed in range(4):
+            asked = sequences(2, seed=seed)
+            assert right(asked, await client.score(asked))
+            assert client.answered_by(asked[1].id) == url
+        assert bad.sequences == before
+        assert not client.leave_out(url)
+
+
 async def test_a_teacher_that_is_gone_is_a_typed_error_at_the_deadline() -> None:
     async with TeacherClient("t", [f"http://127.0.0.1:{free_port()}"]) as client:
         started = time.monotonic()
