@@ -44,7 +44,7 @@ from distill.control.soundness import soundness
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.control.timeline import TRAINER, Timeline
 from distill.control.trust import Trust
-from distill.control.waiting import cancel, first_error
+from distill.control.waiting import cancel, until
 from distill.control.writing import Writing
 from distill.prompts.stream import Prompt
 from sync.errors import Overloaded
@@ -166,7 +166,7 @@ class Controller:
             async with serving(self._app, self._socket):
                 workers = [asyncio.create_task(part) for part in self._parts()]
                 try:
-                    await self._first_of(workers)
+                    await until(self._watch_end(), workers)
                     self.feeder.holders.add("end")
                     await self._conclude()
                 finally:
@@ -186,17 +186,6 @@ class Controller:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
         return [*parts, self.composer.run(), self._keep_tidy(), self.heartbeats.run()]
-
-    async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
-        """Until the run is over, or a worker fails."""
-        over = asyncio.create_task(self._watch_end(), name="watch the end")
-        try:
-            done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-        for worker in done:
-            if error := worker.exception():
-                raise first_error(error)
 
     async def _watch_end(self) -> None:
         """Until the trainer said its last word, or has left without one."""
@@ -261,11 +250,8 @@ class Controller:
                 self._hooks.set_back(back.to)
 
     def _hung(self, ranks: list[int]) -> None:
-        logger.error(
-            "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: the trainer is hung",
-            ", ".join(map(str, ranks)),
-            self.config.run.health_timeout_seconds,
-        )
+        text = "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: the trainer is hung"
+        logger.error(text, ", ".join(map(str, ranks)), self.config.run.health_timeout_seconds)
         self._hooks.stuck(TRAINER)
 
     def _applied(self, record: VersionApplied) -> None:
@@ -286,11 +272,7 @@ class Controller:
             self.evaluations.due(welcome.version)
 
     def _reported(self, report: StepReport) -> None:
-        end = time.time()
-        for what in ("checkpoint", "publish", "train", "wait"):
-            start = end - report.seconds.get(what, 0.0)
-            self.timeline.add("trainer", what, start, end, busy=what != "wait")
-            end = start
+        self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
         figures = of_step(self.books.state, report)
         self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
         if problem := self._guard.look(report.version.step, report.metrics):
