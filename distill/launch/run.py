@@ -124,7 +124,10 @@ class _Launcher:
         children = list(plan.children)
         if config.controller.trainer == "launch":
             child = trainer_child(config, folder, self._controller.url, token)
-            children.append(replace(child, joined=lambda: self._joined, prepare=self._before_trainer))
+            forget = self._controller.heartbeats.forget
+            children.append(
+                replace(child, joined=lambda: self._joined, prepare=self._before_trainer, died=forget)
+            )
         self._supervisor = Supervisor(
             children,
             folder.logs,
@@ -312,7 +315,6 @@ class _Launcher:
 
     def _before_trainer(self) -> None:
         self._joined = False
-        self._controller.heartbeats.forget()
         for version in self._back_to:
             self._folder.set_back(version)
 

@@ -65,6 +65,8 @@ class ChildSpec:
     """For a child without a server: whether it has reported for work; None: healthy once it runs."""
     prepare: Callable[[], None] = lambda: None
     """Called before every start."""
+    died: Callable[[], None] = lambda: None
+    """Called after every death, before the pause that its next start waits."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
@@ -349,6 +351,7 @@ class Supervisor:
         """Pause and start; when cancelled in its pause it can be called again, and costs no second death."""
         if child.pause is None:
             child.pause = self._spend(child)
+            child.spec.died()
             log.warning("%s\nstarted again in %.0f s", child.describe_end(), child.pause)
         await asyncio.sleep(child.pause)
         await child.start(self._read_end)

@@ -329,7 +329,9 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
 
 
 async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("hangs", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
+    spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append(supervisor.children["hangs"].process))
+    told: list[object] = []
+    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
     await supervisor.ready(60)
     first = supervisor.children["hangs"].process
@@ -338,6 +340,7 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
     supervisor.kill_child("hangs")
     await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
     assert first.returncode == -signal.SIGKILL
+    assert told == [first], "before the next one is started"
     watching.cancel()
     await supervisor.stop(5)
 
