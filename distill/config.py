@@ -36,6 +36,11 @@ class RunConfigSection(Settings):
     awake_teachers: int | None = Field(None, ge=1)
     """Teachers with idle_unload_seconds, started on this machine, that may be loaded at once; one more makes
     the one that was used the longest time ago give its memory back. None: all."""
+    health_timeout_seconds: float = Field(120.0, ge=0)
+    """Seconds without an answer from the /health of a server that answered before, or without a heartbeat of
+    a rank of the trainer, after which its process counts as hung: it is killed and started again, if it was
+    started here (one of run.restarts). Answers come from a thread that shares Python's interpreter lock with
+    the work: keep it above the longest call that holds the lock. 0: never."""
     restarts: int = Field(10, ge=0)
     """Deaths of child processes that the supervisor mends, all roles together."""
     min_free_disk_gib: float = Field(0.5, ge=0)
@@ -139,9 +144,9 @@ class RolloutConfig(Settings):
     straggler_seconds: float | None = Field(None, gt=0)
     """Seconds from its sending that a completion may take; None: no limit."""
     silent_seconds: float = Field(240.0, ge=0)
-    """Seconds without a new token after which a replica that has work, and still answers, is taken for stuck:
-    its prompts are asked elsewhere, and its process, if it was started here, is started again (one of
-    run.restarts). Keep it below weights.timeout_seconds. 0: never."""
+    """Seconds without a new token after which a replica with work (completions or an update) is hung, though
+    it answers: its prompts are asked elsewhere, and its process, if it was started here, is killed and
+    started again (one of run.restarts). Keep it below weights.timeout_seconds. 0: never."""
     stragglers: AtLimit = "requeue"
     """What becomes of a completion that `straggler_seconds` ends. keep: the part written is trained on,
     marked truncated; drop: it is quarantined; requeue: its prompt is asked again."""
@@ -217,6 +222,10 @@ class GuardConfig(Settings):
     """Rollbacks after which the run is held instead."""
     repeats: int | None = Field(None, ge=2)
     """A completion that ends in so many copies of 1 to 8 tokens is quarantined; None: none is."""
+    bad_answers: int = Field(8, ge=1)
+    """Unusable answers of one server (a replica, a teacher's URL, the evaluator), one after the other, after
+    which it is asked nothing any more; when none of its kind is left the run stops with an error. Failures of
+    a judge or a prompt_transform are counted the same way."""
 
 
 class EvaluationConfig(Settings):

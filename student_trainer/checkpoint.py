@@ -47,9 +47,11 @@ def save(
     ranks: Ranks,
     keep: int,
     give_up: Callable[[], bool] = lambda: False,
+    run_id: str | None = None,
 ) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
+    `run_id`: of the run that it belongs to (`RunIdentity.id`).
     A version is saved once: what is whole already is never removed to make room for the same again.
     None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
     """
@@ -58,6 +60,7 @@ def save(
         "version": str(version),
         "world_size": ranks.world_size,
         "fingerprint": fingerprint,
+        "run_id": run_id,
     }
     own: dict[str, Any] = {}
     write = bind(_write_all, engine, partial, ranks)
@@ -150,6 +153,11 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
     if "rng" in state:
         _draw_on(state["rng"], path, ranks)
     return Version.parse(index["version"])
+
+
+def run_of(path: Path | None) -> str | None:
+    """The id of the run that saved a checkpoint; None: there is none, or an older release saved it."""
+    return None if path is None else json.loads((path / files.INDEX).read_text()).get("run_id")
 
 
 def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:

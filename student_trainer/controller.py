@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
-from sync.errors import Overloaded, RemoteError, Unreachable
+from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
 from sync.transport import BlockingPeer
-from sync.wire import Audience, Head, Message, Ok, Published, Seats, TrainerHello, TrainerWelcome
+from sync.wire import Audience, Head, Heartbeat, Message, Ok, Published, Seats, TrainerHello, TrainerWelcome
 
 log = logging.getLogger(__name__)
 _SEATS_SECONDS: Final = 1.0
@@ -115,6 +116,23 @@ class HttpController:
             future.result()
         if late:
             log.warning("the controller did not take the last %d events: it is gone", len(late))
+
+
+def beat(peer: BlockingPeer, heartbeat: Heartbeat, seconds: float) -> None:
+    """Send a heartbeat every `seconds`, from a thread, until the controller knows another start."""
+
+    def send() -> None:
+        while True:
+            try:
+                peer.call("/v1/event", heartbeat, Ok, seconds)
+            except (Unreachable, Overloaded):  # a controller that starts again has missed nothing
+                pass
+            except DistillError as error:
+                log.warning("no more heartbeats are sent: %s", error)
+                return
+            time.sleep(seconds)
+
+    threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
 
 class SilentController:

@@ -22,7 +22,7 @@ import torch
 
 from student_trainer import checkpoint, schedule
 from student_trainer.config import TrainerConfig
-from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController
+from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController, beat
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
@@ -38,6 +38,7 @@ from student_trainer.signals import StopSignals, die_with_parent
 from student_trainer.source import HttpSource
 from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
+from sync.claims import Claim
 from sync.errors import DataError, StoreError
 from sync.stores import open_store
 from sync.stores.patient import PatientStore
@@ -48,6 +49,7 @@ from sync.weights.publish import Publisher
 from sync.wire import (
     FinalDigests,
     Head,
+    Heartbeat,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -69,27 +71,27 @@ def run(config: TrainerConfig) -> None:
     loaded = load(config)
     check_head(loaded.student, loaded.engine, ranks.device)
     weights = Weights(loaded.student, ranks)
-    fingerprint = weights.fingerprint
-    start = resume(config, loaded.engine, fingerprint, ranks)
+    hello = resume(config, loaded.engine, weights.fingerprint, ranks)
 
-    peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS)
-    stopping = threading.Event()
+    claim, stopping = Claim(), threading.Event()
+    url, token = config.controller_url, token_from_environment()
+    peer = BlockingPeer(url, token, _POLL_SECONDS, claim)
     controller = HttpController(peer, config.trainer.init_timeout_seconds, stopping)
-    welcome = introduce(controller, start, fingerprint, ranks)
-    source = HttpSource(
-        BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS),
-        ranks.rank,
-        ranks.world_size,
-    )
+    welcome = introduce(controller, hello, ranks)
+    claim.run = welcome.run
+    if config.heartbeat_seconds:
+        pulse = BlockingPeer(url, token, config.heartbeat_seconds, claim)
+        beat(pulse, Heartbeat(version=welcome.version, rank=ranks.rank), config.heartbeat_seconds)
+    source = HttpSource(BlockingPeer(url, token, _POLL_SECONDS, claim), ranks.rank, ranks.world_size)
     source.expect(welcome.version)
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
-    road = open_road(config, weights, export, controller, fingerprint, ranks, stopping.is_set)
+    road = open_road(config, weights, export, controller, welcome.run.id, ranks, stopping.is_set)
     road.start(welcome.version, welcome.parent)
     signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")), stopping)
     trainer = Trainer(
         version=welcome.version,
         step=step_function(config, loaded, controller, welcome, ranks),
-        save=partial(save, config, loaded.engine, fingerprint, ranks, stopping.is_set),
+        save=partial(save, config, loaded.engine, hello.fingerprint, welcome.run.id, ranks, stopping.is_set),
         shown=weights.shown,
         source=source,
         controller=controller,
@@ -128,29 +130,25 @@ def join(config: TrainerConfig) -> Ranks:
     return Ranks(rank, world_size, device)
 
 
-def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> Version | None:
-    """Load the checkpoint to start from; None: there is none, training starts from the model's folder.
-
-    Collective.
-    """
+def resume(config: TrainerConfig, engine: Any, fingerprint: str, ranks: Ranks) -> TrainerHello:
+    """Load the checkpoint to start from, or start from the model's folder; what to say of it. Collective."""
     path = checkpoint.find(config.run_dir / "checkpoints", config.checkpoint, ranks)
-    if path is None:
-        return None
-    version = checkpoint.load(engine, path, fingerprint, ranks)
-    log.info("resumed from %s", path)
-    return version
+    if path is not None:
+        log.info("resuming from %s", path)
+    return TrainerHello(
+        world_size=ranks.world_size,
+        checkpoint=None if path is None else checkpoint.load(engine, path, fingerprint, ranks),
+        fingerprint=fingerprint,
+        run=config.run,
+        run_id=checkpoint.run_of(path),
+    )
 
 
-def introduce(
-    controller: Controller, start: Version | None, fingerprint: str, ranks: Ranks
-) -> TrainerWelcome:
+def introduce(controller: Controller, hello: TrainerHello, ranks: Ranks) -> TrainerWelcome:
     """Rank 0 says hello; every rank learns the answer. Collective."""
-    body = None
-    if ranks.rank == 0:
-        hello = TrainerHello(world_size=ranks.world_size, checkpoint=start, fingerprint=fingerprint)
-        body = encode(controller.hello(hello))
+    body = encode(controller.hello(hello)) if ranks.rank == 0 else None
     welcome = decode(ranks.broadcast(body), TrainerWelcome)
-    expected = 0 if start is None else start.step
+    expected = 0 if hello.checkpoint is None else hello.checkpoint.step
     if welcome.version.step != expected:
         raise DataError(
             f"the controller expects training to start at step {welcome.version.step}, the trainer stands at "
@@ -209,7 +207,7 @@ def open_road(
     weights: Weights,
     export: Any,
     controller: Controller,
-    fingerprint: str,
+    run_id: str | None,
     ranks: Ranks,
     stopping: Callable[[], bool],
 ) -> Road:
@@ -227,13 +225,14 @@ def open_road(
     publisher = Publisher(
         store,
         config.run,
-        fingerprint,
+        weights.fingerprint,
         weights.slices,
         rank=ranks.rank,
         world_size=ranks.world_size,
         codec=settings.codec,
         anchor_share=settings.anchor_share,
         timeout=settings.timeout_seconds,
+        run_id=run_id,
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
     return SnapshotRoad(publisher, weights, export, scratch, controller, ranks.rank, collect)
@@ -243,13 +242,14 @@ def save(
     config: TrainerConfig,
     engine: Any,
     fingerprint: str,
+    run_id: str | None,
     ranks: Ranks,
     stopping: Callable[[], bool],
     version: Version,
 ) -> Path | None:
     """Write a checkpoint of `version`; None: the disk is full and the run is `stopping`. Collective."""
     keep, folder = config.trainer.keep_checkpoints, config.run_dir / "checkpoints"
-    return checkpoint.save(engine, folder, version, fingerprint, ranks, keep, stopping)
+    return checkpoint.save(engine, folder, version, fingerprint, ranks, keep, stopping, run_id)
 
 
 def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: Any, outcome: Outcome) -> None:

@@ -5,7 +5,8 @@ DistillError(ValueError)     root: always "value, rule, remedy" in one message
 ├── DataError                prompts, tokens or scores that cannot be used
 ├── WireError                a message of another schema, or one that is not a message
 ├── RemoteError              a peer answered that it cannot do what was asked
-│   └── Overloaded           the peer is full; `retry_after` seconds says when to come back
+│   ├── Overloaded           the peer is full; `retry_after` seconds says when to come back
+│   └── WrongServer          the peer serves another run, or another model
 ├── Unreachable              a peer is really gone, after all retries
 ├── StoreError               a store cannot be read or written
 │   └── AlreadyPublished     another writer was first under this name
@@ -40,6 +41,10 @@ class Overloaded(RemoteError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class WrongServer(RemoteError):
+    """A peer serves another run, or scores with another model, than the one that asks."""
 
 
 class Unreachable(DistillError):

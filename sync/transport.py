@@ -1,7 +1,8 @@
 """One HTTP exchange of wire messages: a client, a blocking client, and the server's half.
 
 A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status, 429 with
-Retry-After when the peer is full. A bearer token guards every route but /health.
+Retry-After when the peer is full, 421 when it serves another run. A bearer token guards every route but
+/health; headers name the run that asks and the one that answers (`sync.claims`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync.answers import MOST_REFUSAL, PLAIN, BoundedBlockingTransport, BoundedTransport
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
+from sync.claims import MODEL_HEADER, Claim
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.urls import checked_url
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
@@ -34,6 +36,7 @@ TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
 """Path of a file that holds the bearer token, where the variable itself does not reach."""
 MAX_BODY: Final = 1 << 30
 _RETRY_STATUS: Final = {502, 503, 504}
+MISDIRECTED: Final = 421
 
 M = TypeVar("M", bound=Message)
 
@@ -94,14 +97,14 @@ def _raise_refusal(url: str, response: httpx.Response) -> None:
         except ValueError:
             retry_after = 1.0
         raise Overloaded(message, retry_after)
-    raise RemoteError(message)
+    raise (WrongServer if response.status_code == MISDIRECTED else RemoteError)(message)
 
 
 class Unavailable(RemoteError):
     """A status that says to come back; never leaves this file."""
 
 
-_RETRIED: Final = (Overloaded, Unavailable, httpx.TransportError)
+_RETRIED: Final = (Overloaded, Unavailable, httpx.RequestError)
 
 
 class _Patience:
@@ -122,7 +125,7 @@ class _Patience:
         _raise_refusal(self._url, response)
         return response.content
 
-    def pause(self, problem: Overloaded | Unavailable | httpx.TransportError) -> float:
+    def pause(self, problem: Overloaded | Unavailable | httpx.RequestError) -> float:
         """Seconds until the next try. Raises Unreachable, or Overloaded itself, when there is none left."""
         wait = max(self._pause, problem.retry_after) if isinstance(problem, Overloaded) else self._pause
         if time.monotonic() + wait > self._end:
@@ -144,9 +147,15 @@ class Peer:
     `timeout` seconds have passed in all, then raises Unreachable (Overloaded for 429).
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+    ) -> None:
+        """`claim`: the run that requests are made for; None: they name none."""
         self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
+        self.model: str | None = None
+        """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
+        self._claim = claim or Claim()
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=_headers(token),
@@ -196,7 +205,7 @@ class Peer:
         """
         try:
             response = await self._send(path, body, timeout)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         if response.status_code >= 500:
             raise Unreachable(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
@@ -204,11 +213,27 @@ class Peer:
         return response.content
 
     async def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
-        if content is None:
-            return await self._http.get(path, timeout=timeout)
-        return await self._http.post(
-            path, content=content, headers={"content-type": CONTENT_TYPE}, timeout=timeout
+        method = "GET" if content is None else "POST"
+        response = await self._http.request(
+            method, path, content=content, headers=self._named(), timeout=timeout
         )
+        self._check(response)
+        return response
+
+    def _named(self) -> dict[str, str]:
+        return {"content-type": CONTENT_TYPE, **self._claim.headers()}
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raises WrongServer when the answer is another run's or another model's."""
+        if response.status_code != 200:
+            return
+        self._claim.check(self.url, response.headers)
+        model = response.headers.get(MODEL_HEADER)
+        if self.model not in (None, model):
+            raise WrongServer(
+                f"{self.url} answers with model {model}, and {self.model} was checked when the run started: "
+                "start the teacher again with the model of this run's configuration"
+            )
 
     async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
         """POST `body` and yield the frames of the answer as they come.
@@ -221,13 +246,14 @@ class Peer:
                 "POST",
                 path,
                 content=encode(body),
-                headers={"content-type": CONTENT_TYPE},
+                headers=self._named(),
                 timeout=httpx.Timeout(None, connect=5.0),
                 extensions={"most": None},
             ) as response:
                 if response.status_code != 200:
                     await response.aread()
                     _raise_refusal(self.url + path, response)
+                self._check(response)
                 buffer = bytearray()
                 async for chunk in response.aiter_bytes():
                     buffer += chunk
@@ -237,16 +263,19 @@ class Peer:
                         yield message
                 if buffer:
                     raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
 class BlockingPeer:
     """Synchronous client of one process, for code that has no event loop. Behaves like `Peer`."""
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+    ) -> None:
         self.url = checked_url(url).rstrip("/")
         self.timeout = timeout
+        self._claim = claim or Claim()
         self._http = httpx.Client(
             base_url=self.url,
             headers=_headers(token),
@@ -270,9 +299,12 @@ class BlockingPeer:
                 time.sleep(patience.pause(error))
 
     def _send(self, path: str, content: bytes | None, timeout: float) -> httpx.Response:
-        if content is None:
-            return self._http.get(path, timeout=timeout)
-        return self._http.post(path, content=content, headers={"content-type": CONTENT_TYPE}, timeout=timeout)
+        method = "GET" if content is None else "POST"
+        headers = {"content-type": CONTENT_TYPE, **self._claim.headers()}
+        response = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+        if response.status_code == 200:
+            self._claim.check(self.url, response.headers)
+        return response
 
     def close(self) -> None:
         self._http.close()

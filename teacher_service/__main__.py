@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from sync.claims import Claim
 from sync.errors import DistillError
 from sync.listening import serve_app
+from sync.replica.config import ReplicaConfig
 from sync.secrets import redact_process
 from sync.settings import read_settings
 from sync.transport import check_bind, token_from_environment
+from sync.wire import RunIdentity
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger("teacher_service")
@@ -79,7 +82,8 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
     setproctitle.setproctitle(f"distill teacher {name}[{index}]")
     signal.signal(signal.SIGTERM, _leave)  # while loading; uvicorn takes over, and calls it again at its end
     tokenizer = load_tokenizer(config)
-    engine = build(config, vocab_size(tokenizer))
+    claim = _following(config)
+    engine = build(config, vocab_size(tokenizer), claim)
     service = TeacherService(
         engine,
         describe(name, engine.facts, tokenizer),
@@ -88,9 +92,17 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
         wire_dtype=config.wire_dtype,
         end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         token=token,
+        claim=claim,
     )
     log.info("%s: %s", name, service.info)
     serve_app(service.app, host, port, GRACE_SECONDS)
+
+
+def _following(config: TeacherConfig) -> Claim | None:
+    """The run that a teacher which follows the student is configured for; None: it may serve many."""
+    if config.follow_student_every is None:
+        return None
+    return Claim(RunIdentity(ReplicaConfig.from_environment().run))
 
 
 def _leave(*_: object) -> None:

@@ -25,7 +25,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
+from sync.guard import RunGuard
 from sync.transport import TokenGuard, refuse, reply
 from sync.wire import (
     Message,
@@ -36,8 +38,11 @@ from sync.wire import (
     TeacherInfo,
     WriteReply,
     WriteRequest,
+    Written,
+    checks,
     decode,
 )
+from sync.wire.checks import Problem
 from teacher_service.admission import (
     BadRequest,
     admit,
@@ -47,9 +52,9 @@ from teacher_service.admission import (
     check_request,
     check_write,
 )
-from teacher_service.batching import Batcher
+from teacher_service.batching import STUCK_SECONDS, Batcher
 from teacher_service.bodies import BodyGate
-from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks
+from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks, Text
 from teacher_service.metrics import Metrics
 from teacher_service.replies import Small, scored, written
 from teacher_service.tickets import Ticket
@@ -87,8 +92,12 @@ class TeacherService:
         wire_dtype: str = "float16",
         end_ids: Sequence[int] = (),
         token: str | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows."""
+        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows.
+
+        `claim`: of a teacher that follows a run; None: it may serve many.
+        """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
         self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
@@ -103,7 +112,14 @@ class TeacherService:
             Route("/metrics", self.get_metrics),
         ]
         self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, middleware=[Middleware(TokenGuard, token=token)]
+            routes=routes,
+            lifespan=self._lifespan,
+            middleware=[
+                Middleware(TokenGuard, token=token),
+                Middleware(
+                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/write"), model=info.fingerprint
+                ),
+            ],
         )
 
     @contextlib.asynccontextmanager
@@ -175,8 +191,12 @@ class TeacherService:
         self._check_tokens(sum(len(item.token_ids_L) for _, item, _ in items), "sequences")
         ids = [sequence.id for sequence in message.sequences]
 
-        def make(id_: str, outcome: object) -> Scored | None:
-            return scored(id_, outcome, self._small) if isinstance(outcome, Marks) else None
+        def make(id_: str, item: object, outcome: object) -> Scored | Problem | None:
+            if not (isinstance(item, Item) and isinstance(outcome, Marks)):
+                return None
+            answer, gather = scored(id_, outcome, self._small), asked_of(item, want, facts).gather
+            wrong = checks.scored(answer, item.positions, gather, want, facts.vocab_size, facts.hidden_size)
+            return wrong or checks.without_bad_diagnostics(answer, item.positions)
 
         return _Work(
             results=len(ids),
@@ -198,13 +218,20 @@ class TeacherService:
         ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
         manner = Manner(message.max_tokens, message.temperature, ends)
         ids = [prompt.id for prompt in message.prompts]
+
+        def make(id_: str, _: object, outcome: object) -> Written | Problem | None:
+            if not isinstance(outcome, Text):
+                return None
+            answer = written(id_, outcome)
+            return checks.written(answer, message.max_tokens, self._facts.vocab_size) or answer
+
         return _Work(
             results=len(ids),
             sound=len(drafts),
             deadline=message.deadline,
             submit=lambda: self._batcher.submit_drafts(drafts, manner, len(ids), message.deadline),
             reply=lambda outcomes: WriteReply(
-                teacher=self.info.name, results=self._results(ids, admitted, outcomes, written)
+                teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
             ),
         )
 
@@ -232,16 +259,24 @@ class TeacherService:
         ids: Sequence[str],
         admitted: Sequence[object],
         outcomes: Sequence[object],
-        make: Callable[[str, object], R | None],
+        make: Callable[[str, object, object], R | Problem | None],
     ) -> list[R | ScoreRefused]:
-        """What `make` makes of each outcome, or why there is none. Raises Unreachable that an engine met."""
+        """What `make` makes of each item and its outcome, or why there is none, or why it cannot be used.
+
+        Raises Unreachable that an engine met.
+        """
         results: list[R | ScoreRefused] = []
         for id_, item, outcome in zip(ids, admitted, outcomes, strict=True):
             if isinstance(outcome, Unreachable):
                 raise outcome
-            made = make(id_, outcome)
-            why = item if isinstance(item, str) else outcome
-            results.append(ScoreRefused(id_, str(why)) if made is None else made)
+            made = make(id_, item, outcome)
+            if isinstance(made, Problem):
+                log.error("the engine's answer for %s cannot be used: %s", id_, made)
+                results.append(ScoreRefused(id_, f"the engine's answer: {made}", unusable=True))
+            elif made is None:
+                results.append(ScoreRefused(id_, str(item if isinstance(item, str) else outcome)))
+            else:
+                results.append(made)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
 
@@ -265,7 +300,9 @@ class TeacherService:
         """GET /health"""
         if self._batcher.healthy:
             return PlainTextResponse("ok")
-        return refuse(503, "the batching task has ended: restart this process, its log says why")
+        return refuse(
+            503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process"
+        )
 
     async def get_metrics(self, _: Request) -> Response:
         """GET /metrics"""

@@ -19,16 +19,18 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from sync.errors import Overloaded, Unreachable
+from sync.errors import DataError, Overloaded, Unreachable
 from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
 from teacher_service.metrics import Metrics
-from teacher_service.tickets import NOT_FINITE, Line, Outcome, Ticket, Waiting
+from teacher_service.tickets import Line, Outcome, Ticket, Waiting
 from teacher_service.writing import Scribe
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
 """Least and most a caller is told to wait."""
 
+STUCK_SECONDS: Final = 1800.0
+"""Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
 """How long a batch under way is waited for at the end."""
 
@@ -53,6 +55,8 @@ class Batcher:
         self._rate = 0.0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._began: float | None = None
+        """time.monotonic() at which the engine was called; None: it is idle."""
         self._last: Future[Any] | None = None
         """What was given to the engine's thread last."""
         self._task: asyncio.Task[None] | None = None
@@ -63,8 +67,10 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        """Whether batches are being computed."""
-        return self._task is not None and not self._task.done()
+        """Whether batches are being computed, each within STUCK_SECONDS."""
+        began = self._began
+        stuck = began is not None and time.monotonic() - began > STUCK_SECONDS
+        return self._task is not None and not self._task.done() and not stuck
 
     async def stop(self, patience: float = STOP_SECONDS) -> bool:
         """Compute no more, and wait `patience` seconds for the batch under way; whether it has ended."""
@@ -79,7 +85,15 @@ class Batcher:
 
     async def in_engine_thread(self, function: Callable[[], R]) -> R:
         """Run `function` between two batches."""
-        last = self._thread.submit(function)
+
+        def call() -> R:
+            self._began = time.monotonic()
+            try:
+                return function()
+            finally:
+                self._began = None
+
+        last = self._thread.submit(call)
         self._last = last
         return await asyncio.wrap_future(last)
 
@@ -172,11 +186,11 @@ class Batcher:
         """Outcomes of a batch, in order; runs in the engine's thread."""
         try:
             marks = self._engine.score([w.work for w in batch], asked)
+            return split(marks, [w.work.positions for w in batch])
         except Unreachable as error:
             return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
             return self._after_failure(batch, asked, error)
-        return split(marks, [w.work.positions for w in batch])
 
     def _after_failure(self, batch: list[Waiting[Item]], asked: Asked, error: Exception) -> list[Outcome]:
         """Each half on its own, so that a sequence that cannot be marked fails alone."""
@@ -194,14 +208,13 @@ class Batcher:
 
 
 def split(marks: Marks, counts: Sequence[int]) -> list[Outcome]:
-    """Marks of a batch cut into those of its items; an item with a non-finite log-probability has none."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    finite = np.logical_and.reduceat(np.isfinite(marks.logprob_C), ends - counts)
+    """Marks of a batch cut into those of its items. Raises DataError for columns of another length."""
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
     columns = {name: value for name in Marks.__slots__ if (value := getattr(marks, name)) is not None}
-    result: list[Outcome] = []
-    for end, count, good in zip(ends.tolist(), counts, finite.tolist(), strict=True):
-        if good:
-            result.append(Marks(**{name: value[end - count : end] for name, value in columns.items()}))
-        else:
-            result.append(NOT_FINITE)
-    return result
+    for name, value in columns.items():
+        if len(value) != ends[-1]:
+            raise DataError(f"the engine gave {name} of {len(value)} rows for {ends[-1]} positions")
+    return [
+        Marks(**{name: value[end - count : end] for name, value in columns.items()})
+        for end, count in zip(ends, counts, strict=True)
+    ]

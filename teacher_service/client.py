@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
+from sync.claims import Claim
 from sync.errors import ConfigError, DistillError, Unreachable, WireError
 from sync.wire import (
     Head,
@@ -36,6 +37,7 @@ Result = Scored | ScoreRefused
 W = TypeVar("W")
 HIDDEN_FACTOR: Final = 8
 """Hidden states are long: a token with them counts as so many towards `request_tokens`."""
+MOST_NOTED: Final = 1 << 16
 
 
 @dataclass
@@ -83,7 +85,8 @@ class TeacherClient:
 
     `window`: longest time that sequences wait for those of other callers, seconds. `request_tokens`: bound of
     one request (a longer sequence travels alone). `timeout`: deadline of calls that give none, seconds.
-    `health`: how often a replica that holds a request is asked whether it lives, seconds.
+    `health`: how often a replica that holds a request is asked whether it lives, seconds. `claim`: the run
+    that is asked for. Once `info` was asked, answers of another model are refused (WrongServer).
     """
 
     def __init__(
@@ -96,13 +99,15 @@ class TeacherClient:
         window: float = 0.002,
         request_tokens: int = 65536,
         health: float = HEALTH_SECONDS,
+        claim: Claim | None = None,
     ) -> None:
         if not urls:
             raise ConfigError(f"teacher {name!r} has no urls: give at least one")
         self.name, self.counters = name, Counters()
-        self.replicas = Replicas(urls, token, timeout, health)
+        self.replicas = Replicas(urls, token, timeout, health, claim)
         self._timeout, self._window, self._request_tokens = timeout, window, request_tokens
         self._pending: dict[_Kind, _Pending] = {}
+        self._answered: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> TeacherClient:
@@ -132,7 +137,28 @@ class TeacherClient:
                     f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
                     f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
                 )
+        for peer in peers:
+            peer.model = infos[0].fingerprint
         return infos[0]
+
+    async def facts(self) -> TeacherInfo:
+        """What the first replica that answers says about itself."""
+        expires = time.monotonic() + self._timeout
+        return decode((await self.replicas.exchange("/v1/info", None, 0, expires)).body, TeacherInfo)
+
+    def answered_by(self, id: str) -> str:
+        """URL of the replica that answered last for this id; the teacher's name where none has."""
+        return self._answered.pop(id, self.name)
+
+    def leave_out(self, server: str) -> bool:
+        """Ask the replica at this URL nothing more; whether another is left."""
+        return self.replicas.leave_out(server)
+
+    def _note(self, sent: Sequence[ScoreSequence | WritePrompt], url: str) -> None:
+        """Who answered, until it is asked; callers that never ask cost no more than MOST_NOTED notes."""
+        if len(self._answered) > MOST_NOTED:
+            self._answered.clear()
+        self._answered |= dict.fromkeys((one.id for one in sent), url)
 
     async def head(self, timeout: float | None = None) -> Head:
         """The output head, for exact objectives."""
@@ -140,9 +166,8 @@ class TeacherClient:
 
     async def head_body(self, timeout: float | None = None) -> bytes:
         """The output head as it came, to pass it on."""
-        return await self.replicas.exchange(
-            "/v1/head", None, 0, time.monotonic() + (timeout or self._timeout)
-        )
+        expires = time.monotonic() + (timeout or self._timeout)
+        return (await self.replicas.exchange("/v1/head", None, 0, expires)).body
 
     async def score(
         self, sequences: Sequence[ScoreSequence], want: Want = Want(), deadline: float | None = None
@@ -191,7 +216,8 @@ class TeacherClient:
             )
             body = encode(request)
             started = time.monotonic()
-            answer = await self.replicas.exchange("/v1/write", body, tokens, expires)
+            answer, url = await self.replicas.exchange("/v1/write", body, tokens, expires)
+            self._note(part, url)
             found = decode(answer, WriteReply).results
             self._check_ids([one.id for one in found], [prompt.id for prompt in part])
             refused = sum(isinstance(one, ScoreRefused) for one in found)
@@ -245,7 +271,8 @@ class TeacherClient:
         tokens = sum(part.tokens for part in parts)
         body = encode(ScoreRequest(sequences=sequences, want=want, deadline=max(0.001, expires - started)))
         try:
-            answer = await self.replicas.exchange("/v1/score", body, tokens, expires)
+            answer, url = await self.replicas.exchange("/v1/score", body, tokens, expires)
+            self._note(sequences, url)
             results = self._results(answer, sequences)
         except DistillError as error:
             for part in parts:

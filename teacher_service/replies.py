@@ -27,16 +27,17 @@ def scored(id_: str, marks: Marks, small: Small) -> Scored:
     )
 
 
-def written(id_: str, outcome: object) -> Written | None:
-    """Wire form of one completion; None: there is none."""
-    if not isinstance(outcome, Text):
-        return None
-    reason: Literal["stop", "length"] = "stop" if outcome.ended else "length"
-    return Written(id_, pack(outcome.token_ids_T, "i4"), pack(outcome.logprob_T, "f4"), reason)
+def written(id_: str, text: Text) -> Written:
+    """Wire form of one completion."""
+    reason: Literal["stop", "length"] = "stop" if text.ended else "length"
+    return Written(id_, pack(text.token_ids_T, "i4"), pack(text.logprob_T, "f4"), reason)
 
 
 def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
-    return None if array is None else pack(array, dtype)
+    if array is None:
+        return None
+    with np.errstate(over="ignore"):  # what half precision cannot hold becomes inf, which the checks refuse
+        return pack(array, dtype)
 
 
 def _hidden(array: np.ndarray | None) -> Array | None:

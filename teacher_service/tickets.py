@@ -7,14 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sync.errors import Unreachable
 from teacher_service.engines.base import Marks, Text
 
 Outcome = Marks | Text | str | Unreachable
 """Of one item or draft: its marks or its text, or why it has none; Unreachable: what computes is gone."""
-NOT_FINITE: Final = "the teacher's log-probabilities are not finite here: check its weights and dtype"
 W = TypeVar("W")
 K = TypeVar("K", bound=Hashable)
 

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from sync.errors import Unreachable
+from sync.errors import DataError, Unreachable
 from teacher_service.engines.base import Draft, Manner, Text, Writer
-from teacher_service.tickets import NOT_FINITE, Line, Outcome, Waiting
+from teacher_service.tickets import Line, Outcome, Waiting
 
 log = logging.getLogger(__name__)
 SLICE_SECONDS: Final = 0.1
@@ -70,7 +68,9 @@ class Scribe:
         while (texts := next(self._steps)) is None:
             if time.monotonic() >= end:
                 return None
-        return [_checked(text) for text in texts]
+        if len(texts) != len(batch.waiting):
+            raise DataError(f"the engine gave {len(texts)} texts for {len(batch.waiting)} prompts")
+        return [*texts]
 
     def _after_failure(self, batch: _Batch, error: Exception) -> list[Outcome] | None:
         """Each half on its own, so that a prompt that cannot be completed fails alone."""
@@ -90,7 +90,3 @@ class Scribe:
             waiting.ticket.settle(waiting.index, outcome)
         self._batch = self._steps = None
         return sum(len(one.token_ids_T) for one in outcomes if isinstance(one, Text))
-
-
-def _checked(text: Text) -> Outcome:
-    return text if np.isfinite(text.logprob_T).all() else NOT_FINITE

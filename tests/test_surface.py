@@ -14,13 +14,13 @@ COMMANDS = (
 )
 MESSAGES = (
     "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
-    "GenerateRequest Generated Head Ok ProbeReply ProbeRequest Published ReplicaJoins ReplicaLeaves "
-    "ReplicaState Replicas ScoreReply ScoreRequest Seats StepReport Stop TeacherInfo TrainBatch "
-    "TrainerHello TrainerWelcome UpdateReply UpdateRequest Wait WriteReply WriteRequest"
+    "GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published ReplicaJoins "
+    "ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest Seats StepReport Stop TeacherInfo "
+    "TrainBatch TrainerHello TrainerWelcome UpdateReply UpdateRequest Wait WriteReply WriteRequest"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "
-    "StoreError Unreachable WireError"
+    "StoreError Unreachable WireError WrongServer"
 )
 
 

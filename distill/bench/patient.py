@@ -1,6 +1,7 @@
 """A real run in processes of its own that can be killed, resumed and looked at from outside.
 
     start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
+                             suspend … wait_at_work | slow, cut, spoil, fill_disk … wait_at_work(since)
 
 Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
 """
@@ -20,13 +21,25 @@ from typing import Any
 import httpx
 import psutil
 
-from distill.launch.processes import descendants, guarded_role, lives, players
+from distill.bench.full_disk import fill, free
+from distill.bench.relays import CUT, FAULTS, MALFORMED
+from distill.launch.processes import (
+    DEEPSPEED,
+    ENGINE_OF,
+    descendants,
+    guarded_role,
+    helpers,
+    lives,
+    players,
+)
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
 from sync.errors import DistillError
 
 CONTROLLER = "controller"
 POLL_SECONDS = 0.2
+SLOW_SECONDS = 0.5
+"""Of a slow process, from one stop to the next."""
 ORPHAN_SECONDS = 15.0
 """Time for the processes of a killed launcher to be gone; after it they are orphans."""
 
@@ -74,6 +87,49 @@ class Patient:
         process = rng.choice(self._players()[role])
         self._dead |= set(self._players()[role])
         process.kill()
+
+    def suspend(self, role: str, rng: random.Random) -> None:
+        """SIGSTOP the process of a role for good, of the trainer one rank; of the deepspeed launcher all."""
+        processes = self._named(role)
+        self._dead |= {*processes, *self._players().get(role.removeprefix(ENGINE_OF), [])}
+        for process in processes if role == DEEPSPEED else [rng.choice(processes)]:
+            process.suspend()
+
+    def slow(self, role: str, seconds: float) -> None:
+        """Let a role run for a tenth of the time, by SIGSTOP and SIGCONT."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.pause(role, 0.9 * SLOW_SECONDS)
+            time.sleep(0.1 * SLOW_SECONDS)
+
+    def pause(self, role: str, seconds: float) -> None:
+        """SIGSTOP every process of a role, and SIGCONT."""
+        processes = self._named(role)
+        for process in processes:
+            process.suspend()
+        time.sleep(seconds)
+        for process in filter(lives, processes):
+            process.resume()
+
+    def cut(self, role: str) -> None:
+        """Reset every connection to a role's server; returns once it had some. The relays do it."""
+        self._order(role, CUT)
+
+    def spoil(self, role: str) -> None:
+        """Have a stretch of the role's next long answer arrive spoilt; returns then. The relays do it."""
+        self._order(role, MALFORMED)
+
+    def _order(self, role: str, what: str) -> None:
+        order = self.run_dir / FAULTS / f"{role}.{what}"
+        order.touch()
+        self.wait(lambda: self.over() or not order.exists(), f"{what} of {role}")
+
+    def fill_disk(self, seconds: float) -> None:
+        """Leave no room on the disk of the run's folder, which is its own, for a while."""
+        assert self.run_dir.is_mount(), "the machine's disk is not to be filled"
+        fill(self.run_dir)
+        time.sleep(seconds)
+        free(self.run_dir)
 
     def kill_guardian(self, role: str) -> int:
         """Kill −9 what guards a role; how many of the processes below it outlive it."""
@@ -124,10 +180,19 @@ class Patient:
         """Roles that have a process now, such as "student-0"."""
         return sorted(self._players())
 
-    def over(self) -> bool:
-        """Whether it has ended by itself, or is about to: all steps are done."""
+    def helpers(self) -> list[str]:
+        """What else has a process now: DEEPSPEED, "engine of student-0"."""
         assert self._launcher is not None, "started before"
-        return self._launcher.poll() is not None or (self.run_dir / "final").is_dir()
+        return sorted(helpers(self._launcher.pid))
+
+    def processes(self) -> set[psutil.Process]:
+        """Those that play the roles now."""
+        return {process for playing in self._players().values() for process in playing}
+
+    def over(self) -> bool:
+        """Whether it has ended well, or is about to: all steps are done."""
+        assert self._launcher is not None, "started before"
+        return self._launcher.poll() == 0 or (self.run_dir / "final").is_dir()
 
     def step(self) -> int:
         """Optimizer step that was reported last; 0: none."""
@@ -159,9 +224,9 @@ class Patient:
         """Until a role that was killed has a new process; whether that one works is another matter."""
         self.wait(lambda: bool(set(self._players().get(role, ())) - self._dead), f"another {role}")
 
-    def wait_at_work(self, roles: Iterable[str]) -> None:
-        """Until every one of these roles has a new process that has done work."""
-        since: dict[str, float] = {}
+    def wait_at_work(self, roles: Iterable[str], anew: bool = True) -> None:
+        """Until every one of these roles has done work from now on; `anew`: with a new process."""
+        since = {} if anew else dict.fromkeys(roles, time.time())
 
         def all_work() -> bool:
             playing = self._players()
@@ -190,6 +255,12 @@ class Patient:
         assert self._launcher is not None, "started before"
         self._seen |= descendants(self._launcher.pid)
         return players(self._launcher.pid)
+
+    def _named(self, role: str) -> list[psutil.Process]:
+        """Processes of a role, of a helper, or the launcher, which is the controller."""
+        assert self._launcher is not None, "started before"
+        launcher = psutil.Process(self._launcher.pid)
+        return {**self._players(), **helpers(launcher.pid), CONTROLLER: [launcher]}[role]
 
     def _ended(self) -> int:
         assert self._launcher is not None, "started before"

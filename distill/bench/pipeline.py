@@ -199,9 +199,10 @@ def rise(lines: Sequence[Mapping[str, float]], name: str) -> float:
 def evaluated(run_dir: Path, last: int) -> list[Mark]:
     """Every EVERYth version of a finished run, and its last one."""
     from distill.evaluate.followed import follow
+    from distill.launch.rehearse import claim_of
 
     config = load_run_dir(run_dir)
-    return marks(config, follow(config), [*range(0, last, EVERY), last])
+    return marks(config, follow(config, claim_of(config)), [*range(0, last, EVERY), last])
 
 
 def at_step(step: int, lines: Sequence[Mapping[str, float]]) -> float:

@@ -98,6 +98,7 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
+    """Print what came of a run. Raises DistillError with what is wrong with its end."""
     from distill.report.results import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
@@ -114,6 +115,8 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     }
     for name, line in lines.items():
         console.print(f"{name:<7} {line}", soft_wrap=True, highlight=False)
+    if summary["problems"]:
+        raise DistillError("\n".join(summary["problems"]))
 
 
 # --- single roles -----------------------------------------------------------------------------------------
@@ -259,14 +262,21 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
 def chaos(
     overrides: Overrides,
     config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
-    kills: Annotated[int, typer.Option(min=1, help="Deaths, all kinds together")] = 10,
-    seed: Annotated[int, typer.Option(help="Of who is killed and when")] = 0,
+    events: Annotated[int, typer.Option(min=1, help="Faults, all kinds together")] = 24,
+    kinds: Annotated[str, typer.Option(help="Of faults")] = "kill,stop,slow,cut,malformed,disk",
+    seed: Annotated[int, typer.Option(help="Of what is struck and when")] = 0,
+    disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled")] = 1.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Kill the processes of a real run at random moments, and audit what came of it."""
+    """Strike a real run at random moments with faults of every kind, and audit what came of it."""
     from distill.bench import chaos as bench
 
-    figures = bench.run(bench.patient(config, overrides, kills, seed), kills, seed, typer.echo)
+    chosen = bench.chosen(kinds)
+    patient = bench.patient(config, overrides, events, seed, chosen)
+    if "disk" in chosen:
+        bench.mount_disk(patient.run_dir, disk_gib)
+    figures = bench.run(patient, events, seed, chosen, typer.echo)
+    bench.keep_run(patient.run_dir)
     typer.echo(bench.table(figures))
     write_figures(json_file, figures)
     if not bench.holds(figures):

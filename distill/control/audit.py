@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from distill.control.clock import Bound
+from distill.control.provenance import Provenance
 from distill.control.records import (
     AnyRecord,
     Checkpointed,
@@ -58,6 +59,8 @@ VIOLATIONS: Final = {
     "not_in_journal": "trained rollouts that are not on record, or without the versions of their tokens",
     "too_old": "rollouts that were older than the bound when they were trained",
     "wrong_weight": "rollouts whose loss weight on record is not the one of their age",
+    "impossible_version": "rollouts with tokens of a version that the run had not published then",
+    "unproven": "what the end of the run did not show: weights that differ or were not compared, no score",
     "wrong_generator": "completions by the teacher for a prompt of the student's, or the other way round",
 }
 """Lists of an AuditReport that are empty when the guarantees hold → what their entries are."""
@@ -95,6 +98,8 @@ class AuditReport:
     """Beyond the hard limit, with freshness weights. What a teacher wrote has no age."""
     wrong_weight: list[str] = field(default_factory=list)
     wrong_generator: list[str] = field(default_factory=list)
+    impossible_version: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     late: int = 0
     """Rollouts of batches at a weight below 1, by their freshness. No violation."""
     again: int = 0
@@ -137,6 +142,7 @@ class _Books:
     """Bound on staleness when the batch was composed."""
     wrong_weight: set[str] = field(default_factory=set)
     damage: list[str] = field(default_factory=list)
+    provenance: Provenance = field(default_factory=Provenance)
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -181,6 +187,7 @@ def _report(
     report.lost = sorted(_lost(books, books.state))
     report.wrong_weight = sorted(books.wrong_weight)
     report.late = books.state.counters.late
+    report.impossible_version, report.unproven = books.provenance.impossible, books.provenance.unproven()
     _check_generators(books, report)
     known = range(len(books.opened))
     report.unknown_version = [
@@ -223,6 +230,7 @@ def _apply(books: _Books, state: RunState, record: AnyRecord, at: Location, boun
             f"segment {at.segment}, byte {at.offset} of the journal: {type(record).__name__} contradicts the "
             f"records before it ({type(error).__name__}: {error})"
         ) from None
+    books.provenance.note(record, state)
     _note(books, record, bound)
 
 

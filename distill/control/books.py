@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+import msgspec
+
+from distill.control.buffer import Entry
 from distill.control.journal import Journal
 from distill.control.records import (
     AgainReason,
@@ -20,22 +25,38 @@ from distill.control.records import (
     Snapshot,
 )
 from distill.control.snapshot import base, cover, restore, take
+from distill.control.soundness import Sift
 from distill.control.state import Asked, Batch, Rules, RunState
+from distill.control.trials import accused_by_death, is_single, plan_lineage
 from distill.prompts.stream import Cursor, PromptStream
 from sync.errors import ConfigError
-from sync.wire import Version
+from sync.wire import RunIdentity, Version, unpack
+from sync.wire.checks import Problem
+
+PutAside = Callable[[str, DropReason, str, list[int]], None]
+"""Hears of a rollout of the journal that is quarantined: id, reason, detail, tokens if they can be read."""
+logger = logging.getLogger(__name__)
 
 
 class Books:
     """Journal, state and prompt cursor of a run. Use `Books.open`."""
 
     def __init__(
-        self, journal: Journal, state: RunState, prompts: PromptStream, author: Callable[[int], bool]
+        self,
+        journal: Journal,
+        state: RunState,
+        prompts: PromptStream,
+        author: Callable[[int], bool],
+        name: str,
+        sift: Sift,
+        put_aside: PutAside,
     ) -> None:
         self.journal = journal
+        self._name = name
         self.state = state
         self._prompts = prompts
         self._author = author
+        self._sift, self._put_aside = sift, put_aside
 
     @classmethod
     def open(
@@ -47,10 +68,14 @@ class Books:
         seed: int,
         rules: Rules,
         author: Callable[[int], bool] = lambda number: False,
+        sift: Sift = lambda rollout: rollout,
+        put_aside: PutAside = lambda rollout, reason, detail, tokens: None,
     ) -> Books:
         """Rebuild the state from the journal (empty: a new run).
 
         `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
+        `sift`: every rollout that comes back from the journal goes through it before it is trained on;
+        `put_aside` hears of those that are then quarantined.
         Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
         """
         state, bound = RunState(rules), rules.bound
@@ -68,10 +93,16 @@ class Books:
             _check_same_prompts(journal.folder, state.opened, now)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        books = cls(journal, state, prompts, author)
-        books.write(now)
+        books = cls(journal, state, prompts, author, run, sift, put_aside)
+        books.write(msgspec.structs.replace(now, id=books.run.id or secrets.token_hex(8)))
         books._drop_broken()
         return books
+
+    @property
+    def run(self) -> RunIdentity:
+        """What all requests of this run name."""
+        opened = self.state.opened
+        return RunIdentity(self._name, opened.id if opened else None, self.state.fingerprint)
 
     def write(self, record: AnyRecord) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""
@@ -96,7 +127,7 @@ class Books:
         most = self.state.rules.max_attempts
         spent = [i for i in ids if self.state.asked[i].attempts >= most]
         if spent:
-            why: DropReason = reason if reason in ("straggler", "over_long") else "engine_failed"
+            why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
             self.drop(spent, why, f"{most} completions were lost ({reason})")
         if broken := [i for i in ids if i in self.state.asked and self.state.is_broken(i)]:
             self.drop(broken, "group_broken", "another completion of its prompt was dropped")
@@ -125,10 +156,14 @@ class Books:
         """The next batch of the current lineage, safe on disk; None: too few rollouts. Drops the too old."""
         state = self.state
         assert state.lineage is not None, "a batch is composed for a trainer"
-        pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of)
-        if pick.too_old:
-            hard = state.rules.bound.hard
-            self.drop(pick.too_old, "too_old", f"older than {hard} at step {state.next_step}")
+        while True:
+            trial = state.trials.next_part(state.buffer)
+            pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of, trial)
+            if pick.too_old:
+                hard = state.rules.bound.hard
+                self.drop(pick.too_old, "too_old", f"older than {hard} at step {state.next_step}")
+            if not self._quarantined_of(pick.chosen) and (pick.chosen or not trial):
+                break
         if not pick.chosen:
             return None
         version = Version(state.lineage, state.next_step)
@@ -147,17 +182,68 @@ class Books:
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        record = self.state.plan_lineage(checkpoint, fingerprint, without, ranks)
+        accused = accused_by_death(self.state)
+        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._sound)
         self.write(record)
         self._drop_broken()
+        if accused is not None:
+            self._convict(accused)
         await self.journal.commit(durable=True)
         return record
+
+    def _convict(self, accused: Batch) -> None:
+        """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
+        ids = [entry.id for entry in accused.entries]
+        if not is_single(self.state, accused):
+            logger.error(
+                "trainers died on the batch of %s: its %d rollouts are trained in parts, until the one that "
+                "cannot be trained is found", accused.version, len(ids),
+            )  # fmt: skip
+            return
+        detail = f"a trainer died on the batch of {accused.version}, which held nothing else"
+        rollouts = self.rollouts(accused)
+        self.drop(ids, "poisoned", detail)
+        for rollout in rollouts:
+            self._put_aside(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
+            logger.error("rollout %s is quarantined, poisoned: %s", rollout.id, detail)
+
+    def _sound(self, batch: Batch) -> bool:
+        """Whether it can be handed out again; one that was trained once can be."""
+        return all(self._problem(entry) is None for entry in batch.entries)
+
+    def _problem(self, entry: Entry) -> Problem | None:
+        """What is wrong with a rollout as the journal holds it; one that was admitted here was checked."""
+        if entry.rollout is None and entry.id not in self.state.where:
+            return Problem("the rollout", "a trace in the journal", "there with its arrays")
+        if entry.rollout is None:
+            found = self._sift(self._record(entry.id))
+            if isinstance(found, Problem):
+                return found
+            entry.rollout = found
+        return None
+
+    def _quarantined_of(self, chosen: list[str]) -> int:
+        """Quarantine those of `chosen` that cannot be used; how many there were."""
+        count = 0
+        for rollout in chosen:
+            if rollout not in self.state.buffer:  # its group went with another one
+                continue
+            if problem := self._problem(self.state.buffer[rollout]):
+                self.drop([rollout], "unusable", str(problem))
+                self._put_aside(rollout, "unusable", str(problem), [])
+                logger.error("rollout %s of the journal is quarantined, unusable: %s", rollout, problem)
+                count += 1
+        return count
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; read back from the journal where memory let them go."""
         return [entry.rollout or self._read(entry.id) for entry in batch.entries]
 
     def _read(self, rollout: str) -> Rollout:
+        found = self._sift(self._record(rollout))
+        return self._record(rollout) if isinstance(found, Problem) else found
+
+    def _record(self, rollout: str) -> Rollout:
         record = self.journal.read(self.state.where[rollout])
         assert isinstance(record, Rollout), f"{rollout} is not where the journal should hold it"
         return record

@@ -6,7 +6,7 @@ is picked depends on the entries and their order of admission alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -99,28 +99,30 @@ class Buffer:
         """Take entries out."""
         return [self._entries.pop(rollout) for rollout in ids]
 
-    def pick(self, step: int, batch: int, step_of: StepOf) -> Pick:
+    def pick(self, step: int, batch: int, step_of: StepOf, among: Collection[str] = ()) -> Pick:
         """The batch that would be trained on top of `step`, and what is too old for it; changes nothing.
 
-        `batch` is a multiple of the group size.
+        `batch` is a multiple of the group size. `among`: only these are looked at, and all that are young
+        enough are the batch, however few; empty: everything is looked at.
         """
         ready: list[_Group] = []
         too_old: list[str] = []
-        for group in self._groups(step, step_of):
+        for group in self._groups(step, step_of, among):
             if group.age > self._bound.hard:
                 too_old += [entry.id for entry in group.members]
             elif len(group.members) == self._size:
                 ready.append(group)
-        if len(ready) * self._size < batch:
+        batch = len(ready) * self._size if among else batch
+        if len(ready) * self._size < batch or not ready:
             return Pick([], too_old, [])
         ready.sort(key=self._place)
         chosen = [entry for group in ready[: batch // self._size] for entry in _ordered(group.members)]
         weights = [self._bound.weight(entry.age(step, step_of)) for entry in chosen]
         return Pick([entry.id for entry in chosen], too_old, weights)
 
-    def _groups(self, step: int, step_of: StepOf) -> Sequence[_Group]:
+    def _groups(self, step: int, step_of: StepOf, among: Collection[str]) -> Sequence[_Group]:
         groups: dict[str, _Group] = {}
-        for entry in self._entries.values():
+        for entry in [self._entries[i] for i in among] or self._entries.values():
             name = entry.id if self._size == 1 else group_of(entry.id)
             group = groups.setdefault(name, _Group())
             group.members.append(entry)

@@ -92,6 +92,8 @@ class Composer:
     def _possible(self) -> bool:
         """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
         state = self._books.state
+        if state.trials.next_part(state.buffer) and state.reached is not None:  # one at a time
+            return state.next_step == state.reached.step < self._steps
         return state.next_step < self._steps and (
             len(state.buffer) >= state.rules.batch or (len(state.buffer) > 0 and not state.asked)
         )

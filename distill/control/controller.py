@@ -14,7 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from distill.config import RunConfig
 from distill.control.authors import authors
@@ -22,6 +25,7 @@ from distill.control.batches import Shape
 from distill.control.books import Books
 from distill.control.broadcasts import Broadcasts
 from distill.control.composer import Composer, Hold
+from distill.control.conclusion import conclude
 from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -29,16 +33,21 @@ from distill.control.guard import Guard, retreat, unfit
 from distill.control.lateness import rules, seconds_of_waiting
 from distill.control.members import Members
 from distill.control.parts import Hooks, Parts, Quarantined
-from distill.control.records import DropReason, Rollout, VersionApplied
+from distill.control.provenance import may_exist
+from distill.control.records import Concluded, DropReason, Rollout, VersionApplied
 from distill.control.replicas import Fleet
 from distill.control.rollout import Feeder, Holder
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
+from distill.control.silence import Heartbeats
+from distill.control.soundness import soundness
 from distill.control.summary import digest_of_all, gauges, identity, of_step, summarise
-from distill.control.timeline import Timeline
-from distill.control.waiting import cancel, first_error
+from distill.control.timeline import TRAINER, Timeline
+from distill.control.trust import Trust
+from distill.control.waiting import cancel, until
 from distill.control.writing import Writing
-from sync.errors import DistillError, Overloaded
+from distill.prompts.stream import Prompt
+from sync.errors import Overloaded
 from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
 logger = logging.getLogger(__name__)
@@ -58,6 +67,8 @@ class Controller:
     ) -> None:
         self.config = config
         self.timeline = Timeline(hooks.span)
+        self.trust = Trust(config.guard.bad_answers, self._fail)
+        self.sound = soundness(config.rollout, parts, lambda: self.books.state)
         self.books = Books.open(
             parts.journal,
             parts.prompts,
@@ -65,19 +76,23 @@ class Controller:
             seed=config.run.seed,
             rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
+            sift=self.sound.sift,
+            put_aside=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
         )
         self._hooks = hooks
         self._teachers = parts.teachers
         self._changed, self._tidy = Signal(), Signal()
-        self._left = False
+        self._left = self._interrupted = False
         self._stop_reason: str | None = None
-        self._interrupted = False
-        self._weights_identical: dict[str, bool | None] = {}
+        self._failure: str | None = None
+        self._claim, self._end = parts.claim, Concluded(None, {}, [])
+        self._claim.run = self.books.run
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
         self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
         self.scoring = self._make_scoring(parts)
-        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), self._refused, self.timeline)
+        given = (self._put_aside, self.timeline, self.sound, self.trust)
+        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), *given)
         self.feeder = Feeder(
             self.books,
             self.fleet,
@@ -85,19 +100,21 @@ class Controller:
             config.run.steps,
             self._finished,
             self.timeline,
-            parts.student_topk,
+            self.sound,
             unfit=lambda answer: unfit(answer, config.guard),
             put_aside=self._put_aside,
             write=self.writing.put,
+            quarantined=hooks.quarantined,
         )
         self._guard = Guard(config.guard)
+        self.heartbeats = Heartbeats(config.run.health_timeout_seconds, self._hung)
         self.desk = self._make_desk(parts)
         self.composer = self._make_composer()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(
-            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect)
+            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect), parts.claim
         )
 
     # --- what the launcher calls --------------------------------------------------------------------------
@@ -119,6 +136,7 @@ class Controller:
     def trainer_left(self) -> None:
         """The trainer's processes have ended for good."""
         self._left = True
+        self.heartbeats.forget()
         self._changed.wake()
 
     def withhold(self) -> None:
@@ -148,7 +166,7 @@ class Controller:
             async with serving(self._app, self._socket):
                 workers = [asyncio.create_task(part) for part in self._parts()]
                 try:
-                    await self._first_of(workers)
+                    await until(self._watch_end(), workers)
                     self.feeder.holders.add("end")
                     await self._conclude()
                 finally:
@@ -167,18 +185,7 @@ class Controller:
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
         parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self.composer.run(), self._keep_tidy()]
-
-    async def _first_of(self, workers: list[asyncio.Task[None]]) -> None:
-        """Until the run is over, or a worker fails."""
-        over = asyncio.create_task(self._watch_end(), name="watch the end")
-        try:
-            done, _ = await asyncio.wait([over, *workers], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-        for worker in done:
-            if error := worker.exception():
-                raise first_error(error)
+        return [*parts, self.composer.run(), self._keep_tidy(), self.heartbeats.run()]
 
     async def _watch_end(self) -> None:
         """Until the trainer said its last word, or has left without one."""
@@ -191,16 +198,9 @@ class Controller:
             await self.books.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
-        """The proof of equal weights, and the evaluation of the last version."""
-        final = self.desk.final
-        if final is None:
-            return
-        self._weights_identical = await self.fleet.hold_exactly(final.version, final.digests)
-        if self.evaluations is not None and not self._interrupted:
-            try:
-                await self.evaluations.now(final.version)
-            except DistillError as error:
-                logger.error("the last version could not be evaluated: %s", error)
+        seconds = None if self._interrupted else self.config.weights.timeout_seconds
+        self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
+        self.books.write(self._end)
 
     # --- what the parts call ------------------------------------------------------------------------------
 
@@ -216,8 +216,10 @@ class Controller:
         await self.books.admit(rollouts)
         self._changed.wake()
 
-    def _refused(self, finished: Finished, problem: str) -> None:
-        self._put_aside(finished, "teacher_refused", problem)
+    def _fail(self, problem: str) -> None:
+        """No server of a kind is left: save a checkpoint and end with an error."""
+        self._failure = self._failure or problem
+        self.request_stop(problem)
 
     def _put_aside(self, finished: Finished, reason: DropReason, detail: str) -> None:
         prompt, tokens = finished.asked.prompt, finished.answer.token_ids
@@ -247,6 +249,11 @@ class Controller:
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
 
+    def _hung(self, ranks: list[int]) -> None:
+        text = "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: the trainer is hung"
+        logger.error(text, ", ".join(map(str, ranks)), self.config.run.health_timeout_seconds)
+        self._hooks.stuck(TRAINER)
+
     def _applied(self, record: VersionApplied) -> None:
         self.books.write(record)
         end = time.time()
@@ -254,6 +261,8 @@ class Controller:
 
     def _opened(self, welcome: TrainerWelcome) -> None:
         self._guard.forget()
+        self._claim.run = welcome.run
+        self.heartbeats.forget()
         if self.books.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
@@ -263,11 +272,7 @@ class Controller:
             self.evaluations.due(welcome.version)
 
     def _reported(self, report: StepReport) -> None:
-        end = time.time()
-        for what in ("checkpoint", "publish", "train", "wait"):
-            start = end - report.seconds.get(what, 0.0)
-            self.timeline.add("trainer", what, start, end, busy=what != "wait")
-            end = start
+        self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
         figures = of_step(self.books.state, report)
         self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
         if problem := self._guard.look(report.version.step, report.metrics):
@@ -298,9 +303,13 @@ class Controller:
         return {
             **summarise(self.books.state, self.timeline, metric),
             "completed": done,
+            "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
-            **identity(self._weights_identical),
+            "version": str(reached) if reached else None,
+            "run": msgspec.to_builtins(self.books.run),
+            "problems": self._end.problems,
+            **identity(self._end.weights),
             "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
             "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
         }
@@ -312,6 +321,7 @@ class Controller:
         fleet = Fleet(
             target=lambda: state.target.version if state.target else None,
             step_of=state.step_of,
+            may_exist=partial(may_exist, state=state),
             applied=self._applied,
             wake=Signal(),
             kv_on_swap=self.config.weights.kv_on_swap,
@@ -319,6 +329,7 @@ class Controller:
             stranded=self._changed.wake,
             silent_seconds=self.config.rollout.silent_seconds,
             stuck=self._hooks.stuck,
+            trust=self.trust,
         )
         for name, engine in parts.replicas.items():
             fleet.add(name, engine)
@@ -328,11 +339,13 @@ class Controller:
         return Scoring(
             parts.teachers,
             parts.route,
-            parts.want,
+            self.sound,
             self.config.buffer.score_batch,
             scored=self._scored,
-            refused=self._refused,
+            refused=self._put_aside,
             timeline=self.timeline,
+            trust=self.trust,
+            attempts=self.config.rollout.max_attempts,
             transforms=parts.transforms,
             judge=parts.judge,
         )
@@ -351,6 +364,7 @@ class Controller:
                 reported=self._reported,
                 published=self._published,
                 saved=self._tidy.wake,
+                heard=self.heartbeats.heard,
                 wants_broadcast=self.broadcasts.wanted,
                 lost_seats=self.broadcasts.lost_seats,
             ),
@@ -380,4 +394,5 @@ class Controller:
             self.timeline,
             self._hooks.evaluated,
             self._stop,
+            trust=self.trust,
         )

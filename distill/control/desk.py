@@ -15,28 +15,32 @@ from functools import partial
 
 from distill.control.batches import Marks, Shape, compose, group_means
 from distill.control.books import Books
-from distill.control.records import Checkpointed, RolledBack, Stepped, VersionPublished
+from distill.control.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.control.signals import Signal
 from distill.prompts.stream import group_of
-from sync.errors import RemoteError
+from sync.errors import RemoteError, WireError
 from sync.wire import (
     Audience,
     BatchRequest,
     CheckpointSaved,
     FinalDigests,
+    Heartbeat,
     Ok,
     Published,
+    RunIdentity,
     StepReport,
     Stop,
     TrainerHello,
     TrainerWelcome,
     Version,
     Wait,
+    checks,
     encode,
 )
+from sync.wire.checks import Problem
 
 LONG_POLL_SECONDS = 20.0
-Event = StepReport | Published | CheckpointSaved | FinalDigests
+Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +59,8 @@ class Listener:
     saved: Callable[[], None]
     wants_broadcast: Callable[[], bool]
     """Whether a replica can only go on when the trainer broadcasts what it holds."""
+    heard: Callable[[int], None]
+    """A rank lives."""
     lost_seats: Callable[[str], dict[str, str]]
     """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
 
@@ -98,6 +104,11 @@ class Desk:
         self._retreat: RolledBack | None = None
         """What the next trainer must begin with."""
 
+    @property
+    def run(self) -> RunIdentity:
+        """The run whose batches are dealt."""
+        return self._books.run
+
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
@@ -114,15 +125,21 @@ class Desk:
         self._changed.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        """Open a lineage. Raises RemoteError for another model, or a checkpoint this run does not know."""
-        state = self._books.state
+        """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
+        _refuse(checks.hello(hello))
+        state, run = self._books.state, self.run
+        if hello.run != run.name or hello.run_id not in (None, run.id):
+            raise RemoteError(
+                f"this controller serves {run}, the trainer is of run {hello.run!r} and its checkpoint of id "
+                f"{hello.run_id or '(none)'}: start it with the run's own configuration and folder"
+            )
         if state.fingerprint not in (None, hello.fingerprint):
             raise RemoteError(
                 f"the trainer's model {hello.fingerprint} is not the run's {state.fingerprint}: "
                 "use another run name for another model"
             )
         at = hello.checkpoint
-        if at is not None and at.lineage not in state.lineages:
+        if at is not None and (at.lineage not in state.lineages or at.step > state.trials.furthest):
             raise RemoteError(
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
@@ -142,7 +159,9 @@ class Desk:
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
             hello.world_size, record.lineage, record.start, record.branch - record.start,
         )  # fmt: skip
-        welcome = TrainerWelcome(version=version, parent=at, teachers=list(self._shape.teachers))
+        welcome = TrainerWelcome(
+            version=version, parent=at, teachers=list(self._shape.teachers), run=self.run
+        )
         self._listener.opened(welcome)
         self._changed.wake()
         return welcome
@@ -171,8 +190,12 @@ class Desk:
             if step > self._given and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
             if step <= self.ready and (step <= self._given or not self.withheld):
-                self._given = max(self._given, step)
-                return self._share(step)[request.rank]
+                share = self._share(step)[request.rank]
+                if step > self._given:
+                    self._given = step
+                    self._books.write(HandedOut(request.version))
+                    await self._books.journal.commit()
+                return share
             if self._listener.wants_broadcast():
                 return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
@@ -236,6 +259,11 @@ class Desk:
     async def event(self, event: Event) -> Ok | Audience:
         """Take note of what the trainer did. Raises RemoteError for another lineage."""
         self._check(event.version)
+        if isinstance(event, Heartbeat):  # never waits for a disk; none is missed after the last word
+            if self.final is None:
+                self._listener.heard(event.rank)
+            return Ok()
+        _refuse(self._problem(event))
         answer: Audience | None = None
         if isinstance(event, StepReport):
             self._step(event)
@@ -251,6 +279,12 @@ class Desk:
         self._changed.wake()
         return answer or Ok()
 
+    def _problem(self, event: checks.Event) -> Problem | None:
+        state = self._books.state
+        assert state.reached is not None, "a trainer of this lineage has said hello"
+        start, newest = state.lineages[event.version.lineage].start, max(state.reached.step, self._given + 1)
+        return checks.event(event, start, state.reached.step, newest)
+
     def _step(self, report: StepReport) -> None:
         reached = self._books.state.reached
         if reached is None or report.version.step > reached.step:
@@ -264,3 +298,9 @@ class Desk:
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
         return answer
+
+
+def _refuse(problem: Problem | None) -> None:
+    """Raise WireError for a message of the trainer's that cannot be used: nothing of it is recorded."""
+    if problem is not None:
+        raise WireError(f"the trainer's message cannot be used: {problem}")

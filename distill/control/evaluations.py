@@ -14,11 +14,13 @@ from typing import Literal, Protocol
 
 from distill.config import EvaluationConfig
 from distill.control.books import Books
+from distill.control.provenance import report_problem
 from distill.control.records import Evaluated
 from distill.control.signals import Signal
 from distill.control.timeline import Timeline
-from sync.errors import RemoteError, Unreachable
-from sync.wire import EvalReport, Version
+from distill.control.trust import Trust
+from sync.errors import RemoteError, Unreachable, WireError, WrongServer
+from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +68,20 @@ class Evaluations:
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
         retry_seconds: float = 5.0,
+        trust: Trust | None = None,
     ) -> None:
         self._evaluator = evaluator
         self._config = config
         self._books = books
         self._timeline = timeline
         self._done = done
-        self._stop = stop
+        self._stop, self._trust = stop, trust
         self._retry_seconds = retry_seconds
         self._waiting: Version | None = None
         self._newest: Version | None = None
         """The newest version that was due."""
+        self._answered = False
+        """The evaluator has evaluated a version of this run."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
@@ -107,7 +112,9 @@ class Evaluations:
                 logger.warning("evaluation of %s is tried again: %s", version, error)
                 self._waiting = self._waiting or version
                 await asyncio.sleep(self._retry_seconds)
-            except RemoteError as error:
+            except (RemoteError, WireError) as error:
+                if isinstance(error, WrongServer) and not self._answered:
+                    raise  # it was another run's from the start
                 logger.error("evaluation of %s is left out: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
@@ -121,9 +128,10 @@ class Evaluations:
         metric, reports = self._config.metric, self._books.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
-            report = await self._evaluator.evaluate(version)
+            report = await self._checked(version)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
+        self._answered = True
         self._books.write(Evaluated(report))
         await self._books.journal.commit()
         self._done(report, best(reports, metric) is report)
@@ -131,4 +139,20 @@ class Evaluations:
             self._stop(
                 f"{self._config.patience} evaluations brought no better {metric} than {best(reports, metric)}"
             )
+        return report
+
+    async def _checked(self, version: Version) -> EvalReport:
+        """A report that can be recorded. Raises WireError for one that cannot."""
+        try:
+            report = await self._evaluator.evaluate(version)
+            if wrong := report_problem(report, version):
+                raise RemoteError(wrong)
+            if problem := checks.evaluation(report, version):
+                raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
+        except WireError as error:
+            if self._trust is not None:
+                self._trust.bad("the evaluator", version, str(error), lambda: False)
+            raise
+        if self._trust is not None:
+            self._trust.good("the evaluator")
         return report

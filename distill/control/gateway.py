@@ -19,7 +19,9 @@ from starlette.routing import Route
 
 from distill.control.desk import Desk, Event
 from distill.control.members import Members
-from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
+from sync.claims import Claim
+from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
+from sync.guard import RunGuard
 from sync.listening import bind_alone
 from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import (
@@ -31,6 +33,7 @@ from sync.wire import (
     Seats,
     StepReport,
     TrainerHello,
+    checks,
     encode,
 )
 
@@ -49,8 +52,12 @@ def application(
     metrics: Callable[[], dict[str, float]],
     token: str | None,
     members: Members,
+    claim: Claim,
 ) -> Starlette:
-    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
+    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard.
+
+    `claim`: the controller's own run.
+    """
     heads: dict[str, bytes] = {}
 
     async def hello(request: Request) -> Response:
@@ -72,7 +79,10 @@ def application(
         if name not in teachers:
             return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
         if name not in heads:
-            heads[name] = encode(await teachers[name].head())
+            found = await teachers[name].head()
+            if problem := checks.head(found):
+                raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
+            heads[name] = encode(found)
         return Response(heads[name], media_type=CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
@@ -92,7 +102,7 @@ def application(
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
-        middleware=[Middleware(TokenGuard, token=token or "")],
+        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=claim)],
     )
 
 
@@ -103,7 +113,7 @@ def replica_routes(members: Members) -> list[Route]:
         return reply(members.listing())
 
     async def join(request: Request) -> Response:
-        return reply(members.join(await read_message(request, ReplicaJoins)))
+        return reply(await members.join(await read_message(request, ReplicaJoins)))
 
     async def leave(request: Request) -> Response:
         return reply(await members.leave(await read_message(request, ReplicaLeaves)))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 
 from distill.control.replica_engine import ReplicaEngine
 from distill.control.replicas import Fleet
-from sync.errors import RemoteError
+from sync.errors import RemoteError, Unreachable
 from sync.urls import url_problem
 from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
 
@@ -33,16 +34,27 @@ class Members:
             ]
         )
 
-    def join(self, wanted: ReplicaJoins) -> Replicas:
-        """Take a replica in. Raises RemoteError for a name or URL that is taken, or no HTTP URL."""
+    async def join(self, wanted: ReplicaJoins) -> Replicas:
+        """Take a replica in, whether it answers already or not.
+
+        Raises RemoteError for a name or URL that is taken, for no HTTP URL, and for one of another run.
+        """
         url, known = wanted.url.rstrip("/"), self._fleet.replicas
         if self._connect is None or url_problem(url):
             raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
-        taken = [one.name for one in known.values() if one.engine.url == url or one.name == wanted.name]
-        if taken:
-            raise RemoteError(f"replica {taken[0]} is a member already: remove it first")
+        engine = self._connect(url)
+        try:
+            with suppress(Unreachable):
+                if await engine.alive():
+                    await engine.state()
+            taken = [one.name for one in known.values() if one.engine.url == url or one.name == wanted.name]
+            if taken:
+                raise RemoteError(f"replica {taken[0]} is a member already: remove it first")
+        except RemoteError:
+            await engine.aclose()
+            raise
         name = wanted.name or next(n for i in itertools.count() if (n := f"student-{i}") not in known)
-        self._fleet.add(name, self._connect(url))
+        self._fleet.add(name, engine)
         return self.listing()
 
     async def leave(self, wanted: ReplicaLeaves) -> Replicas:

@@ -36,6 +36,7 @@ from sync.wire import (
     ScoreSequence,
     StepReport,
     Stop,
+    TeacherInfo,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -58,6 +59,11 @@ class MemoryPrompts:
 
     def __getitem__(self, index: int) -> Prompt:
         return Prompt(str(index), [index % 50, 1, 2])
+
+
+def _some_ids(count: int, k: int) -> np.ndarray:
+    """i4 [count, k]: in each row different ids."""
+    return (np.arange(count)[:, None] + np.arange(k)).astype("i4") % 50
 
 
 def weights_of(version: Version | None) -> dict[str, str]:
@@ -131,7 +137,7 @@ class MemoryReplica:
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
             finish_reason=reason,
-            topk_ids=pack(rng.integers(0, 50, (count, topk)).astype("i4")) if topk else None,
+            topk_ids=pack(_some_ids(count, topk)) if topk else None,
         )
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
@@ -189,9 +195,9 @@ class MemoryTeacher:
         return Scored(
             sequence.id,
             logprob=pack(np.full(count, -1.0, "f4")),
-            topk_ids=pack(np.zeros((count, want.topk), "i4")) if want.topk else None,
-            topk_logprob=pack(np.zeros((count, want.topk), "f2")) if want.topk else None,
-            tail=pack(np.zeros(count, "f4")) if want.topk else None,
+            topk_ids=pack(_some_ids(count, want.topk)) if want.topk else None,
+            topk_logprob=pack(np.full((count, want.topk), -np.log(50), "f2")) if want.topk else None,
+            tail=pack(np.full(count, 1 - want.topk / 50, "f4")) if want.topk else None,
             gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
             entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
             hidden=Array("bf16", (count, 4), bytes(8 * count)) if want.hidden else None,
@@ -222,6 +228,19 @@ class MemoryTeacher:
 
     async def head(self) -> Head:
         return Head(teacher="memory", weight=pack(np.zeros((50, 4), "f4")))
+
+    async def facts(self) -> TeacherInfo:
+        return TeacherInfo(
+            name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
+            hidden_size=4, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
+            fingerprint="", can=["topk", "gather", "entropy", "hidden", "write"],
+        )  # fmt: skip
+
+    def answered_by(self, id: str) -> str:
+        return "memory"
+
+    def leave_out(self, server: str) -> bool:
+        return False
 
 
 @dataclass
@@ -269,7 +288,9 @@ class MemoryTrainer:
 
     async def run(self) -> Stop:
         """From hello to the last word. Cancel it to kill it."""
-        hello = TrainerHello(world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model")
+        hello = TrainerHello(
+            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.desk.run.name
+        )
         welcome = await self.desk.hello(hello)
         self.welcomes.append(welcome)
         version = welcome.version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.control.evaluations import Evaluator
@@ -14,7 +14,9 @@ from distill.control.scoring import Teacher, Transform
 from distill.control.timeline import Span
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt, PromptStream
+from sync.claims import Claim
 from sync.wire import EvalReport, TrainerWelcome, Version, Want
+from sync.wire.checks import ANY_ID
 
 
 def _ignore(*_: Any) -> None:
@@ -48,7 +50,7 @@ class Hooks:
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
     stuck: Callable[[str], None] = _ignore
-    """A replica answers and writes nothing: start its process again, if it is ours."""
+    """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
     span: Callable[[Span], None] = _ignore
     """A stretch of work or waiting has ended: a line of timeline.jsonl."""
 
@@ -70,8 +72,12 @@ class Parts:
     """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0
     """What it needs from the replicas: ids per position."""
+    vocab_size: int = ANY_ID
+    """Of the student's tokenizer: every id is below it."""
     evaluator: Evaluator | None = None
     judge: Judge | None = None
     """Gives every rollout its reward; None: they have none."""
     transforms: dict[str, Transform] | None = None
     """Per teacher: what it sees instead of the prompt."""
+    claim: Claim = field(default_factory=Claim)
+    """Named by all requests to replicas, teachers and evaluator; the controller says which run it is."""

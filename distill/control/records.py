@@ -5,7 +5,7 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -22,10 +22,23 @@ DropReason = Literal[
     "over_long",
     "rolled_back",
     "group_broken",
+    "unusable",
+    "function_failed",
+    "poisoned",
+    "impossible_version",
 ]
 AgainReason = Literal[
-    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "controller_restarted"
+    "replica_lost",
+    "replica_busy",
+    "aborted",
+    "straggler",
+    "over_long",
+    "unusable",
+    "controller_restarted",
 ]
+
+SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
+"""Reasons that count towards `rollout.max_attempts`: the others say nothing about the prompt."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,6 +63,8 @@ class Opened(Record, frozen=True):
     """Completions of each prompt."""
     rows: int | None = None
     """Prompts of an epoch; None: they have no end."""
+    id: str | None = None
+    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
 
 
 class Issued(Record, frozen=True):
@@ -144,6 +159,14 @@ class LineageOpened(Record, frozen=True):
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
     ranks: int | None = None
     """Of the trainer; None: an earlier release did not note it."""
+    parts: list[list[str]] = []
+    """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
+
+
+class HandedOut(Record, frozen=True):
+    """A rank of the current trainer has the batch of `version`."""
+
+    version: Version
 
 
 class Stepped(Record, frozen=True):
@@ -196,6 +219,17 @@ class Evaluated(Record, frozen=True):
     report: EvalReport
 
 
+class Concluded(Record, frozen=True):
+    """The trainer has left and what can be shown of the last version was shown."""
+
+    version: Version | None
+    """The trainer's last word; None: it gave none."""
+    weights: dict[str, bool | None]
+    """Replica → whether it held the trainer's weights; None: it was not compared."""
+    problems: list[str]
+    """What is wrong with the end of the run; empty: nothing."""
+
+
 class Location(msgspec.Struct, array_like=True):
     """Where a record stands in the journal: known once it is committed, -1 until then."""
 
@@ -235,12 +269,14 @@ AnyRecord = (
     | Dropped
     | Composed
     | LineageOpened
+    | HandedOut
     | Stepped
     | VersionPublished
     | VersionApplied
     | Checkpointed
     | RolledBack
     | Evaluated
+    | Concluded
     | Snapshot
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
+from sync.claims import Claim
+from sync.errors import WireError
 from sync.transport import Peer
 from sync.wire import (
     Generated,
@@ -13,6 +15,7 @@ from sync.wire import (
     ReplicaState,
     UpdateReply,
     UpdateRequest,
+    checks,
     decode,
     encode,
 )
@@ -41,8 +44,8 @@ class ReplicaEngine(Protocol):
 class HttpReplica:
     """A replica behind a URL."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self._peer = Peer(url, token)
+    def __init__(self, url: str, token: str | None = None, claim: Claim | None = None) -> None:
+        self._peer = Peer(url, token, claim=claim)
 
     @property
     def url(self) -> str:
@@ -68,3 +71,19 @@ class HttpReplica:
 
     async def aclose(self) -> None:
         await self._peer.aclose()
+
+
+async def updated(engine: ReplicaEngine, request: UpdateRequest, timeout: float) -> UpdateReply:
+    """`ReplicaEngine.update`; raises WireError for an answer that cannot be used."""
+    reply = await engine.update(request, timeout)
+    if problem := checks.update(reply, request.version):
+        raise WireError(f"its answer to an update cannot be used: {problem}")
+    return reply
+
+
+async def state_of(engine: ReplicaEngine) -> ReplicaState:
+    """`ReplicaEngine.state`; raises WireError for an answer that cannot be used."""
+    state = await engine.state()
+    if problem := checks.replica_state(state):
+        raise WireError(f"its state cannot be used: {problem}")
+    return state

@@ -5,8 +5,8 @@
       └───────────── a connection is lost, or it came back with other weights ┘
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
-prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that answers
-and writes no token is lost too.
+prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
+and writes no token is lost too. One that serves another run is taken out; the run ends when it has no other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from enum import Enum
 from typing import Literal
 
 from distill.control.records import VersionApplied
-from distill.control.replica_engine import ReplicaEngine
+from distill.control.replica_engine import ReplicaEngine, state_of, updated
 from distill.control.signals import Signal
 from distill.control.silence import until_silent
+from distill.control.trust import Trust
 from distill.control.waiting import cancel, unless
-from sync.errors import DistillError, RemoteError, Unreachable
+from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,11 @@ class Phase(Enum):
 class Replica:
     """One replica as the controller sees it."""
 
-    def __init__(self, name: str, engine: ReplicaEngine) -> None:
+    def __init__(self, name: str, engine: ReplicaEngine, founding: bool = False) -> None:
         self.name = name
         self.engine = engine
+        self.founding = founding
+        """It belongs to the run's configuration."""
         self.phase = Phase.ABSENT
         self.version: Version | None = None
         """What it serves; None: the folder it was started with."""
@@ -57,6 +60,8 @@ class Replica:
         self.rests_until = 0.0
         """Monotonic time before which it is asked nothing."""
         self.lost = asyncio.Event()
+        self.left_out = False  # it gave too many unusable answers: it is asked nothing any more
+        self.server = f"replica {name} at {engine.url}"
         self.busy = asyncio.Lock()
         """Held during an update."""
 
@@ -65,6 +70,7 @@ class Fleet:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
+    `may_exist`: whether a version is on record; a replica that holds another one is brought to the target.
     `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast, `stuck`
     with a replica that has work and has written nothing for `silent_seconds` (0: never). `wake` is woken by
     every change.
@@ -81,19 +87,18 @@ class Fleet:
         update_seconds: float = 300.0,
         poll_seconds: float = 2.0,
         retry_seconds: float = 1.0,
+        may_exist: Callable[[Version], bool] = lambda version: True,
         stranded: Callable[[], None] = lambda: None,
         silent_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
+        trust: Trust = Trust(1 << 30, lambda reason: None),
     ) -> None:
         self.replicas: dict[str, Replica] = {}
-        self.wake = wake
-        self._target = target
-        self._step_of = step_of
-        self._applied = applied
-        self._stranded = stranded
+        self.wake, self._target = wake, target
+        self._step_of, self._may_exist = step_of, may_exist
+        self._applied, self._stranded, self.trust = applied, stranded, trust
         self._silent_seconds, self._stuck = silent_seconds, stuck
-        self._kv_on_swap = kv_on_swap
-        self._update_seconds = update_seconds
+        self._kv_on_swap, self._update_seconds = kv_on_swap, update_seconds
         self.poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
         self._published = Signal()
@@ -107,7 +112,7 @@ class Fleet:
     def add(self, name: str, engine: ReplicaEngine) -> Replica:
         """Let a replica join; it serves as soon as it answers and holds a published version."""
         assert name not in self.replicas, f"replica {name} is a member already"
-        replica = self.replicas[name] = Replica(name, engine)
+        replica = self.replicas[name] = Replica(name, engine, founding=not self._running)
         if self._running:
             self._tasks[name] = asyncio.create_task(self._follow(replica), name=f"follow {name}")
         return replica
@@ -141,6 +146,15 @@ class Fleet:
         replica.phase = Phase.ABSENT
         self._published.wake()
 
+    def distrust(self, replica: Replica, problem: str, prompt: str | None = None) -> None:
+        """An answer of it cannot be used: see Trust. `prompt`: what it was an answer to; None: no prompt."""
+        self.trust.bad(replica.server, prompt or object(), problem, lambda: self._leave_out(replica))
+
+    def _leave_out(self, replica: Replica) -> bool:
+        replica.left_out = True
+        self.report_lost(replica)
+        return not all(one.left_out for one in self.replicas.values())
+
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: ask it nothing for `retry_after` seconds (None: longer each time)."""
         replica.refusals += 1
@@ -159,72 +173,118 @@ class Fleet:
         }
         try:
             while True:
-                for task in [task for task in self._tasks.values() if task.done()]:
-                    task.result()
+                self._raise_failure()
                 await asyncio.sleep(0.5)
         finally:
             self._running = False
             await cancel(self._tasks.values())
+
+    def _raise_failure(self) -> None:
+        """Raise the error that a replica's task ended with, if one did."""
+        for task in [task for task in self._tasks.values() if task.done()]:
+            task.result()
 
     def published(self) -> None:
         """A newer version is there, or another lineage has begun."""
         self._published.wake()
 
     async def _follow(self, replica: Replica) -> None:
-        while True:
-            await self._join(replica)
-            listening = asyncio.create_task(self._listen(replica))
-            try:
-                await self._serve(replica)
-            except DistillError as error:
-                logger.warning("replica %s is lost: %s", replica.name, error)
-            finally:
-                await cancel([listening])
-                self._lose(replica)
+        listening = asyncio.create_task(self._listen(replica))
+        try:
+            while not replica.left_out:
+                await self._join(replica)
+                try:
+                    await self._serve(replica)
+                except DistillError as error:
+                    logger.warning("replica %s is lost: %s", replica.name, error)
+                    if isinstance(error, WireError):
+                        self.distrust(replica, str(error))
+                finally:
+                    self._lose(replica)
+        except WrongServer as error:
+            await self._expel(replica, error)
+        finally:
+            await cancel([listening])
+
+    async def _expel(self, replica: Replica, error: WrongServer) -> None:
+        """Take out a replica of another run. Raises its error when it was to begin with, or is the last."""
+        if (replica.founding and replica.joined == 0) or len(self.replicas) == 1:
+            raise WrongServer(f"replica {replica.name}: {error}") from error
+        logger.error("replica %s is taken out of this run: %s", replica.name, error)
+        del self.replicas[replica.name]
+        await replica.engine.aclose()
 
     async def _listen(self, replica: Replica) -> None:
-        """Report a replica that falls silent, during an update too."""
-        if self._silent_seconds == 0:
-            return
-        await until_silent(replica, self._silent_seconds, self.poll_seconds)
-        logger.error(
-            "replica %s has %d completions to write and wrote no token for %.0f s: it is taken for stuck",
-            replica.name,
-            replica.in_flight,
-            self._silent_seconds,
-        )
-        self.report_lost(replica)
-        self._stuck(replica.name)
+        """Report each time that a replica with work answers, but writes nothing and is not updated.
+
+        One that does not answer may be starting again: its launcher and `_check` look after that.
+        """
+        seen: tuple[int | None, Version | None] = None, None
+
+        async def progresses() -> bool:
+            nonlocal seen
+            before = seen
+            try:
+                tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
+            except DistillError:
+                return True
+            seen = tokens, replica.version
+            works = replica.in_flight > 0 or replica.busy.locked()
+            return not works or tokens is None or seen != before
+
+        while True:
+            await until_silent(progresses, self._silent_seconds)
+            logger.error(
+                "replica %s answers, has %d completions to write or weights to load, and wrote no token for "
+                "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
+                replica.name,
+                replica.in_flight,
+                self._silent_seconds,
+            )
+            self.report_lost(replica)
+            self._stuck(replica.name)
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""
         pause = self._retry_seconds / 10
-        while True:
+        while not replica.left_out:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await replica.engine.state()).version
+                    replica.version = (await state_of(replica.engine)).version
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
                     break
+            except WrongServer:
+                raise
             except DistillError as error:
                 logger.warning("replica %s cannot join yet: %s", replica.name, error)
+                if isinstance(error, WireError):
+                    self.distrust(replica, str(error))
                 replica.phase = Phase.ABSENT
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._retry_seconds)
+        else:
+            return
         replica.phase = Phase.SERVING
         replica.joined += 1
         logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
         self.wake.wake()
 
     async def _catch_up(self, replica: Replica) -> None:
-        while (target := self._due(replica)) is not None:
-            await self.update(replica, self.request_for(target))
-        while self.by_broadcast and replica.version is None:
-            self._stranded()
+        while True:
+            if (target := self._due(replica)) is not None:
+                await self.update(replica, self.request_for(target))
+                continue
+            held = replica.version
+            stranded = self.by_broadcast and held is None
+            if not stranded and (held is None or self._may_exist(held)):
+                return
+            if stranded:
+                self._stranded()
             await self._published.wait(self.poll_seconds)
             if replica.lost.is_set():
-                raise Unreachable(f"replica {replica.name} was lost while it waited for a broadcast")
+                raise Unreachable(f"replica {replica.name} was lost while it waited for a version")
 
     def _due(self, replica: Replica) -> Version | None:
         """The version to bring the replica to; None: it holds the newest.
@@ -235,8 +295,10 @@ class Fleet:
         target = self._target()
         if target is None or replica.version == target:
             return None
-        behind = replica.version is None or self._step_of(target) >= self._step_of(replica.version)
-        return target if behind else None
+        held = replica.version
+        if held is None or not self._may_exist(held) or self._step_of(target) >= self._step_of(held):
+            return target
+        return None
 
     async def _serve(self, replica: Replica) -> None:
         """Until the replica is lost."""
@@ -246,6 +308,8 @@ class Fleet:
                 try:
                     await self.update(replica, self.request_for(target))
                     continue
+                except WrongServer:
+                    raise
                 except RemoteError as error:
                     logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
             if not await self._published.wait(self.poll_seconds):
@@ -254,7 +318,7 @@ class Fleet:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, replica.engine.state(), replica.name)
+            state = await unless(replica.lost, state_of(replica.engine), replica.name)
             if state.version != replica.version:
                 raise Unreachable(
                     f"it serves {state.version} and should serve {replica.version}: it restarted"
@@ -271,7 +335,7 @@ class Fleet:
                 return None
             began = time.monotonic()
             reply = await unless(
-                replica.lost, replica.engine.update(request, self._update_seconds), replica.name
+                replica.lost, updated(replica.engine, request, self._update_seconds), replica.name
             )
             replica.version = reply.version
             self._applied(
@@ -297,28 +361,43 @@ class Fleet:
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def hold_exactly(self, version: Version, digests: dict[str, str]) -> dict[str, bool | None]:
+    async def hold_exactly(
+        self, version: Version, digests: dict[str, str], seconds: float = 0.0
+    ) -> dict[str, bool | None]:
         """Bring every replica to `version` and compare its weights; name → whether they are equal.
 
-        None: it does not serve now and was not compared.
+        One that is away or catching up is waited for, `seconds` at most. None: it was not compared.
         """
-        compared = dict(
-            await asyncio.gather(*(self._equal(replica, version, digests) for replica in self.serving()))
-        )
-        found = {name: compared.get(name) for name in self.replicas}
-        missing = [name for name, equal in found.items() if equal is None]
-        if missing:
-            logger.warning("weights were not compared with %s: away at the end", ", ".join(missing))
-        return found
+        deadline, members = time.monotonic() + seconds, list(self.replicas.values())
+        compared = await asyncio.gather(*(self._shown(one, version, digests, deadline) for one in members))
+        found = zip(members, compared, strict=True)
+        return {one.name: equal for one, equal in found if self._has(one)}
 
-    async def _equal(
-        self, replica: Replica, version: Version, digests: dict[str, str]
-    ) -> tuple[str, bool | None]:
+    def _has(self, replica: Replica) -> bool:
+        return self.replicas.get(replica.name) is replica and not replica.left_out
+
+    async def _shown(
+        self, replica: Replica, version: Version, digests: dict[str, str], deadline: float
+    ) -> bool | None:
+        while self._has(replica):
+            self._raise_failure()
+            equal = None
+            if replica.phase is Phase.SERVING:
+                equal = await self._equal(replica, version, digests)
+            left = deadline - time.monotonic()
+            unable = self.by_broadcast and replica.version != version  # nobody broadcasts any more
+            if equal is not None or left <= 0 or unable:
+                return equal
+            await self.wake.wait(min(left, self._retry_seconds))
+        return None
+
+    async def _equal(self, replica: Replica, version: Version, digests: dict[str, str]) -> bool | None:
+        """Whether a serving replica holds exactly these weights; None: it cannot show them now."""
         try:
             if replica.version != version:
                 await self.update(replica, self.request_for(version))
             state = await replica.engine.state(digests=True)
         except DistillError as error:
-            logger.error("replica %s cannot show its weights: %s", replica.name, error)
-            return replica.name, None if isinstance(error, Unreachable) else False
-        return replica.name, state.version == version and state.digests == digests
+            logger.warning("replica %s cannot show its weights: %s", replica.name, error)
+            return None
+        return state.digests == digests if state.version == version else None

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from distill.config import AtLimit, RolloutConfig
 from distill.control.books import Books
+from distill.control.parts import Quarantined
+from distill.control.provenance import span_problem
 from distill.control.records import AgainReason, DropReason
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet, Replica
-from distill.control.scoring import Finished
+from distill.control.scoring import Finished, Refused
+from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import TRAINER, Timeline
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, Version, unpack
+from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,15 @@ class Feeder:
         steps: int,
         finished: Callable[[Finished], None],
         timeline: Timeline,
-        student_topk: int = 0,
+        sound: Soundness,
         unfit: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
-        put_aside: Callable[[Finished, DropReason, str], None] | None = None,
+        put_aside: Refused | None = None,
         write: Callable[[Asked], None] | None = None,
+        quarantined: Callable[[Quarantined], None] = lambda one: None,
     ) -> None:
-        """`unfit`: why a completion is not worth scoring; `put_aside` takes such ones (None: dropped).
-
-        `write` takes the prompts that a teacher completes (None: there are none).
+        """`sound`: what is asked of the replicas, and the checks of what they answer; `quarantined` hears of
+        answers that cannot be used. `unfit`: why a sound completion is not worth scoring; `put_aside` takes
+        such ones (None: dropped). `write` takes the prompts that a teacher completes (None: there are none).
         """
         self._write = write
         self._books = books
@@ -77,14 +79,7 @@ class Feeder:
         self._steps = steps
         self._finished = finished
         self._timeline = timeline
-        self._sampling = Sampling(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            stop_token_ids=config.stop_token_ids,
-            student_topk=student_topk,
-            max_seconds=config.straggler_seconds,
-        )
+        self._sound, self._quarantined = sound, quarantined
         self._again: deque[Asked] = deque()
         self._waiting: set[str] = set()
         """Replicas that wait for the trainer."""
@@ -156,11 +151,17 @@ class Feeder:
                 async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
                     async for answer in answers:
                         self._answered(request, answer)
+            if request.missing:
+                count = len(request.prompts)
+                raise WireError(f"{len(request.missing)} of {count} prompts were not answered: each must be")
         except TimeoutError:
             request.reason = "straggler"
-        except (Unreachable, WireError) as error:
+        except (Unreachable, WireError, WrongServer) as error:
             logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
             self._fleet.report_lost(replica)
+            if isinstance(error, WireError):
+                request.reason = "unusable"
+                self._fleet.distrust(replica, str(error))
         except RemoteError as error:
             request.reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
             logger.warning("replica %s refused a request: %s", replica.name, error)
@@ -181,7 +182,7 @@ class Feeder:
 
     def _message(self, prompts: list[Asked]) -> GenerateRequest:
         return GenerateRequest(
-            sampling=self._sampling,
+            sampling=self._sound.sampling,
             prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
         )
 
@@ -190,12 +191,21 @@ class Feeder:
         self._fleet.wake.wake()
 
     def _answered(self, request: _Request, answer: Answer) -> None:
-        asked = request.missing.pop(answer.id, None)
+        replica, asked = request.replica, request.missing.pop(answer.id, None)
         if asked is None:
-            raise WireError(f"replica {request.replica.name} answered {answer.id!r}, which it was not asked")
-        request.replica.refusals = 0
-        self._load(request.replica, -1)
-        self._take(asked, answer)
+            raise WireError(f"answered id {answer.id[:80]!r}, which must be one that it was asked, once")
+        replica.refusals = 0
+        self._load(replica, -1)
+        problem = self._sound.generated(answer) if isinstance(answer, Generated) else None
+        if problem is None:
+            self._fleet.trust.good(replica.server)
+            self._take(asked, answer)
+            return
+        detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
+        logger.warning("the completion of %s cannot be used: %s", asked.prompt.id, detail)
+        self._quarantined(Quarantined(asked.prompt, "unusable", detail, []))
+        self._put_back([asked], "unusable")
+        self._fleet.distrust(replica, str(problem), asked.prompt.id)
 
     def _take(self, asked: Asked, answer: Answer) -> None:
         prompt = asked.prompt.id
@@ -214,9 +224,8 @@ class Feeder:
             self._drop(finished, "group_broken", "another completion of its prompt was dropped")
         elif answer.token_ids.shape[0] == 0:
             self._put_aside(finished, "empty", "a completion without tokens")
-        elif problem := fault(answer, finished.asked.by_teacher):
-            logger.warning("completion of %s cannot be used: %s", prompt, problem)
-            self._books.drop([prompt], "engine_failed", problem, answer.token_ids.shape[0])
+        elif problem := span_problem(answer.spans, self._books.state):
+            self._put_aside(finished, "impossible_version", problem)
         elif why := self._unfit(answer):
             self._put_aside(finished, *why)
         else:
@@ -239,16 +248,3 @@ class Feeder:
     def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
         tokens = finished.answer.token_ids.shape[0]
         self._books.drop([finished.asked.prompt.id], reason, detail, tokens)
-
-
-def fault(answer: Generated, by_teacher: bool = False) -> str | None:
-    """What makes a completion unusable; None: nothing. A teacher's has no versions."""
-    count = answer.token_ids.shape[0]
-    if answer.logprob.shape != (count,):
-        return f"{answer.logprob.shape} log-probabilities for {count} tokens"
-    if not np.isfinite(unpack(answer.logprob)).all():
-        return "a log-probability is not finite"
-    ends = [0, *(span.end for span in answer.spans)]
-    if [span.start for span in answer.spans] != ends[:-1] or ends[-1] != (0 if by_teacher else count):
-        return f"version spans do not cover the {count} tokens one after the other"
-    return None

@@ -8,12 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
-from distill.control.lanes import Lanes
-from distill.control.records import Rollout
+from distill.control.lanes import Lanes, Servers, Unusable
+from distill.control.records import DropReason, Rollout
+from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import REPLICAS, Timeline
+from distill.control.trust import Trust
 from distill.prompts.judges import Judge
 from distill.prompts.stream import Prompt
+from sync.errors import DistillError, WireError
 from sync.wire import (
     Array,
     Generated,
@@ -21,9 +24,11 @@ from sync.wire import (
     Scored,
     ScoreRefused,
     ScoreSequence,
+    TeacherInfo,
     Want,
     WritePrompt,
     Written,
+    checks,
     pack,
     unpack,
 )
@@ -33,7 +38,7 @@ Transform = Callable[[Prompt], Sequence[int]]
 Answer = Scored | ScoreRefused
 
 
-class Teacher(Protocol):
+class Teacher(Servers, Protocol):
     """What the controller needs of a teacher: teacher_service.client has it over HTTP.
 
     `score` and `write` answer in the order asked; they retry, and raise Unreachable when the teacher is
@@ -55,6 +60,9 @@ class Teacher(Protocol):
         temperature: float = 1.0,
     ) -> list[Written | ScoreRefused]: ...
     async def head(self) -> Head: ...
+    async def facts(self) -> TeacherInfo:
+        """What it is, of whichever of its processes answers first."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,39 +73,58 @@ class Finished:
     answer: Generated
 
 
+Refused = Callable[[Finished, DropReason, str], None]
+"""Takes a completion that is not trained on, with the reason."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """A completion on its way to its teacher."""
+
+    finished: Finished
+    sequence: ScoreSequence
+
+
 class Scoring:
     """Runs for the length of the run; `put` at any time.
 
     `route` gives the teacher's name of a data source. `transforms`: what a teacher sees instead of the
     prompt. `judge` gives the task's reward. `scored` is awaited with every answered batch, `refused` is
-    called with a completion that its teacher cannot score.
+    called with a completion that its teacher cannot score, whose scores stay unusable, or that a function of
+    the user's fails on.
     """
 
     def __init__(
         self,
         teachers: dict[str, Teacher],
         route: Callable[[str], str],
-        want: Want,
+        sound: Soundness,
         batch: int,
         *,
         scored: Callable[[list[Rollout]], Awaitable[None]],
-        refused: Callable[[Finished, str], None],
+        refused: Refused,
         timeline: Timeline,
+        trust: Trust,
+        attempts: int = 5,
         transforms: dict[str, Transform] | None = None,
         judge: Judge | None = None,
         linger: float = 0.005,
     ) -> None:
-        """`batch`: completions in one request to a teacher; `linger`: see `Lanes`."""
-        self._teachers, self._route, self._want = teachers, route, want
+        """`batch`: completions in one request to a teacher; `attempts`, `linger`: see `Lanes`."""
+        self._teachers, self._route, self._sound, self._trust = teachers, route, sound, trust
         self._scored, self._refused = scored, refused
         self._transforms, self._judge = transforms or {}, judge
-        self._lanes: Lanes[Finished, Answer] = Lanes(
+        self._hidden_sizes: dict[str, int] = {}
+        self._lanes: Lanes[_Work, Answer] = Lanes(
             "score",
             teachers,
             batch,
             ask=self._ask,
+            problem=self._problem,
             settle=self._settle,
             timeline=timeline,
+            trust=trust,
+            attempts=attempts,
             linger=linger,
             waits_for=REPLICAS,
         )
@@ -109,31 +136,54 @@ class Scoring:
 
     def put(self, finished: Finished) -> None:
         """Queue a completion for its teacher."""
-        self._lanes.put(self._route(finished.asked.prompt.source), finished)
+        prompt = finished.asked.prompt
+        name = self._route(prompt.source)
+        try:
+            transform = self._transforms.get(name)
+            seen = prompt.token_ids if transform is None else transform(prompt)
+        except DistillError as error:
+            self._function_failed(f"the prompt_transform of teacher {name}", finished, error)
+            return
+        self._lanes.put(name, prompt.id, _Work(finished, score_sequence(seen, finished.answer)))
+
+    def _function_failed(self, function: str, finished: Finished, error: DistillError) -> None:
+        """A function of the user's raised: it costs this rollout; too often in a row it ends the run."""
+        self._refused(finished, "function_failed", str(error))
+        self._trust.bad(function, finished.asked.prompt.id, str(error), lambda: False)
 
     async def run(self) -> None:
         """Score until cancelled."""
         await self._lanes.run()
 
-    async def _ask(self, name: str, work: list[Finished]) -> list[Answer]:
-        return await self._teachers[name].score([self._sequence(name, one) for one in work], self._want)
+    async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
+        teacher = self._teachers[name]
+        if self._sound.want.hidden and name not in self._hidden_sizes:
+            self._hidden_sizes[name] = (await teacher.facts()).hidden_size
+        sequences = [one.sequence for one in work]
+        answers = await teacher.score(sequences, self._sound.want)
+        check_echo(name, answers, sequences)
+        return answers
 
-    def _sequence(self, teacher: str, finished: Finished) -> ScoreSequence:
-        prompt, answer = finished.asked.prompt, finished.answer
-        transform = self._transforms.get(teacher)
-        return score_sequence(prompt.token_ids if transform is None else transform(prompt), answer)
+    def _problem(self, name: str, work: _Work, answer: Answer) -> str | None:
+        if isinstance(answer, ScoreRefused):
+            return answer.error if answer.unusable else None
+        count = work.finished.answer.token_ids.shape[0]
+        problem = self._sound.scored(answer, count, self._hidden_sizes.get(name))
+        return None if problem is None else str(problem)
 
-    async def _settle(self, name: str, work: list[tuple[Finished, Answer | str]]) -> None:
+    async def _settle(self, name: str, work: list[tuple[_Work, Answer | str | Unusable]]) -> None:
         rollouts = []
-        for finished, answer in work:
+        for one, answer in work:
             if isinstance(answer, Scored):
-                problem = self._fault(finished, answer)
+                try:
+                    rollouts.append(self._rollout(name, one.finished, answer))
+                except DistillError as error:
+                    self._function_failed("the judge", one.finished, error)
+            elif isinstance(answer, Unusable):
+                self._refused(one.finished, "unusable", answer.problem)
             else:
-                problem = answer if isinstance(answer, str) else answer.error
-            if problem or not isinstance(answer, Scored):
-                self._refused(finished, f"teacher {name}: {problem}")
-            else:
-                rollouts.append(self._rollout(name, finished, answer))
+                why = answer if isinstance(answer, str) else answer.error
+                self._refused(one.finished, "teacher_refused", f"teacher {name}: {why}")
         await self._scored(rollouts)
 
     def _rollout(self, teacher: str, finished: Finished, marks: Scored) -> Rollout:
@@ -141,6 +191,7 @@ class Scoring:
         reward = None
         if self._judge is not None:
             reward = float(self._judge(asked.prompt, unpack(answer.token_ids).tolist()))
+            self._trust.good("the judge")
         return Rollout(
             asked.prompt.id,
             asked.number,
@@ -150,31 +201,21 @@ class Scoring:
             answer.spans,
             answer.finish_reason in ("length", "time"),
             teacher,
-            marks,
+            checks.without_bad_diagnostics(marks, answer.token_ids.shape[0]),
             answer.topk_ids,
             reward,
             asked.by_teacher,
         )
 
-    def _fault(self, finished: Finished, marks: Scored) -> str | None:
-        """What makes a teacher's marks unusable; None: nothing."""
-        answer, want = finished.answer, self._want
-        asked = {
-            "logprob": True,
-            "topk_ids": want.topk > 0,
-            "topk_logprob": want.topk > 0,
-            "hidden": want.hidden,
-            "entropy": marks.entropy is not None,  # not every engine can tell it
-            "gathered": answer.topk_ids is not None,
-        }
-        for name in (name for name, wanted in asked.items() if wanted):
-            array: Array | None = getattr(marks, name)
-            if array is None or array.shape[0] != answer.token_ids.shape[0]:
-                got = "nothing" if array is None else f"shape {array.shape}"
-                return f"{name} was asked for {answer.token_ids.shape[0]} positions and came as {got}"
-        if not np.isfinite(unpack(marks.logprob)).all():
-            return "a log-probability is not finite"
-        return None
+
+def check_echo(
+    teacher: str,
+    answers: Sequence[Scored | Written | ScoreRefused],
+    asked: Sequence[ScoreSequence | WritePrompt],
+) -> None:
+    """Raise WireError unless there is one result for each that was asked, in that order."""
+    if problem := checks.echo([one.id for one in answers], [one.id for one in asked]):
+        raise WireError(f"teacher {teacher} answered for others than asked: {problem}")
 
 
 def score_sequence(prompt: Sequence[int], answer: Generated) -> ScoreSequence:

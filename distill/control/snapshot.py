@@ -30,6 +30,7 @@ from distill.control.records import (
     VersionPublished,
 )
 from distill.control.state import Asked, Batch, Counters, Rules, RunState
+from distill.control.trials import Trials
 from distill.prompts.stream import Cursor, Prompt
 from sync.errors import DataError
 from sync.wire import EvalReport, Version, VersionSpan
@@ -37,6 +38,7 @@ from sync.wire import EvalReport, Version, VersionSpan
 PLAIN = (
     "cursor", "lineage", "fingerprint", "next_step", "reached", "trained_tokens", "trained_by_teacher",
     "target", "checkpoints", "evaluations", "rollbacks", "rolled_back", "counters", "opened", "broken",
+    "newest", "trials",
 )  # fmt: skip
 """Fields of RunState that are saved as they are."""
 
@@ -67,6 +69,18 @@ class _Batch(msgspec.Struct, array_like=True):
     by_teacher: int
     ages: list[int]
     weights: list[float]
+    trial: bool = False
+    trained: bool = False
+
+    @classmethod
+    def of(cls, b: Batch) -> _Batch:
+        entries = [_Entry.of(entry) for entry in b.entries]
+        return cls(b.version, entries, b.tokens, b.by_teacher, b.ages, b.weights, b.trial, b.trained)
+
+    def restored(self) -> Batch:
+        entries = [entry.restored() for entry in self.entries]
+        sums = (self.tokens, self.by_teacher, self.ages, self.weights)
+        return Batch(self.version, entries, *sums, self.trial, self.trained)
 
 
 class Saved(msgspec.Struct):
@@ -87,6 +101,7 @@ class Saved(msgspec.Struct):
     counters: Counters
     opened: Opened | None
     broken: dict[str, set[str]]
+    newest: dict[int, int]
     lineages: list[Lineage]
     published: list[VersionPublished]
     applied: list[VersionApplied]
@@ -95,6 +110,7 @@ class Saved(msgspec.Struct):
     buffer: list[_Entry]
     """In the order of admission."""
     batches: list[_Batch]
+    trials: Trials
 
 
 def cover(state: RunState, keep_checkpoints: int) -> Version | None:
@@ -139,10 +155,7 @@ def take(state: RunState, base: int | None) -> Snapshot:
         applied=list(state.applied),
         asked=[(one.prompt.id, one.number, one.by_teacher, one.attempts) for one in state.asked.values()],
         buffer=[_Entry.of(entry) for entry in buffered],
-        batches=[
-            _Batch(b.version, [_Entry.of(e) for e in b.entries], b.tokens, b.by_teacher, b.ages, b.weights)
-            for b in batches
-        ],
+        batches=[_Batch.of(batch) for batch in batches],
     )
     entries = [*buffered, *(entry for batch in batches for entry in batch.entries)]
     places = {rollout: state.where[rollout] for rollout in [*state.asked, *(entry.id for entry in entries)]}
@@ -167,18 +180,20 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
         state.asked[prompt] = Asked(prompts[prompt], number, by_teacher, attempts)
     for entry in saved.buffer:
         state.buffer.admit(entry.restored())
-    for b in saved.batches:
-        entries = [entry.restored() for entry in b.entries]
-        state.batches[b.version] = Batch(b.version, entries, b.tokens, b.by_teacher, b.ages, b.weights)
+    state.batches = {batch.version: batch.restored() for batch in saved.batches}
     state.where = dict(snapshot.where)
     return state
 
 
 def differs(snapshot: Snapshot, state: RunState) -> bool:
-    """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it."""
-    saved = load(snapshot)
-    told = [one[0] for one in saved.asked], [one.id for one in saved.buffer], saved.next_step, saved.counters
-    return told != (list(state.asked), state.buffer.ids(), state.next_step, state.counters)
+    """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it.
+
+    Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
+    """
+    saved, sure = load(snapshot), set(state.buffer.ids())
+    told = [one[0] for one in saved.asked], saved.next_step, saved.counters
+    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
+    return not buffered or told != (list(state.asked), state.next_step, state.counters)
 
 
 def load(snapshot: Snapshot) -> Saved:

@@ -7,19 +7,22 @@ again), `buffer`, a batch of `batches`, or dropped.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from distill.control.buffer import Buffer, Entry
 from distill.control.clock import Bound, Lineage, Lineages, capacity
 from distill.control.records import (
+    SPENDS_ATTEMPT,
     AnyRecord,
     AskedAgain,
     Checkpointed,
     Composed,
+    Concluded,
     Dropped,
     Evaluated,
+    HandedOut,
     Held,
     Issued,
     LineageOpened,
@@ -34,6 +37,7 @@ from distill.control.records import (
     VersionApplied,
     VersionPublished,
 )
+from distill.control.trials import Trials, held_by_last
 from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
 
@@ -85,6 +89,10 @@ class Batch:
     """Of each rollout, in versions."""
     weights: list[float]
     """What each rollout counts for; empty: 1 for all."""
+    trial: bool = False
+    """It is a part of a batch that trainers died on."""
+    trained: bool = False
+    """A trainer has made its step."""
 
 
 @dataclass
@@ -135,29 +143,27 @@ class RunState:
         self.reached: Version | None = None
         """What the trainer has reached; None: it has not started."""
         self.trained_tokens: dict[int, int] = {}
-        """Completion tokens of each step trained on the way of the current lineage; those of steps that the
-        kept checkpoints cover are one sum, under the last of them."""
+        """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
         self.trained_by_teacher: dict[int, int] = {}
         """Those of them that teachers wrote."""
+        self.trials = Trials()
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: deque[VersionPublished] = deque(maxlen=RECENT)
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
         self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
         """The newest ones, in the order of their saving."""
         self.snapshots: dict[Version, Held] = {}
         """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
-        self.opened: Opened | None = None
-        """By the newest controller."""
+        self.opened: Opened | None = None  # by the newest controller
         self.evaluations: list[EvalReport] = []
-        self.rollbacks = 0
-        """Of the guard, over the whole run."""
-        self.rolled_back: RolledBack | None = None
-        """The one that no trainer has followed yet."""
+        self.rollbacks = 0  # of the guard, over the whole run
+        self.rolled_back: RolledBack | None = None  # the one that no trainer has followed yet
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
-        self._shrunk: dict[str, Entry] = {}
+        self.shrunk: dict[str, Entry] = {}
         """Of batches that were left, what the journal keeps traces of: a replay meets its later records."""
         self._apply: dict[type[Record], Callable] = {
             Opened: self._opened,
@@ -168,12 +174,14 @@ class RunState:
             Dropped: self._dropped,
             Composed: self._composed,
             LineageOpened: self._lineage_opened,
+            HandedOut: self._handed_out,
             Stepped: self._stepped,
             VersionPublished: self._version_published,
             VersionApplied: self._version_applied,
             Checkpointed: self._checkpointed,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
+            Concluded: lambda record, _: None,
             Snapshot: self._snapshot,
         }
 
@@ -213,23 +221,6 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
-    def plan_lineage(
-        self,
-        checkpoint: Version | None,
-        fingerprint: str,
-        without: Collection[str] | None = None,
-        ranks: int | None = None,
-    ) -> LineageOpened:
-        """What a trainer starting from `checkpoint` opens; `without` as in `Books.open_lineage`."""
-        start = checkpoint.step if checkpoint else 0
-        origin, branch = self.lineages.origin_of(checkpoint), start
-        if origin is not None and without is None:
-            while self.available(Version(self.lineages.owner(origin, branch), branch)):
-                branch += 1
-        batched = {entry.id for batch in self.batches.values() for entry in batch.entries}
-        left = [rollout for rollout in without or () if rollout in batched]
-        return LineageOpened(len(self.lineages), checkpoint, start, origin, branch, fingerprint, left, ranks)
-
     def available(self, version: Version) -> bool:
         """Whether the batch composed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
@@ -243,6 +234,7 @@ class RunState:
 
     def _opened(self, record: Opened, _: Location | None) -> None:
         self.opened = record
+        self.trials.handed_out = -1  # a trainer that ends with its controller died of that
 
     def _issued(self, record: Issued, location: Location | None) -> None:
         written = set(record.by_teacher)
@@ -254,7 +246,7 @@ class RunState:
         self.cursor = Cursor(record.epoch, record.position)
 
     def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
-        for prompt in record.ids if record.reason in ("aborted", "straggler", "over_long") else ():
+        for prompt in record.ids if record.reason in SPENDS_ATTEMPT else ():
             self.asked[prompt].attempts += 1
         for prompt in record.ids:
             self.asked[prompt].since = None
@@ -290,8 +282,8 @@ class RunState:
         for rollout in record.ids:
             if rollout in self.buffer:
                 tokens += self.buffer.remove([rollout])[0].length
-            elif rollout in self._shrunk:
-                tokens += self._shrunk.pop(rollout).length
+            elif rollout in self.shrunk:
+                tokens += self.shrunk.pop(rollout).length
             elif self.asked.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
@@ -309,22 +301,32 @@ class RunState:
                 del self.broken[group_of(rollout)]
 
     def _composed(self, record: Composed, _: Location | None) -> None:
-        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self._shrunk])}
-        entries = [whole.get(i) or self._shrunk.pop(i) for i in record.ids]
+        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self.shrunk])}
+        entries = [whole.get(i) or self.shrunk.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
             self.broken.pop(group_of(rollout), None)
         ages = [entry.age(record.version.step, self.step_of) for entry in entries]
         tokens = sum(entry.length for entry in entries)
         by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
         batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
+        batch.trial = self.trials.compose(record.ids)
         self.batches[record.version] = batch
         self.next_step = record.version.step + 1
+        self.trials.furthest = max(self.trials.furthest, self.next_step)
         self.counters.composed += len(entries)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])
 
+    def _handed_out(self, record: HandedOut, _: Location | None) -> None:
+        if record.version.lineage == self.lineage:
+            self.trials.handed_out = record.version.step
+
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
+        held = held_by_last(self)
+        self.trials.trainer_gone(None if held is None else held.version)
+        self.trials.parts = record.parts
+        self.trials.furthest = max(self.trials.furthest, record.start)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
@@ -344,13 +346,14 @@ class RunState:
                 if entry.id in self.where:
                     self.buffer.admit(entry)
                 else:
-                    self._shrunk[entry.id] = entry
+                    self.shrunk[entry.id] = entry
                     self._break_group(entry.id)
 
     def _stepped(self, record: Stepped, _: Location | None) -> None:
         self.reached = record.version
         batch = self.batch_of(record.version.step - 1)
         if batch is not None:
+            batch.trained = True
             self.trained_tokens[record.version.step - 1] = batch.tokens
             self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
             for entry in batch.entries:
@@ -359,6 +362,8 @@ class RunState:
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
         self.counters.published += 1
+        lineage, step = record.version
+        self.newest[lineage] = max(step, self.newest.get(lineage, 0))
         if record.kind == "broadcast":
             return
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,6 +93,14 @@ class Timeline:
         """A stretch that is over already, as another process measured it."""
         self._roles[role].busy += (end - start) if busy else 0.0
         self._emit(Span(role, what, start, end))
+
+    def step(self, role: str, seconds: Mapping[str, float], parts: Sequence[str]) -> None:
+        """`parts` of a step that ends now, in their order; the part "wait" is no work."""
+        end = time.time()
+        for what in reversed(parts):
+            start = end - seconds.get(what, 0.0)
+            self.add(role, what, start, end, busy=what != "wait")
+            end = start
 
     def _emit(self, span: Span) -> None:
         if self._sink is not None and span.end > span.start:

@@ -23,7 +23,19 @@ async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -
         await cancel([task, watch])
 
 
-def first_error(error: BaseException) -> BaseException:
+async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[None]]) -> None:
+    """Until `over` returns or a worker ends; its error is raised, of a task group's the first."""
+    end = asyncio.create_task(over)
+    try:
+        done, _ = await asyncio.wait([end, *workers], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        end.cancel()
+    for task in done:
+        if error := task.exception():
+            raise _first_error(error)
+
+
+def _first_error(error: BaseException) -> BaseException:
     """The error itself; of a task group's, the first that one of its tasks ended with."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

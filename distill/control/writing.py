@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from distill.config import RunConfig
 from distill.control.authors import seed_of
-from distill.control.lanes import Lanes
+from distill.control.lanes import Lanes, Unusable
 from distill.control.parts import Parts
-from distill.control.scoring import Finished, prompt_array
+from distill.control.scoring import Finished, Refused, check_echo, prompt_array
+from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
+from distill.control.trust import Trust
+from sync.errors import DistillError
 from sync.wire import Generated, ScoreRefused, WritePrompt, Written, pack
 
 Answer = Written | ScoreRefused
+
+
+@dataclass(slots=True)
+class _Work:
+    """A prompt on its way to the teacher that completes it."""
+
+    asked: Asked
+    prompt: WritePrompt
 
 
 class Writing:
@@ -31,49 +43,78 @@ class Writing:
         parts: Parts,
         config: RunConfig,
         finished: Callable[[Finished], None],
-        refused: Callable[[Finished, str], None],
+        refused: Refused,
         timeline: Timeline,
+        sound: Soundness,
+        trust: Trust,
     ) -> None:
-        self._parts, self._config = parts, config
+        self._parts, self._config, self._sound, self._trust = parts, config, sound, trust
         self._finished, self._refused = finished, refused
-        self._lanes: Lanes[Asked, Answer] = Lanes(
+        self._lanes: Lanes[_Work, Answer] = Lanes(
             "write",
             parts.teachers,
             config.buffer.score_batch,
             ask=self._ask,
+            problem=self._problem,
             settle=self._settle,
             timeline=timeline,
+            trust=trust,
+            attempts=config.rollout.max_attempts,
         )
 
     def put(self, asked: Asked) -> None:
         """Queue a prompt for its teacher."""
-        self._lanes.put(self._parts.route(asked.prompt.source), asked)
+        name = self._parts.route(asked.prompt.source)
+        try:
+            prompt = self._prompt(name, asked)
+        except DistillError as error:
+            self._refused(self._nothing(asked), "function_failed", str(error))
+            function = f"the prompt_transform of teacher {name}"
+            self._trust.bad(function, asked.prompt.id, str(error), lambda: False)
+            return
+        self._lanes.put(name, asked.prompt.id, _Work(asked, prompt))
 
     async def run(self) -> None:
         """Let teachers write until cancelled."""
         await self._lanes.run()
 
-    async def _ask(self, name: str, work: list[Asked]) -> list[Answer]:
-        prompts = [self._prompt(name, asked) for asked in work]
-        rollout, teacher = self._config.rollout, self._parts.teachers[name]
-        temperature = self._parts.want.temperature
-        return await teacher.write(
-            prompts, rollout.max_tokens, rollout.stop_token_ids, temperature=temperature
+    async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
+        prompts, rollout = [one.prompt for one in work], self._config.rollout
+        teacher = self._parts.teachers[name]
+        answers = await teacher.write(
+            prompts,
+            rollout.max_tokens,
+            rollout.stop_token_ids,
+            temperature=self._parts.want.temperature,
         )
+        check_echo(name, answers, prompts)
+        return answers
+
+    def _problem(self, name: str, work: _Work, answer: Answer) -> str | None:
+        if isinstance(answer, ScoreRefused):
+            return answer.error if answer.unusable else None
+        problem = self._sound.written(answer)
+        return None if problem is None else str(problem)
 
     def _prompt(self, name: str, asked: Asked) -> WritePrompt:
         transform, prompt = (self._parts.transforms or {}).get(name), asked.prompt
         seen = prompt_array(prompt.token_ids if transform is None else transform(prompt))
         return WritePrompt(prompt.id, seen, seed_of(self._config.run.seed, asked.number))
 
-    async def _settle(self, name: str, work: list[tuple[Asked, Answer | str]]) -> None:
-        for asked, answer in work:
+    async def _settle(self, name: str, work: list[tuple[_Work, Answer | str | Unusable]]) -> None:
+        for one, answer in work:
             if isinstance(answer, Written):
-                self._finished(Finished(asked, self._completion(answer)))
+                self._finished(Finished(one.asked, self._completion(answer)))
+            elif isinstance(answer, Unusable):
+                self._refused(self._nothing(one.asked), "unusable", answer.problem)
             else:
-                problem = answer if isinstance(answer, str) else answer.error
-                nothing = Written(asked.prompt.id, pack(np.empty(0, "i4")), pack(np.empty(0, "f4")), "length")
-                self._refused(Finished(asked, self._completion(nothing)), f"teacher {name}: {problem}")
+                why = answer if isinstance(answer, str) else answer.error
+                self._refused(self._nothing(one.asked), "teacher_refused", f"teacher {name}: {why}")
+
+    def _nothing(self, asked: Asked) -> Finished:
+        """An empty completion."""
+        nothing = Written(asked.prompt.id, pack(np.empty(0, "i4")), pack(np.empty(0, "f4")), "length")
+        return Finished(asked, self._completion(nothing))
 
     def _completion(self, answer: Written) -> Generated:
         count, k = answer.token_ids.shape[0], self._parts.student_topk

@@ -31,7 +31,9 @@ from distill.config import EvaluationConfig, RunConfig
 from distill.control.evaluations import score
 from distill.evaluate.best import keep_best
 from distill.launch.run_folder import write_json
+from sync.claims import Claim
 from sync.errors import ConfigError, DistillError
+from sync.guard import RunGuard
 from sync.listening import serve_app
 from sync.secrets import redact_process
 from sync.settings import read_settings
@@ -43,7 +45,7 @@ from sync.transport import (
     reply,
     token_from_environment,
 )
-from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, Version
+from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, RunIdentity, Version
 
 log = logging.getLogger("distill.evaluate.service")
 
@@ -70,8 +72,13 @@ class Weights(Protocol):
         ...
 
 
-def app(evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe) -> Starlette:
-    """The HTTP side: evaluations and probes run one after the other, in a thread."""
+def app(
+    evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe, claim: Claim
+) -> Starlette:
+    """The HTTP side: evaluations and probes run one after the other, in a thread.
+
+    The first run that has a version evaluated claims the process.
+    """
     busy = asyncio.Lock()
 
     async def evaluation(request: Request) -> Message:
@@ -92,7 +99,11 @@ def app(evaluate: Callable[[Version], EvalReport], token: str | None, probe: Pro
         Route("/v1/probe", _answered(figures), methods=["POST"]),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(TokenGuard, token=token)])
+    guards = [
+        Middleware(TokenGuard, token=token),
+        Middleware(RunGuard, claim=claim, claiming=("/v1/evaluate",)),
+    ]
+    return Starlette(routes=routes, middleware=guards)
 
 
 def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
@@ -173,8 +184,9 @@ def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
 class BestKeeper:
     """Marks versions and keeps the best of them, by the configuration's metric, as the folder best/."""
 
-    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights) -> None:
-        self._evaluate, self._weights = evaluate, weights
+    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights, claim: Claim) -> None:
+        """`claim`: the run whose best version it is."""
+        self._evaluate, self._weights, self._claim = evaluate, weights, claim
         self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
         self._target = config.run_dir / "best"
         self._record = config.run_dir / "best.json"
@@ -184,13 +196,16 @@ class BestKeeper:
         if self._is_best(report):
             if version.step > 0:
                 keep_best(self._weights.folder(version), self._target)
-            write_json(self._record, {**msgspec.to_builtins(report), "version": str(version)})
+            figures = {**msgspec.to_builtins(report), "version": str(version)}
+            write_json(self._record, {**figures, "run_id": self._claim.run_id})
         return report
 
     def _is_best(self, report: EvalReport) -> bool:
         if not self._record.is_file():
             return True
         known = json.loads(self._record.read_text())
+        if known.pop("run_id", None) not in (None, self._claim.run_id):
+            return True  # another run left it in this folder
         old = msgspec.convert({**known, "version": Version.parse(known["version"])}, EvalReport)
         return score(report, self._metric) > score(old, self._metric)
 
@@ -205,10 +220,11 @@ def serve(config: RunConfig, host: str, port: int) -> None:
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
-    weights = follow(config)
+    claim = Claim(RunIdentity(config.run.name))
+    weights = follow(config, claim)
     bench = build(config, weights)
-    keeper = BestKeeper(config, bench.evaluate, weights)
-    serve_app(app(keeper, token, bench.probe), host, port, grace=5)
+    keeper = BestKeeper(config, bench.evaluate, weights, claim)
+    serve_app(app(keeper, token, bench.probe, claim), host, port, grace=5)
 
 
 def main() -> int:

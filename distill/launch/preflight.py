@@ -43,6 +43,7 @@ def check(config: RunConfig) -> PromptSplit:
     _check_tokenizers(config, tokenizer)
     _check_topk(config, tokenizers.vocab_size(tokenizer))
     split = open_prompts(config, tokenizer, longest_sequence(config))
+    split = split._replace(vocab_size=tokenizers.vocab_size(tokenizer))
     router.check(data_sources(split))
     _check_reward(config, split)
     if config.evaluation is not None and not split.held_out:

@@ -8,6 +8,8 @@ from distill.launch.roles import TRAINER
 from distill.launch.supervise import GUARDIAN
 from student_trainer.launch import ranks_of
 
+DEEPSPEED, ENGINE_OF = "deepspeed launcher", "engine of "
+
 
 def players(launcher: int) -> dict[str, list[psutil.Process]]:
     """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
@@ -17,6 +19,20 @@ def players(launcher: int) -> dict[str, list[psutil.Process]]:
         if name is not None:
             working = ranks_of(guardian.pid) if name == TRAINER else _children(guardian.pid)
             found[name] = [process for process in working if lives(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def helpers(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Name → processes that play no role and without which one is not played: the deepspeed launcher's, and
+    "engine of ROLE" where vLLM's engine has a process of its own; only those that are there."""
+    found: dict[str, list[psutil.Process]] = {}
+    for guardian in _children(launcher):
+        role, below = guarded_role(guardian), descendants(guardian.pid)
+        if role == TRAINER:
+            ranks = set(ranks_of(guardian.pid))
+            found[DEEPSPEED] = [process for process in below - ranks if lives(process)]
+        elif role is not None:
+            found[ENGINE_OF + role] = [process for process in below if _is_engine(process)]
     return {name: processes for name, processes in found.items() if processes}
 
 
@@ -50,3 +66,10 @@ def guarded_role(process: psutil.Process) -> str | None:
     except psutil.Error:
         return None
     return line[line.index(GUARDIAN) + 1] if GUARDIAN in line[:-1] else None
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return any("EngineCore" in word for word in process.cmdline())
+    except psutil.Error:
+        return False

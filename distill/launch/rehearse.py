@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distill.config import RunConfig
+from distill.control.records import Opened
 from distill.control.replica_engine import HttpReplica
+from distill.control.segments import read_all
 from distill.evaluate.client import HttpEvaluator
 from distill.launch import live
 from distill.launch.ports import Ports
@@ -23,7 +25,9 @@ from distill.launch.roles import Plan, plan_servers, token_of
 from distill.launch.run_folder import RunFolder, check_disk
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
+from sync.claims import Claim
 from sync.transport import token_from_environment
+from sync.wire import RunIdentity
 from teacher_service.client import TeacherClient
 from teacher_service.transform import load_transforms
 
@@ -63,17 +67,32 @@ async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding
         try:
             await supervisor.start()
             await supervisor.ready(moved.run.start_seconds)
-            await _ask(moved, split, plan, token, say)
+            await _ask(moved, split, plan, token, say, claim_of(config))
         finally:
             await supervisor.stop(GRACE_SECONDS)
 
 
+def claim_of(config: RunConfig) -> Claim:
+    """The run as its servers know it.
+
+    One that has not begun has no id: it claims no server, and those of any other run refuse it.
+    """
+    journal = config.run_dir / "journal"
+    _, _, first = next(read_all(journal), (0, 0, None)) if journal.is_dir() else (0, 0, None)
+    return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
+
+
 async def _ask(
-    config: RunConfig, split: PromptSplit, plan: Plan, token: str | None, say: Callable[[Finding], None]
+    config: RunConfig,
+    split: PromptSplit,
+    plan: Plan,
+    token: str | None,
+    say: Callable[[Finding], None],
+    claim: Claim,
 ) -> None:
-    teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
-    replicas = {name: HttpReplica(url, token) for name, url in plan.replicas.items()}
-    evaluator = HttpEvaluator(plan.evaluator, token) if plan.evaluator else None
+    teachers = {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()}
+    replicas = {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()}
+    evaluator = HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None
     engines = live.Engines(teachers, evaluator, replicas, load_transforms(config.teachers))
     try:
         await live.check_engines(config, split, engines, say)

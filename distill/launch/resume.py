@@ -24,7 +24,8 @@ def _keys(names: Mapping[str, str]) -> frozenset[str]:
 
 TAKES_EFFECT: Final = _keys(
     {
-        "run": "folder steps grace_seconds start_seconds awake_teachers restarts min_free_disk_gib",
+        "run": "folder steps grace_seconds start_seconds health_timeout_seconds awake_teachers restarts "
+        "min_free_disk_gib",
         "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
         "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
         "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
@@ -34,7 +35,7 @@ TAKES_EFFECT: Final = _keys(
         "buffer": "max_staleness order score_batch fsync",
         "buffer.late": "type seconds hard_limit half_life",
         "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
-        "repeats",
+        "repeats bad_answers",
         "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
         "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
         "keep_checkpoints threads init_timeout_seconds",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import RunConfig
+from distill.control.silence import look_seconds
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
@@ -86,6 +87,7 @@ def trainer_config(config: RunConfig, controller_url: str) -> TrainerConfig:
         steps=config.run.steps,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
+        heartbeat_seconds=look_seconds(config.run.health_timeout_seconds),
     )
 
 

@@ -40,7 +40,8 @@ from distill.report.picture import draw
 from distill.report.progress import ProgressDisplay
 from distill.report.results import complete
 from student_trainer.objectives.needs import needs, student_topk
-from sync.errors import Interrupted
+from sync.claims import Claim
+from sync.errors import Interrupted, RemoteError
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
@@ -80,11 +81,13 @@ async def run(
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
             await asyncio.to_thread(draw, folder.path)
+    if summary["error"]:
+        raise RemoteError(f"{summary['error']}; mend it, then go on with --resume")
     if launcher.stopped_by:
         saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
             f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            f"{folder.path} {saved}: go on with --resume"
+            + "; ".join([f"{folder.path} {saved}: go on with --resume", *summary["problems"]])
         )
     return summary
 
@@ -111,7 +114,10 @@ class _Launcher:
         self._spans = Spans(folder.path / "timeline.jsonl")
         self._quarantine = Lines(folder.path / "quarantine.jsonl")
         self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
-        self._teachers = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+        self._claim = Claim()
+        self._teachers = {
+            name: TeacherClient(name, urls, token, claim=self._claim) for name, urls in plan.teachers.items()
+        }
         self._parts = self._make_parts(plan, split)
         self._controller = Controller(config, self._parts, self._hooks(), token)
         self._controller.withhold()
@@ -119,7 +125,12 @@ class _Launcher:
         if config.controller.trainer == "launch":
             child = trainer_child(config, folder, self._controller.url, token)
             children.append(replace(child, joined=lambda: self._joined, prepare=self._before_trainer))
-        self._supervisor = Supervisor(children, folder.logs, config.run.restarts)
+        self._supervisor = Supervisor(
+            children,
+            folder.logs,
+            config.run.restarts,
+            health_seconds=config.run.health_timeout_seconds,
+        )
 
     async def run(self) -> dict[str, Any]:
         """The controller's figures."""
@@ -243,18 +254,25 @@ class _Launcher:
     def _make_parts(self, plan: Plan, split: PromptSplit) -> Parts:
         config = self._config
         return Parts(
-            replicas={name: HttpReplica(url, self._token) for name, url in plan.replicas.items()},
+            replicas={name: self._replica(url) for name, url in plan.replicas.items()},
             teachers=dict(self._teachers),
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
-            connect=lambda url: HttpReplica(url, self._token),
+            connect=self._replica,
             student_topk=student_topk(config.objective),
-            evaluator=HttpEvaluator(plan.evaluator, self._token) if plan.evaluator else None,
+            vocab_size=split.vocab_size,
+            evaluator=HttpEvaluator(plan.evaluator, self._token, claim=self._claim)
+            if plan.evaluator
+            else None,
             judge=split.judge,
             transforms=load_transforms(config.teachers),
+            claim=self._claim,
         )
+
+    def _replica(self, url: str) -> HttpReplica:
+        return HttpReplica(url, self._token, self._claim)
 
     def _hooks(self) -> Hooks:
         config = self._config
@@ -294,6 +312,7 @@ class _Launcher:
 
     def _before_trainer(self) -> None:
         self._joined = False
+        self._controller.heartbeats.forget()
         for version in self._back_to:
             self._folder.set_back(version)
 

@@ -4,6 +4,7 @@
                     │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
                     └──┘ killed: restarted within the budget
 
+A server that has answered /health and then does not for `health_seconds` is killed, and so mended.
 Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop. Meanwhile
 this process adopts what a killed guardian leaves behind, and kills it before the role is started again.
 """
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from distill.control.silence import until_silent
+from distill.control.waiting import cancel
 from distill.launch.child import adopt_orphans, children_of, kill_adopted
 from sync.endings import how_it_ended
 from sync.errors import DistillError
@@ -149,14 +152,22 @@ class Supervisor:
 
     `restarts`: deaths that are mended, all children together. `first_pause`: seconds between a child's first
     death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS; a child that was
-    healthy for longer than that begins anew.
+    healthy for longer than that begins anew. `health_seconds`: of /health without an answer, after which a
+    server that answered before counts as hung; 0: never.
     """
 
     def __init__(
-        self, specs: Sequence[ChildSpec], logs: Path, restarts: int, first_pause: float = 1.0
+        self,
+        specs: Sequence[ChildSpec],
+        logs: Path,
+        restarts: int,
+        first_pause: float = 1.0,
+        health_seconds: float = 0.0,
     ) -> None:
         self.children = {spec.name: Child(spec, logs / f"{spec.name}.log") for spec in specs}
         self._restarts_left, self._first_pause = restarts, first_pause
+        self._health_seconds = health_seconds
+        self._listening: list[asyncio.Task[None]] = []
         self._read_end, self._write_end = os.pipe()
         self._own: set[int] | None = None
         """Children of this process that were there before; None: nothing was started."""
@@ -167,6 +178,11 @@ class Supervisor:
         self._own = set(children_of(os.getpid()))
         adopt_orphans()
         await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
+        self._listening = [
+            asyncio.create_task(self._listen(child, child.spec.url), name=f"health of {name}")
+            for name, child in self.children.items()
+            if child.spec.url
+        ]
 
     async def ready(self, seconds: float) -> None:
         """Return when every child is healthy. Raises ChildFailed when one fails or takes longer."""
@@ -189,8 +205,8 @@ class Supervisor:
     async def watch(self, seconds: float, left: Callable[[str], None] = lambda name: None) -> None:
         """Mend deaths until cancelled; returns when every child has come to an orderly end.
 
-        `left` is called with the name of each that has. A restarted child has `seconds` to come up. Raises
-        ChildFailed when the budget is spent.
+        `left` is called with the name of each that has. A restarted child that is not up after `seconds` is
+        killed, and so mended. Raises ChildFailed when the budget is spent.
         """
         tasks = [asyncio.create_task(self._tend(child, seconds, left)) for child in self.children.values()]
         try:
@@ -207,6 +223,7 @@ class Supervisor:
 
     async def stop(self, grace: float) -> None:
         """End every child: TERM, at most `grace` seconds, then KILL. Safe to call twice."""
+        await cancel(self._listening)
         for child in self.children.values():
             child.phase = Phase.ENDED
             if child.status is None:
@@ -232,7 +249,10 @@ class Supervisor:
     def kill_child(self, name: str) -> None:
         """Kill a child that hangs, to be mended like any death; nothing when it is none of ours, or ended."""
         child = self.children.get(name)
-        if child is not None and child.phase is not Phase.ENDED:
+        if child is None:
+            log.error("%s was not started here: it is left to whoever did", name)
+        elif child.phase is not Phase.ENDED and child.process is not None and child.status is None:
+            log.error("%s is killed, to be started again", name)
             child.signal(signal.SIGKILL)
 
     def kill(self) -> None:
@@ -256,11 +276,32 @@ class Supervisor:
                 os.close(end)
         self._read_end = self._write_end = -1
 
+    async def _listen(self, child: Child, url: str) -> None:
+        """Kill a server whenever it hangs, until cancelled; one that starts has another limit of time."""
+
+        async def answers() -> bool:
+            return child.ready_since == math.inf or await peer.alive()
+
+        async with Peer(url) as peer:
+            while True:
+                await until_silent(answers, self._health_seconds)
+                log.error(
+                    "%s: /health has not answered for run.health_timeout_seconds = %g s, it is hung",
+                    child.spec.name,
+                    self._health_seconds,
+                )
+                self.kill_child(child.spec.name)
+
     async def _first_failure(self) -> None:
-        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again."""
+        """Raise ChildFailed when a child fails, healthy before or not; start a killed one again.
+
+        One that has reported for work is started again too, as long as the budget lasts: a trainer may have
+        died on a batch.
+        """
         while True:
             for child in self.children.values():
-                if child.failed and not child.port_taken:
+                joined = child.spec.joined is not None and child.spec.joined()
+                if child.failed and not child.port_taken and not joined:
                     raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
                 if child.failed or child.status in KILLED:
                     await self._start_again(child)
@@ -290,17 +331,19 @@ class Supervisor:
 
     async def _tend(self, child: Child, seconds: float, left: Callable[[str], None]) -> None:
         while True:
+            if child.phase is Phase.STARTING:
+                try:
+                    await self._until_ready(child, time.monotonic() + seconds)
+                except ChildFailed as error:
+                    if child.status is None:
+                        log.error("%s", error)
+                        self.kill_child(child.spec.name)
             await self.ended(child.spec.name)
             if child.phase is Phase.ENDED or (child.spec.ends and child.status == 0):
                 child.phase = Phase.ENDED
                 left(child.spec.name)
                 return
             await self._start_again(child)
-            try:
-                await self._until_ready(child, time.monotonic() + seconds)
-            except ChildFailed:
-                if child.status is None:
-                    raise
 
     async def _start_again(self, child: Child) -> None:
         """Pause and start; when cancelled in its pause it can be called again, and costs no second death."""

@@ -14,6 +14,7 @@ from distill.prompts.judges import Judge, load_judge, reward, try_judge
 from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
+from sync.wire.checks import ANY_ID
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
@@ -32,6 +33,8 @@ class PromptSplit(NamedTuple):
     held_out: list[Prompt]
     judge: Judge | None
     """None: nobody can tell whether a completion is right."""
+    vocab_size: int = ANY_ID
+    """Of the student's tokenizer."""
 
 
 class Subset:

@@ -36,8 +36,8 @@ def complete(
         "name": config.run.name,
         "seed": config.run.seed,
         "objective": config.objective.type,
-        "before": _marks(evaluations, first=True),
-        "after": _marks(evaluations, first=False),
+        "before": next((one for one in evaluations if one["version"].endswith("-v00000000")), None),
+        "after": _after(evaluations, figures.get("version")),
         "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
         "versions": versions(),
         "threads": threads(config),
@@ -47,12 +47,10 @@ def complete(
     }
 
 
-def _marks(evaluations: list[dict[str, Any]], first: bool) -> dict[str, Any] | None:
-    """The evaluation before step 1, or the newest one after it; None: there is none."""
-    fitting = [one for one in evaluations if one["version"].endswith("-v00000000") is first]
-    if not fitting:
-        return None
-    return fitting[0] if first else fitting[-1]
+def _after(evaluations: list[dict[str, Any]], last: str | None) -> dict[str, Any] | None:
+    """The evaluation of the version the run ended at; None: there is none, or no step was made."""
+    made = last is not None and not last.endswith("-v00000000")
+    return next((one for one in evaluations if made and one["version"] == last), None)
 
 
 def versions() -> dict[str, str]:

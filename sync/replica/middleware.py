@@ -12,24 +12,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sync.claims import Claim
 from sync.errors import DistillError, SnapshotError, StoreError, WireError
+from sync.guard import RunGuard
 from sync.replica import vllm_compat
 from sync.replica.completions import sampling_problem
 from sync.replica.config import ReplicaConfig
 from sync.replica.generation import Generation
 from sync.replica.updates import Updater
 from sync.transport import TokenGuard, read_message, refuse, reply
-from sync.wire import GenerateRequest, ReplicaState, UpdateRequest
+from sync.wire import GenerateRequest, ReplicaState, RunIdentity, UpdateRequest
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
 
 
 class ReplicaMiddleware:
-    """ASGI middleware: the token guard, then our routes, then vLLM."""
+    """ASGI middleware: the token guard, the run guard, our routes, then vLLM."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._guarded = TokenGuard(_Routes(app))
+        config = ReplicaConfig.from_environment()
+        claim = Claim(RunIdentity(config.run))
+        claiming = (PREFIX + "generate", PREFIX + "update")
+        self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # nothing of ours speaks it, and the guard reads HTTP headers only
@@ -41,9 +46,8 @@ class ReplicaMiddleware:
 class _Routes:
     """Our routes; everything else goes on to vLLM."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._config = ReplicaConfig.from_environment()
+    def __init__(self, app: ASGIApp, config: ReplicaConfig, claim: Claim) -> None:
+        self._app, self._config, self._claim = app, config, claim
         self._updater: Updater | None = None
         self._generations: set[Generation] = set()
 
@@ -76,7 +80,7 @@ class _Routes:
     def _following(self, request: Request) -> Updater:
         """Made at the first request: the engine exists only then."""
         if self._updater is None:
-            self._updater = Updater(request.app.state.engine_client, self._config)
+            self._updater = Updater(request.app.state.engine_client, self._config, self._claim)
             if self._config.lora_rank is not None:
                 vllm_compat.offer(request.app)
         return self._updater

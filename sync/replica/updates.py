@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sync.claims import Claim
 from sync.errors import SnapshotError
 from sync.replica import vllm_compat
 from sync.replica.config import ReplicaConfig
@@ -35,9 +36,10 @@ class Updater:
     """Brings one replica from version to version. Updates wait for each other; asking for the version that
     is served already answers at once."""
 
-    def __init__(self, engine: Any, config: ReplicaConfig) -> None:
+    def __init__(self, engine: Any, config: ReplicaConfig, claim: Claim) -> None:
+        """`claim`: the run that updates are made for."""
         self._engine = engine
-        self._config = config
+        self._config, self._claim = config, claim
         self._mirror = Mirror(
             config.mirror, open_store(config.store, config.store_path), config.run, config.fingerprint
         )
@@ -79,6 +81,7 @@ class Updater:
                 )
             self._check_cache(request)
             started = time.perf_counter()
+            self._mirror.follow(self._claim.run_id)
             ready = await self._stage(request)
             staged = time.perf_counter()
             apply_seconds = await self._swap(request, ready)

@@ -71,4 +71,4 @@ class WeightsConfig(Settings):
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
     """What happens to running completions at a swap: prefill again under the new weights, or go on."""
     timeout_seconds: float = Field(300.0, gt=0)
-    """A transfer that takes longer has failed."""
+    """A transfer that takes longer has failed; a replica has as long to show its weights at a run's end."""

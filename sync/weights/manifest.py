@@ -47,6 +47,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     format: Literal[1] = 1
     run: str
+    run_id: str | None = None
+    """`RunIdentity.id`; None: published before runs had one, or by no run."""
     version: Version
     kind: Literal["full", "delta", "lora"]
     parent: Version | None

@@ -60,6 +60,13 @@ class Mirror:
         self._store, self._run = store, run
         self._slots = Slots(folder, run, fingerprint)
         self._fingerprint, self._threads = fingerprint, threads
+        self._run_id: str | None = None
+
+    def follow(self, run_id: str | None) -> None:
+        """Take versions of the run with this id alone, and forget what is held of another; None: of any."""
+        self._run_id = run_id
+        if run_id is not None:
+            self._slots.follow(run_id)
 
     def close(self) -> None:
         """Let another process own the folder."""
@@ -175,6 +182,11 @@ class Mirror:
     def _check_model(self, chain: list[Manifest]) -> None:
         known = self._slots.fingerprint or self._fingerprint or chain[0].fingerprint
         for link in chain:
+            if self._run_id is not None and link.run_id not in (None, self._run_id):
+                raise SnapshotError(
+                    f"{link.version} in the store is of another run {self._run!r} (id {link.run_id}), this "
+                    f"one has id {self._run_id}: remove the old run from the store, or use another name"
+                )
             if link.fingerprint != known:
                 raise SnapshotError(
                     f"{link.version} is of model {link.fingerprint[:12]}, this mirror holds {known[:12]}: "

@@ -82,8 +82,10 @@ class Publisher:
         anchor_share: float = 4.0,
         timeout: float = 300.0,
         threads: int = 1,
+        run_id: str | None = None,
     ) -> None:
-        self._store, self._run, self._fingerprint = store, run, fingerprint
+        """`run_id`: what a reader of the same run expects in every manifest; None: it is no run's."""
+        self._store, self._run, self._fingerprint, self._run_id = store, run, fingerprint, run_id
         self._slices = [part for part in slices if part.count]
         self._rank, self._world_size = rank, world_size
         self._codec: Effort = codec
@@ -265,6 +267,7 @@ class Publisher:
     ) -> None:
         manifest = Manifest(
             run=self._run,
+            run_id=self._run_id,
             version=version,
             kind=kind,
             parent=parent,

@@ -34,6 +34,8 @@ class _State(msgspec.Struct, frozen=True):
     live: str | None = None
     a: Version | None = None
     b: Version | None = None
+    run_id: str | None = None
+    """`RunIdentity.id` of what the slots hold; None: of no run that is known."""
 
 
 class Slots:
@@ -72,6 +74,11 @@ class Slots:
     def version(self, slot: str | None) -> Version | None:
         """What a slot holds; None: nothing usable."""
         return {"a": self._state.a, "b": self._state.b, None: None}[slot]
+
+    def follow(self, run_id: str) -> None:
+        """Versions of another run are forgotten: this one will use their names again."""
+        if self._state.run_id != run_id:
+            self._write(run_id=run_id, live=None, a=None, b=None, fingerprint=None)
 
     def spoil(self) -> None:
         """The spare is about to change: until `hold` it holds nothing."""

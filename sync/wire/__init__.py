@@ -5,8 +5,8 @@ Producer → consumer
     student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
     controller → teacher           ScoreRequest, WriteRequest
     teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
-    trainer rank → controller      TrainerHello, BatchRequest, StepReport, Published, CheckpointSaved,
-                                   FinalDigests
+    trainer rank → controller      TrainerHello, BatchRequest, Heartbeat, StepReport, Published,
+                                   CheckpointSaved, FinalDigests
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
@@ -26,6 +26,7 @@ from sync.wire.base import (
     SCHEMA,
     Array,
     Message,
+    RunIdentity,
     Version,
     VersionSpan,
     decode,
@@ -66,6 +67,7 @@ from sync.wire.trainer import (
     BatchRequest,
     CheckpointSaved,
     FinalDigests,
+    Heartbeat,
     Ok,
     Published,
     Rows,
@@ -95,6 +97,7 @@ __all__ = [
     "GenerateRequest",
     "Generated",
     "Head",
+    "Heartbeat",
     "Message",
     "Ok",
     "PlainMarks",
@@ -107,6 +110,7 @@ __all__ = [
     "ReplicaState",
     "Replicas",
     "Rows",
+    "RunIdentity",
     "Sampling",
     "ScoreRefused",
     "ScoreReply",

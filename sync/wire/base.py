@@ -1,4 +1,4 @@
-"""What every message is made of: arrays, versions, tags, and their encoding."""
+"""What every message is made of: arrays, versions, the run's identity, tags, and their encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sync.errors import WireError
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 CONTENT_TYPE: Final = "application/x-msgpack"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "u1": np.dtype("u1"),
@@ -84,6 +84,26 @@ class Version(NamedTuple):
         if version is None or str(version) != text:
             raise WireError(f"{text[:100]!r} is not a version: expected the form L000-v00000012")
         return version
+
+
+class RunIdentity(msgspec.Struct, frozen=True):
+    """Which run a request is made for, and which one a server serves. Travels as a header of both."""
+
+    name: str
+    id: str | None = None
+    """Random, made when the run's journal is begun, the same after every resume. None: of a request, the run
+    has not begun; of a server, no run has claimed it."""
+    model: str | None = None
+    """Of the student: `sync.weights.manifest.model_fingerprint`; None: no trainer has reported it yet."""
+
+    def __str__(self) -> str:
+        model = "" if self.model is None else f", model {self.model[:12]}"
+        return f"run {self.name!r} ({f'id {self.id}' if self.id else 'no id'}{model})"
+
+    def refuses(self, asking: RunIdentity) -> bool:
+        """Whether a server of this identity must refuse a request of that one."""
+        other_run = self.name != asking.name or self.id not in (None, asking.id)
+        return other_run or (None not in (self.model, asking.model) and self.model != asking.model)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

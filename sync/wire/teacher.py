@@ -70,6 +70,8 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 
     id: str
     error: str
+    unusable: bool = False
+    """Its engine's answer could not be used: the engine is at fault, not the sequence."""
 
 
 class ScoreReply(Message, frozen=True):
@@ -139,6 +141,8 @@ class TeacherInfo(Message, frozen=True):
     """BLAKE3 hex over vocabulary, merges and special ids (`sync.tokenizers.fingerprint`)."""
     chat_template_fingerprint: str | None
     """None: the tokenizer has no chat template."""
+    fingerprint: str
+    """BLAKE3 hex over model, revision, dtype and samples of its files: every answer names it in a header."""
     can: list[str]
     """Of: topk, gather, entropy, hidden, prompt, write, temperature (other than 1, of scores)."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from sync.wire.base import Array, Message, Version
+from sync.wire.base import Array, Message, RunIdentity, Version
 
 
 class TrainerHello(Message, frozen=True):
@@ -17,6 +17,10 @@ class TrainerHello(Message, frozen=True):
     """The checkpoint it resumed from; None: it starts from the model folder at step 0."""
     fingerprint: str
     """Of the model: `sync.weights.manifest.model_fingerprint`."""
+    run: str
+    """Name of the run that it was configured for."""
+    run_id: str | None = None
+    """`RunIdentity.id` of the run that saved the checkpoint; None: there is none, or it does not say."""
 
 
 class TrainerWelcome(Message, frozen=True):
@@ -28,6 +32,8 @@ class TrainerWelcome(Message, frozen=True):
     """Where this lineage branched from; None: it is the first."""
     teachers: list[str]
     """Names, in the order that Rows.teacher indexes them."""
+    run: RunIdentity
+    """What the trainer names from now on, in requests, manifests and checkpoints."""
 
 
 class BatchRequest(Message, frozen=True):
@@ -105,6 +111,14 @@ class Stop(Message, frozen=True):
     reason: str
     checkpoint: bool
     """Save a checkpoint before leaving."""
+
+
+class Heartbeat(Message, frozen=True):
+    """Every rank, every few seconds from its welcome on: its process runs, whatever its main thread does."""
+
+    version: Version
+    """TrainerWelcome.version of this start."""
+    rank: int
 
 
 class StepReport(Message, frozen=True):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sync.claims import Claim
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
 
 
-def build(config: TeacherConfig, vocab_size: int) -> Engine:
-    """Load the engine; heavy libraries are imported here. Raises ConfigError when it cannot serve."""
+def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) -> Engine:
+    """Load the engine; heavy libraries are imported here. Raises ConfigError when it cannot serve.
+
+    `claim`: of a teacher that follows the student: the run to follow.
+    """
     if config.follow_student_every is not None:
-        return _following(config, vocab_size, config.follow_student_every)
+        return _following(config, vocab_size, config.follow_student_every, claim or Claim())
     if config.engine == "transformers":
         from teacher_service.engines.resting import RestingEngine
         from teacher_service.engines.seats import Seat, SeatsConfig
@@ -41,7 +45,7 @@ def build(config: TeacherConfig, vocab_size: int) -> Engine:
     return connect_openai(config, vocab_size)
 
 
-def _following(config: TeacherConfig, vocab_size: int, every: int) -> Engine:
+def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim) -> Engine:
     """An engine that follows the run named in this process's environment."""
     if config.engine != "transformers" or config.idle_unload_seconds is not None:
         raise ConfigError(
@@ -60,4 +64,4 @@ def _following(config: TeacherConfig, vocab_size: int, every: int) -> Engine:
         # the mirror writes into the folder when it makes room for a later version
         return load(config.model_copy(update=placed), vocab_size, leave_files=True)
 
-    return FollowingEngine(load_folder, Followed(ReplicaConfig.from_environment()), every)
+    return FollowingEngine(load_folder, Followed(ReplicaConfig.from_environment(), claim), every)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_disk import fill, free, mounted
+from small_disk import mounted
 from tiny_run import BATCH, NAME, command
 
+from distill.bench.full_disk import fill, free
 from distill.bench.patient import Patient
 from distill.control.audit import AuditReport, audit
 from student_trainer import checkpoint

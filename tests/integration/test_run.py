@@ -6,7 +6,7 @@
 | roles alone | what `finished` left | task, in groups | topk and reward | snapshots | by URL, 1 rank |
 | broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
 | interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank, then 2 |
-| experts | Qwen3-MoE, fused in memory | JSONL, text | topk | snapshots | 2 ranks |
+| experts | Qwen3-MoE, fused in memory | JSONL, text, judged | topk | snapshots | 2 ranks |
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +50,16 @@ ROOT = Path(__file__).parents[2]
 STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 200, 20
 BOTH_ENDS = {"type": "task", "task": "both_ends"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+GIVES_UP = """
+import sys
+calls = []
+def judge(prompt, completion):
+    calls.append(prompt)
+    if "evaluate" in sys.argv[0] and len(calls) > 5:
+        raise RuntimeError("the judge has given up")
+    return True
+"""
+"""A judge that answers the evaluator once when it is tried and for four completions, then never again."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
 [run]
@@ -194,6 +205,7 @@ class Run:
 
     def __init__(self, folder: Path, models: Path, student: str, prompts: Mapping[str, Any]) -> None:
         self.folder, self.run_dir, self.config = folder, folder / "run", folder / "run.toml"
+        self.models = models
         self.served = 0
         """Servers that were seen to refuse what comes from a browser's page."""
         text = SETTINGS.format(folder=folder, models=models, student=student, root=ROOT, grace=GRACE_SECONDS)
@@ -368,12 +380,37 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
         check_result(run, run.summary(), ("student-1",), MANY)
         assert run.summary()["after"]["completions"] == 4
         check_policies(run)
+        check_that_no_other_run_gets_them(run, joined, spare, env)
         for server in servers:
             assert server.process.poll() is None, server.said
             server.process.terminate()
         for server in servers:
             assert server.end(20.0) in (0, -signal.SIGTERM), server.said
     assert left_behind(str(tmp_path)) == []
+
+
+def check_that_no_other_run_gets_them(
+    run: Run, joined: Sequence[str], replica: int, env: Mapping[str, str]
+) -> None:
+    """A new run of the same name, with URLs of servers that the last one left up, ends with their names."""
+    left = f"http://127.0.0.1:{replica}"
+    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+    mine = rf"it serves run 'run' \(id {run.summary()['run']['id']}, model \w+\) and was asked for run 'run'"
+    alone, probed = ("evaluation=false",), ("--engines",)
+    cases = [
+        ("control", left, alone, (), rf"student-0: {left}/distill/v1/state answered 421: {mine} \(id \w+\)"),
+        ("control", nobody, (), (), rf"/v1/probe answered 421: {mine} \(id \w+\): start a fresh server"),
+        ("preflight", left, (), probed, rf"{left}/distill/v1/generate answered 421: {mine} \(no id\): start"),
+    ]
+    for number, (name, student, over, more, words) in enumerate(cases):
+        folder = run.folder / f"another-{number}"
+        folder.mkdir()
+        other = Run(folder, run.models, "qwen3", BOTH_ENDS)
+        place = ("controller.port=0", f'student.urls=["{student}"]', *over)
+        with other.command(name, *joined, *place, more=more, env=env) as refused:
+            assert refused.end() == 1, refused.said
+            assert re.search(words, refused.said), refused.said
+        assert other.steps() == 0
 
 
 def phases(peer: BlockingPeer) -> dict[str, str]:
@@ -494,10 +531,23 @@ def test_a_child_that_cannot_start_ends_the_run_with_its_last_lines(
 def test_fused_experts_go_out_under_their_checkpoint_names(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
-    """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors."""
-    run = Run(tmp_path, models, "experts", prompts["plain"])
-    summary = run.finish("trainer.ranks=2", 'objective={type="topk", k=4}', "evaluation=false")
+    """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors.
+
+    The evaluation of the last version fails, and nothing else does.
+    """
+    run = Run(tmp_path, models, "experts", {**prompts["plain"], "judge": "gives_up:judge"})
+    (tmp_path / "gives_up.py").write_text(GIVES_UP)
+    settings = ("trainer.ranks=2", 'objective={type="topk", k=4}', "evaluation.prompts=4")
+    with run.command("run", *settings, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as running:
+        assert running.end() == 1, run.logs(running)
+        assert 'L000-v00000005 could not be evaluated, so "after" is empty: ' in running.said
+        assert "the judge has given up" in running.said
+    summary = run.summary()
     check_result(run, summary)
+    assert summary["before"]["completions"] == 4
+    assert summary["after"] is None
+    assert audit(run.run_dir).unproven == summary["problems"]
+    assert len(summary["problems"]) == 1
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert not [name for name in names if "gate_up_proj" in name]

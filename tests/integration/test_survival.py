@@ -1,4 +1,4 @@
-"""One real run that is killed −9 in every part, one after the other; random tiny models.
+"""One real run that is killed −9, and stopped, in every part, one after the other; random tiny models.
 
 The run is made once; each test looks at one thing that must be true of it afterwards.
 """
@@ -6,6 +6,7 @@ The run is made once; each test looks at one thing that must be true of it after
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from distill.bench.patient import Patient
 from distill.control.audit import AuditReport, audit
 from distill.control.records import LineageOpened
 from distill.control.segments import read_all
+from distill.launch.processes import DEEPSPEED, ENGINE_OF
+from distill.launch.roles import EVALUATOR
 
 pytestmark = [
     pytest.mark.engine,
@@ -24,8 +27,11 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
 ]
-STEPS = 32
+STEPS = 64
 SERVERS = ["student-0", "teacher-only"]
+LIMITS = ("run.health_timeout_seconds=20", "rollout.silent_seconds=40", "run.restarts=20")
+EVALUATED = "evaluation={prompts=8, threads=1}"
+ENGINE = ENGINE_OF + "student-0"
 
 
 @dataclass
@@ -36,27 +42,41 @@ class Survivor:
     summary: dict[str, Any]
     lineages: list[LineageOpened]
     orphans: int
+    said: str
+    """By the launcher."""
 
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
-    """Killed: student, teacher, one rank, guardians, launcher; resumed to the end."""
+    """Killed: student, teacher, one rank, guardians, launcher; resumed to the end.
+
+    Stopped: student, teacher, evaluator, the deepspeed launcher and one rank, and once more vLLM's engine.
+    """
     folder = tmp_path_factory.mktemp("survival")
-    with Patient(command(folder, STEPS), folder / NAME) as patient:
+    rng = random.Random(0)
+    with Patient(command(folder, STEPS, *LIMITS, EVALUATED), folder / NAME) as patient:
         patient.start()
         patient.wait(lambda: patient.step() >= 2, "step 2")
         left = 0
-        for killed, unguarded in ((SERVERS, "trainer"), (["trainer"], "student-0")):
+        for stopped, killed, unguarded in (
+            ([], SERVERS, "trainer"),
+            ([*SERVERS, EVALUATOR, DEEPSPEED, "trainer"], [], None),
+            ([ENGINE], ["trainer"], "teacher-only"),
+        ):
+            for role in stopped:
+                patient.suspend(role, rng)
             for role in killed:
-                patient.kill(role, random.Random(0))
-            left += patient.kill_guardian(unguarded)
-            patient.wait_at_work([*killed, unguarded])
+                patient.kill(role, rng)
+            left += patient.kill_guardian(unguarded) if unguarded else 0
+            struck = {*stopped, *killed, *filter(None, [unguarded])} - {DEEPSPEED}
+            patient.wait_at_work([role.removeprefix(ENGINE_OF) for role in struck])
         patient.kill_launcher()
         patient.start(resume=True)
         patient.end()
         records = [record for *_, record in read_all(patient.run_dir / "journal")]
         lineages = [record for record in records if isinstance(record, LineageOpened)]
-        yield Survivor(audit(patient.run_dir), patient.summary(), lineages, left + patient.orphans())
+        said = (patient.run_dir / "logs" / "launcher.log").read_text()
+        yield Survivor(audit(patient.run_dir), patient.summary(), lineages, left + patient.orphans(), said)
 
 
 def test_the_run_completes_with_every_guarantee_kept(survivor: Survivor) -> None:
@@ -75,10 +95,29 @@ def test_no_process_outlives_a_launcher_or_a_guardian(survivor: Survivor) -> Non
     assert survivor.orphans == 0
 
 
+@pytest.mark.parametrize("role", ["student-0", "teacher-only", EVALUATOR])
+def test_a_server_that_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor, role: str) -> None:
+    assert survivor.said.count(f"{role}: /health has not answered for run.health_timeout_seconds = 20 s") == 1
+    kills = survivor.said.count(f"{role} is killed, to be started again")
+    assert kills >= (2 if role == "student-0" else 1), "the student's once more for its engine"
+
+
+def test_a_trainer_without_all_heartbeats_is_told_and_killed(survivor: Survivor) -> None:
+    assert (
+        len(re.findall(r"no heartbeat of trainer rank [01] for run.health_timeout_seconds", survivor.said))
+        == 1
+    )
+    assert survivor.said.count("trainer is killed, to be started again") == 1
+
+
+def test_a_server_whose_engine_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor) -> None:
+    assert survivor.said.count("wrote no token for rollout.silent_seconds = 40 s") == 1
+
+
 def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(survivor: Survivor) -> None:
     first, *others = survivor.lineages
     assert first.checkpoint is None
-    assert len(others) == 3
+    assert len(others) == 4
     for opened in others:
         assert opened.start == 0 if opened.checkpoint is None else opened.checkpoint.step
         assert opened.branch - opened.start <= CHECKPOINT_EVERY + 2

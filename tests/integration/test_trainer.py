@@ -41,6 +41,7 @@ from sync.wire import (
     Ok,
     Published,
     Rows,
+    RunIdentity,
     StepReport,
     Stop,
     TrainBatch,
@@ -103,7 +104,9 @@ class StubController:
     def __init__(self, share: Share, start: Version = Version(0, 0), parent: Version | None = None) -> None:
         self.events: list[Message] = []
         self.receptions: list[Reception] = []
-        self.welcome = TrainerWelcome(version=start, parent=parent, teachers=["only"])
+        self.welcome = TrainerWelcome(
+            version=start, parent=parent, teachers=["only"], run=RunIdentity("test", "1")
+        )
         self._share = share
         outer = self
 

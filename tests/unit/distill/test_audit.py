@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from distill.control.audit import AuditReport, audit, check
 from distill.control.journal import Journal
@@ -12,6 +13,7 @@ from distill.control.records import (
     AnyRecord,
     Checkpointed,
     Composed,
+    Concluded,
     Dropped,
     Issued,
     LineageOpened,
@@ -19,6 +21,7 @@ from distill.control.records import (
     Opened,
     Rollout,
     Stepped,
+    VersionPublished,
     compacted,
 )
 from distill.prompts.stream import Prompt
@@ -43,6 +46,7 @@ def journal() -> list[AnyRecord]:
         Composed(Version(0, 1), ["c", "d"]),
         Checkpointed(Version(0, 1), "x"),
         LineageOpened(1, Version(0, 1), 1, 0, 2, "m"),
+        VersionPublished(Version(0, 1), "delta", 1, 1, 0.0),
         *(rollout(name, Version(0, 1)) for name in "efg"),
         Composed(Version(1, 2), ["e", "f"]),
         Dropped(["g"], "too_old", 0),
@@ -91,7 +95,7 @@ def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
 def test_a_rollout_that_is_nowhere_is_found() -> None:
     """Its batch was left behind by a branch, and its arrays were given up before."""
     records = [compacted(record) for record in journal()]
-    records[10], records[14] = (
+    records[10], records[15] = (
         LineageOpened(1, Version(0, 1), 1, 0, 1, "m"),
         Composed(Version(1, 1), ["e", "f"]),
     )
@@ -130,6 +134,27 @@ def test_a_weight_that_is_not_that_of_the_age_is_found() -> None:
 def test_beyond_the_hard_limit_no_weight_helps() -> None:
     records = [Opened("r", 0, 2, 0, 0, 2.0), *late(2**-0.5, 2**-0.5)[1:]]
     assert set(audited(records).too_old) == {"c", "d", "e", "f"}
+
+
+@pytest.mark.parametrize("version", [Version(0, 120), Version(3, 1), Version(1, 2)])
+def test_a_rollout_of_a_version_that_was_not_published_then_is_found(version: Version) -> None:
+    records = journal()
+    at = next(i for i, r in enumerate(records) if isinstance(r, Rollout) and r.id == "e")
+    records[at] = rollout("e", version)
+    report = audited([*records, VersionPublished(Version(1, 2), "delta", 1, 1, 0.0)])
+    assert report.impossible_version == ["e"]
+    assert not report.ok
+
+
+def test_what_the_end_of_a_run_does_not_show_is_found() -> None:
+    whole, away = Concluded(Version(1, 3), {"r0": True}, []), Concluded(None, {"r0": None}, ["it was away"])
+    other = Concluded(Version(0, 2), {"r0": False}, ["other weights"])
+    assert audited([*journal(), whole]).ok
+    report = audited([*journal(), away])
+    assert report.unproven == ["it was away"]
+    assert not report.ok
+    assert audited([*journal(), away, whole]).ok
+    assert audited([*journal(), other, whole]).unproven == ["other weights"]
 
 
 def test_a_rollout_without_a_record_is_found() -> None:

@@ -344,7 +344,29 @@ async def test_a_journal_names_its_run(tmp_path: Path) -> None:
     books = opened(tmp_path)
     await books.journal.commit()
     books.journal.close()
-    assert [record for _, _, record in read_all(tmp_path)] == [Opened("r", 0, BATCH, STALENESS, STALENESS)]
+    run_id = books.run.id
+    assert [record for _, _, record in read_all(tmp_path)] == [
+        Opened("r", 0, BATCH, STALENESS, STALENESS, id=run_id)
+    ]
+    again = opened(tmp_path)
+    again.journal.close()
+    assert run_id is not None
+    assert again.run.id == run_id
+
+
+async def test_a_journal_of_an_older_release_is_given_an_id(tmp_path: Path) -> None:
+    older, ids = Journal(tmp_path, "never"), []
+    assert list(older.replay()) == []
+    older.append(Opened("r", 0, BATCH, STALENESS, STALENESS))
+    await older.commit()
+    older.close()
+    for _ in range(2):
+        books = opened(tmp_path)
+        await books.journal.commit()
+        books.journal.close()
+        ids.append(books.run.id)
+    assert ids[0] == ids[1]
+    assert ids[0] is not None
 
 
 # --- policies ---------------------------------------------------------------------------------------------

@@ -14,23 +14,25 @@ from pathlib import Path
 import pytest
 
 from distill.bench import chaos
-from distill.bench.chaos import ALL, _targets, figures, holds, table
+from distill.bench.chaos import ALL, DISK, KINDS, _targets, chosen, figures, holds, table
 from distill.bench.patient import CONTROLLER, Tail, kind_of
 from distill.control.audit import AuditReport
-from distill.launch.processes import descendants, players
+from distill.launch.processes import DEEPSPEED, descendants, players
 from distill.launch.supervise import ChildSpec, Supervisor
+from sync.errors import ConfigError, DistillError
 
 SUMMARY = {"weights_identical": True, "completed": True, "steps": 40}
-SECONDS = {"student": [9.0, 11.0, 16.0], CONTROLLER: [20.0]}
-COUNTED = {"kills_asked": 4, "orphans": 0, "seconds": 90.0}
+SECONDS = {"kill": {"student": [9.0, 11.0, 16.0], CONTROLLER: [20.0]}, "stop": {"student": [30.0]}}
+COUNTED = {"events_asked": 5, "orphans": 0, "seconds": 90.0}
 
 
-def test_the_table_has_the_median_and_the_longest_recovery_of_each_kind() -> None:
+def test_the_table_has_the_median_and_the_longest_recovery_of_each_kind_and_target() -> None:
     found = figures(AuditReport(trained=320), SECONDS, SUMMARY) | COUNTED
     lines = table(found).splitlines()
-    assert "| student | 3 | 11.0 | 16.0 |" in lines
-    assert "| controller | 1 | 20.0 | 20.0 |" in lines
-    assert "kills              4 of 4" in lines
+    assert "| kill | student | 3 | 11.0 | 16.0 |" in lines
+    assert "| kill | controller | 1 | 20.0 | 20.0 |" in lines
+    assert "| stop | student | 1 | 30.0 | 30.0 |" in lines
+    assert "events             5 of 5" in lines
     assert holds(found)
 
 
@@ -49,21 +51,42 @@ def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
     assert "otherwise wrong    1" in table(found).splitlines()
 
 
-def test_every_kind_dies_once_before_any_dies_again_whatever_the_number_of_its_processes() -> None:
+def test_every_kind_strikes_every_target_once_before_any_again_whatever_the_number_of_its_processes() -> None:
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
-    chosen = list(itertools.islice(_targets(random.Random(1), roles), 60))
-    kinds = {"student", "teacher", "trainer rank", "evaluator", CONTROLLER, ALL}
-    rounds = [[kind_of(one) for one in chosen[i : i + 6]] for i in range(0, 60, 6)]
-    assert all(set(one) == kinds for one in rounds)
-    assert len({tuple(one) for one in rounds}) > 5
-    assert set(roles) <= set(chosen)
+    helpers = [DEEPSPEED, "engine of student-1"]
+    chosen = list(itertools.islice(_targets(random.Random(1), KINDS, roles, helpers), 25 * 8))
+    players, servers = (
+        {"student", "teacher", "trainer rank", "evaluator"},
+        {"student", "teacher", "evaluator"},
+    )
+    pairs = {
+        *(("kill", target) for target in {*players, CONTROLLER, ALL}),
+        *(("stop", target) for target in {*players, CONTROLLER, DEEPSPEED, "engine of student"}),
+        *(("slow", target) for target in {*players, CONTROLLER}),
+        *(("cut", target) for target in {*servers, CONTROLLER}),
+        *(("malformed", target) for target in ("student", "teacher")),
+        ("disk", DISK),
+    }
+    rounds = [[(kind, kind_of(one)) for kind, one in chosen[i : i + 25]] for i in range(0, len(chosen), 25)]
+    assert all(set(one) == pairs for one in rounds)
+    assert len({tuple(one) for one in rounds}) == 8
+    assert {*roles, *helpers} <= {target for _, target in chosen}
+
+
+def test_kinds_are_chosen_by_name_and_others_are_refused() -> None:
+    assert chosen("stop, disk") == ["stop", "disk"]
+    assert {
+        kind for kind, _ in itertools.islice(_targets(random.Random(0), ["cut"], ["student-0"], []), 9)
+    } == {"cut"}
+    with pytest.raises(ConfigError, match="--kinds has melt: choose of kill,stop,slow,cut,malformed,disk"):
+        chosen("kill,melt")
 
 
 class Immortal:
     """A Patient that is at work at once, and counts what is done to it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.killed, self.resumed, self.steps = run_dir, [], [], 0
+        self.run_dir, self.struck, self.resumed, self.steps = run_dir, [], [], 0
         (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
 
     def __enter__(self) -> Immortal:
@@ -75,18 +98,42 @@ class Immortal:
         (self.run_dir / "journal").mkdir(exist_ok=True)
 
     def kill(self, role: str, rng: random.Random) -> None:
-        self.killed.append(role)
+        self.struck.append(("kill", role))
 
     def kill_launcher(self, everything: bool = False) -> None:
-        self.killed.append(ALL if everything else CONTROLLER)
+        self.struck.append(("kill", ALL if everything else CONTROLLER))
+
+    def suspend(self, role: str, rng: random.Random) -> None:
+        self.struck.append(("stop", role))
+
+    def pause(self, role: str, seconds: float) -> None:
+        self.struck.append(("stop", role))
+
+    def slow(self, role: str, seconds: float) -> None:
+        self.struck.append(("slow", role))
+
+    def cut(self, role: str) -> None:
+        self.struck.append(("cut", role))
+
+    def spoil(self, role: str) -> None:
+        self.struck.append(("malformed", role))
+
+    def fill_disk(self, seconds: float) -> None:
+        self.struck.append(("disk", DISK))
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         assert condition(), what
 
-    def wait_at_work(self, roles: list[str]) -> None: ...
+    def wait_at_work(self, roles: list[str], anew: bool = True) -> None: ...
     def end(self) -> None: ...
     def roles(self) -> list[str]:
         return ["evaluator", "student-0", "teacher-a", "trainer"]
+
+    def helpers(self) -> list[str]:
+        return [DEEPSPEED]
+
+    def processes(self) -> set[int]:
+        return set()
 
     def over(self) -> bool:
         return False
@@ -102,20 +149,30 @@ class Immortal:
         return SUMMARY
 
 
-def test_chaos_that_was_stopped_goes_on_with_the_next_kill(
+def test_chaos_that_was_stopped_goes_on_with_the_next_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chaos, "LONGEST_CALM_SECONDS", 0.0)
     monkeypatch.setattr(chaos, "audit", lambda run_dir: AuditReport())
     first, second, whole = (Immortal(_folder(tmp_path, name)) for name in ("run", "run", "whole"))
-    chaos.run(first, 5, seed=3)
-    found = chaos.run(second, 12, seed=3)
-    chaos.run(whole, 12, seed=3)
+    chaos.run(first, 7, seed=3)
+    found = chaos.run(second, 24, seed=3)
+    chaos.run(whole, 24, seed=3)
     assert (first.resumed[0], second.resumed[0]) == (False, True)
-    assert [*first.killed, *second.killed] == whole.killed
-    assert found["kills"] == dict.fromkeys(
-        ["all at once", "controller", "evaluator", "student", "teacher", "trainer rank"], 2
-    )
+    assert [*first.struck, *second.struck] == whole.struck
+    assert sum(one["times"] for targets in found["events"].values() for one in targets.values()) == 24
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "chaos.jsonl").read_text().splitlines()]
+    told = [(line["kind"], line["target"]) for line in lines]
+    assert [one for one in whole.struck if one != ("kill", "trainer")] == [
+        one for one in told if one != ("kill", "trainer")
+    ]
+
+
+def test_a_controller_that_kills_somebody_on_waking_is_told(tmp_path: Path) -> None:
+    patient = Immortal(tmp_path)
+    patient.processes = iter([{1, 2}, {1, 3}]).__next__  # type: ignore[method-assign]
+    with pytest.raises(DistillError, match=r"on waking it killed \{2\}"):
+        chaos.STRIKES["stop"](patient, random.Random(0), CONTROLLER)
 
 
 def _folder(parent: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ from distill.control.audit import AuditReport, check
 from distill.control.authors import seed_of
 from distill.control.controller import Controller
 from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.parts import Hooks
+from distill.control.parts import Hooks, Quarantined
 from distill.control.records import Location, Rollout, Trace
 from distill.control.segments import read_all
 from distill.prompts.stream import Prompt, PromptStream, group_of
@@ -392,7 +392,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
                 baselines.setdefault(group_of(name), set()).add(float(baseline))
         assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
     dropped = summary["rollouts"]["dropped"]
-    assert dropped["engine_failed"] > 0
+    assert dropped["unusable"] > 0
     assert dropped["group_broken"] > 0
     assert audited(run, trainer).ok
 
@@ -501,12 +501,37 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
 
 
 async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller) -> None:
+    def route(source: str) -> str:
+        raise DataError(f"no teacher has data source {source}")
+
+    run = controller(route=route)
+    with pytest.raises(DataError, match="no teacher has data source default"):
+        await complete(run, MemoryTrainer(run.desk))
+
+
+async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
+    def judge(prompt: Prompt, completion: list[int]) -> float:
+        if prompt.id == "0:3:0":
+            raise DataError(f"the judge cannot read {prompt.id}")
+        return 1.0
+
+    put_aside: list[Quarantined] = []
+    run = controller(judge=judge, hooks=Hooks(quarantined=put_aside.append))
+    summary = await complete(run, MemoryTrainer(run.desk))
+    assert summary["completed"]
+    assert summary["error"] is None
+    assert [(one.prompt.id, one.reason) for one in put_aside] == [("0:3:0", "function_failed")]
+
+
+async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
     def judge(prompt: Prompt, completion: list[int]) -> float:
         raise DataError(f"the judge cannot read {prompt.id}")
 
-    run = controller(judge=judge)
-    with pytest.raises(DataError, match="cannot read 0:0"):
-        await complete(run, MemoryTrainer(run.desk))
+    run = controller(config(guard={"bad_answers": 3}), judge=judge)
+    summary = await complete(run, MemoryTrainer(run.desk))
+    assert not summary["completed"]
+    assert summary["error"].startswith("the judge gave 3 unusable answers")
+    assert "the judge cannot read" in summary["error"]
 
 
 async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:

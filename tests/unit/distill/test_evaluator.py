@@ -18,8 +18,9 @@ from distill.evaluate import client as evaluator_client
 from distill.evaluate.client import HttpEvaluator
 from distill.evaluate.service import BestKeeper, app
 from distill.loading import validate
+from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
-from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, decode, encode
+from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, RunIdentity, Version, decode, encode
 
 
 def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:
@@ -48,7 +49,9 @@ class Folders:
         return path
 
 
-def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -> BestKeeper:
+def keeper(
+    tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str, run_id: str = "1"
+) -> BestKeeper:
     config = validate(
         {
             "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
@@ -63,7 +66,7 @@ def keeper(tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str) -
     )
     config.run_dir.mkdir(exist_ok=True)
     evaluate: Any = lambda version: Found(report(version, *marks[version.step]))  # noqa: E731
-    return BestKeeper(config, evaluate, Folders(tmp_path))
+    return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("x", run_id)))
 
 
 @pytest.mark.parametrize(("metric", "best"), [("reverse_kl", 20), ("pass_rate", 30)])
@@ -75,6 +78,18 @@ def test_the_best_version_by_the_metric_is_kept_across_restarts(
         keeper(tmp_path, marks, metric)(Version(0, step))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, best))
     assert json.loads((tmp_path / "x" / "best.json").read_text())["version"] == str(Version(0, best))
+
+
+def test_what_another_run_left_as_its_best_does_not_count(tmp_path: Path) -> None:
+    marks = {20: (0.2, 0.6), 30: (0.3, 0.7)}
+    keeper(tmp_path, marks, "reverse_kl")(Version(0, 20))
+    keeper(tmp_path, marks, "reverse_kl")(Version(0, 30))
+    record = tmp_path / "x" / "best.json"
+    assert json.loads(record.read_text())["version"] == str(Version(0, 20))
+    later = keeper(tmp_path, marks, "reverse_kl", run_id="2")
+    later(Version(0, 30))
+    assert json.loads(record.read_text())["version"] == str(Version(0, 30))
+    assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, 30))
 
 
 def test_nothing_is_copied_while_the_model_folder_is_the_best(tmp_path: Path) -> None:
@@ -96,7 +111,7 @@ def no_probe(request: ProbeRequest) -> ProbeReply:
 
 
 def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app(evaluate, token, no_probe))
+    transport = httpx.ASGITransport(app(evaluate, token, no_probe, Claim()))
     return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
 
 
@@ -155,7 +170,7 @@ async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
 @asynccontextmanager
 async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
     bound = listen("127.0.0.1", 0, None)
-    async with serving(app(evaluate, "", no_probe), bound):
+    async with serving(app(evaluate, "", no_probe, Claim()), bound):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
@@ -168,7 +183,7 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
         return report(version, 0.5)
 
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, silent_seconds=3.0, look_seconds=0.05)
+        evaluator = HttpEvaluator(url, silent_seconds=3.0)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert asked == [Version(0, 3)]
@@ -183,7 +198,7 @@ async def test_an_evaluation_that_goes_on_is_told_in_the_log(
 
     monkeypatch.setattr(evaluator_client, "SAY_SECONDS", 0.1)
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, look_seconds=0.05)
+        evaluator = HttpEvaluator(url)
         await evaluator.evaluate(Version(0, 3))
         await evaluator.aclose()
     assert "the evaluation of L000-v00000003 has taken 0 s and goes on" in caplog.messages
@@ -193,7 +208,7 @@ async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
     bound = listen("127.0.0.1", 0, None)
     bound.listen()  # connections are taken, and never answered
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    evaluator = HttpEvaluator(url, silent_seconds=0.2, look_seconds=0.05)
+    evaluator = HttpEvaluator(url, silent_seconds=0.2)
     with pytest.raises(
         Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import threading
+import time
 from typing import Any, cast
 
 import httpx
@@ -17,7 +19,8 @@ from distill.cli.main import app
 from distill.control.controller import Controller
 from distill.control.gateway import answered, exposition, listen
 from distill.control.memory import MemoryReplica, MemoryTrainer
-from student_trainer.controller import HttpController
+from distill.control.parts import Hooks
+from student_trainer.controller import HttpController, beat
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (
@@ -25,12 +28,14 @@ from sync.wire import (
     CheckpointSaved,
     FinalDigests,
     Head,
+    Heartbeat,
     Message,
     Ok,
     Published,
     ReplicaJoins,
     ReplicaLeaves,
     Replicas,
+    RunIdentity,
     StepReport,
     Stop,
     TrainBatch,
@@ -41,11 +46,20 @@ from sync.wire import (
 )
 
 TOKEN = "secret"
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
 ANSWER = cast(type[TrainBatch], TrainBatch | Wait | Stop)
 
 
 def hello(world_size: int = 1, checkpoint: Version | None = None, model: str = "model") -> TrainerHello:
-    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model)
+    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model, run="test")
 
 
 def request(version: Version, rank: int = 0, world_size: int = 1) -> BatchRequest:
@@ -88,7 +102,8 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     task = asyncio.create_task(run.run())
     client = Remote(run)
     welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
-    assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"])
+    mine = RunIdentity("test", run.books.run.id, "model")
+    assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=mine)
     for step in range(2):
         version, after = Version(0, step), Version(0, step + 1)
         shares = await asyncio.gather(*(client.batch(version, rank, 2) for rank in range(2)))
@@ -101,11 +116,48 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     stops = [await client.batch(Version(0, 2), rank, 2) for rank in range(2)]
     assert stops == [Stop(reason="all steps are done", checkpoint=True)] * 2
     await client.call("/v1/event", CheckpointSaved(version=Version(0, 2), path="c"))
-    await client.call("/v1/event", FinalDigests(version=Version(0, 2), digests={}))
+    await client.call("/v1/event", FinalDigests(version=Version(0, 2), digests={"w": "0"}))
     summary = await asyncio.wait_for(task, 60)
     client.peer.close()
     assert summary["completed"] is True
-    assert summary["weights_identical"] is False  # the replica's digests are not empty
+    assert summary["weights_identical"] is False  # the replica's digests are others
+
+
+async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_sends_none(
+    controller, config, caplog
+) -> None:
+    hung: asyncio.Queue[str] = asyncio.Queue()
+    run = controller(config(run={"health_timeout_seconds": 1.0}), Hooks(stuck=hung.put_nowait), token=TOKEN)
+    task = asyncio.create_task(run.run())
+    client = Remote(run)
+    await client.call("/v1/hello", hello(2), TrainerWelcome)
+    for rank in range(2):
+        await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
+    beat(client.peer, Heartbeat(version=Version(0, 0), rank=0), 0.05)
+    assert await asyncio.wait_for(hung.get(), 20) == "trainer"
+    await asyncio.to_thread(until, lambda: run.heartbeats.watched == [0])
+    assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
+
+    await client.call("/v1/hello", hello(2), TrainerWelcome)
+    assert run.heartbeats.watched == []
+    await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
+    assert hung.empty()
+    client.peer.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(controller, config) -> None:
+    run = controller(config(run={"steps": 1, "health_timeout_seconds": 0.2}), Hooks(stuck=pytest.fail))
+    desk, version = run.desk, Version(0, 0)
+    task = asyncio.create_task(run.run())
+    await desk.hello(hello())
+    await desk.batch(request(version))
+    await desk.event(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    await desk.event(FinalDigests(version=Version(0, 1), digests={"w": "0"}))
+    await asyncio.wait_for(task, 20)
+    await desk.event(Heartbeat(version=version, rank=0))
+    assert run.heartbeats.watched == []
 
 
 async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> None:

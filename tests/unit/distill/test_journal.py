@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from distill.control.archive import archived
 from distill.control.journal import Journal
 from distill.control.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace

@@ -216,7 +216,7 @@ def info(**facts: Any) -> TeacherInfo:
     known: dict[str, Any] = {
         "name": "t", "model": "m", "revision": None, "dtype": "float32", "engine": "table", "vocab_size": V,
         "hidden_size": 4, "max_length": 64, "tokenizer_fingerprint": "a" * 32 + "b" * 32 + "c" * 32,
-        "chat_template_fingerprint": "d" * 32, "can": [],
+        "chat_template_fingerprint": "d" * 32, "can": [], "fingerprint": "e" * 64,
     }  # fmt: skip
     return TeacherInfo(**known | facts)
 

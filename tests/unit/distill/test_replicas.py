@@ -364,6 +364,50 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
     assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
 
 
+async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> None:
+    class Slow(MemoryReplica):
+        """Its updates end when `gate` opens."""
+
+        gate = asyncio.Event()
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await self.gate.wait()
+            return await super().update(request, timeout)
+
+    restarted, slow, final = MemoryReplica(), Slow(), Version(0, 9)
+    slow.gate = asyncio.Event()
+    world = World(restarted=restarted, slow=slow)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.publish(final)
+        restarted.die()
+        await world.until(lambda: world.serving() == ["slow"])
+        proof = asyncio.create_task(world.fleet.hold_exactly(final, weights_of(final), 60.0))
+        await asyncio.wait({proof}, timeout=0.1)
+        restarted.revive()
+        slow.gate.set()
+        assert await proof == {"restarted": True, "slow": True}
+
+
+async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
+    """Its version was broadcast by a trainer that has left; or people have removed it meanwhile."""
+    lost, gone = MemoryReplica(), MemoryReplica()
+    world = World(here=MemoryReplica(), lost=lost, gone=gone)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 3)
+        world.broadcasts.seat(broadcast(1))
+        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        lost.die()
+        gone.up = False
+        world.fleet.report_lost(world.fleet.replicas["gone"])
+        lost.revive()
+        await world.until(lambda: world.fleet.replicas["lost"].phase is Phase.CATCHING_UP)
+        proof = asyncio.create_task(world.fleet.hold_exactly(Version(0, 1), weights_of(Version(0, 1)), 60.0))
+        await asyncio.wait({proof}, timeout=0.1)
+        await world.fleet.remove("gone")
+        assert await asyncio.wait_for(proof, 10.0) == {"here": True, "lost": None}
+
+
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
@@ -413,6 +457,61 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
         world.publish(Version(0, 1))
         await world.until(lambda: world.stuck == ["a"])
         await world.until(lambda: world.fleet.replicas["a"].phase is Phase.CATCHING_UP)
+
+
+async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
+    class Hanging(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits so long")
+
+    world = World(0.2, a=Hanging())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.stuck == ["a", "a"])
+
+
+async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> None:
+    class Away(MemoryReplica):
+        looks = 0
+
+        async def alive(self) -> bool:
+            self.looks += 1
+            return False
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            raise Unreachable("starting")
+
+    away = Away()
+    world = World(0.02, a=away)
+    async with world.running():
+        await world.until(lambda: away.looks > 20)
+        assert world.stuck == []
+
+
+async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> None:
+    class Restarted(MemoryReplica):
+        looks, updating = 0, False
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            self.updating = True  # the request is sent again and again until it is back
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits so long")
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            if not self.updating:
+                return await super().state(digests)
+            self.looks += 1
+            raise Unreachable("no connection")
+
+    restarted = Restarted()
+    world = World(0.02, a=restarted)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 1))
+        await world.until(lambda: restarted.looks > 20)
+        assert world.stuck == []
 
 
 @pytest.mark.parametrize("idle", [True, False])

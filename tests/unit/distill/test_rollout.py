@@ -19,14 +19,23 @@ from distill.control.journal import Journal
 from distill.control.memory import MemoryPrompts, MemoryReplica
 from distill.control.replica_engine import Answer
 from distill.control.replicas import Fleet
-from distill.control.rollout import Feeder, fault
+from distill.control.rollout import Feeder
 from distill.control.scoring import Finished
 from distill.control.signals import Signal
+from distill.control.soundness import Soundness
 from distill.control.state import Rules
 from distill.control.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from sync.errors import Overloaded, RemoteError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version, VersionSpan, pack
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    Sampling,
+    Want,
+    pack,
+)
 
 
 class Bench:
@@ -52,8 +61,12 @@ class Bench:
         self.finished: list[Finished] = []
         settings = RolloutConfig(**fields)
         self.timeline = Timeline()
+        sampling = Sampling(
+            max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.straggler_seconds
+        )
+        sound = Soundness(sampling, Want())
         self.feeder = Feeder(
-            self.books, self.fleet, settings, steps, self.finished.append, self.timeline, student_topk=2
+            self.books, self.fleet, settings, steps, self.finished.append, self.timeline, sound
         )
 
     @asynccontextmanager
@@ -222,7 +235,7 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, spoiled("0:3:0", nan), group=2)
+    bench = Bench(tmp_path, spoiled("0:3:0", fail), group=2)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
@@ -261,8 +274,16 @@ def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
 
 def empty(answer: Generated) -> Answer:
     return msgspec.structs.replace(
-        answer, token_ids=pack(np.zeros(0, "i4")), logprob=pack(np.zeros(0, "f4")), spans=[]
+        answer,
+        token_ids=pack(np.zeros(0, "i4")),
+        logprob=pack(np.zeros(0, "f4")),
+        spans=[],
+        topk_ids=pack(np.zeros((0, 2), "i4")),
     )
+
+
+def fail(answer: Generated) -> Answer:
+    return GenerateFailed(id=answer.id, error="prompt is too long")
 
 
 def nan(answer: Generated) -> Answer:
@@ -272,8 +293,8 @@ def nan(answer: Generated) -> Answer:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda answer: GenerateFailed(id=answer.id, error="prompt is too long"), "engine_failed"),
-        (nan, "engine_failed"),
+        (fail, "engine_failed"),
+        (nan, "unusable"),
         (empty, "empty"),
     ],
 )
@@ -308,21 +329,3 @@ async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
         await bench.until(lambda: bool(bench.fleet.serving()))
         await asyncio.sleep(0.02)
         assert bench.books.state.counters.issued == 0
-
-
-def generated(tokens: int, *spans: tuple[int, int]) -> Generated:
-    return Generated(
-        id="p",
-        token_ids=pack(np.zeros(tokens, "i4")),
-        logprob=pack(np.zeros(tokens, "f4")),
-        spans=[VersionSpan(Version(0, 0), start, end) for start, end in spans],
-        finish_reason="stop",
-    )
-
-
-def test_spans_must_cover_the_tokens() -> None:
-    assert fault(generated(5, (0, 2), (2, 5))) is None
-    for spans in ([], [(0, 4)], [(1, 5)], [(0, 2), (3, 5)], [(0, 3), (2, 5)]):
-        assert "version spans do not cover the 5 tokens" in (fault(generated(5, *spans)) or "")
-    short = msgspec.structs.replace(generated(5, (0, 5)), logprob=pack(np.zeros(4, "f4")))
-    assert fault(short) == "(4,) log-probabilities for 5 tokens"

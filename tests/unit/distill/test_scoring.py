@@ -14,13 +14,16 @@ from distill.control.memory import MemoryTeacher
 from distill.control.records import Rollout
 from distill.control.scoring import Finished, Scoring
 from distill.control.signals import Signal
+from distill.control.soundness import Soundness
 from distill.control.state import Asked
 from distill.control.timeline import Timeline
+from distill.control.trust import Trust
 from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
     Generated,
+    Sampling,
     Scored,
     ScoreRefused,
     ScoreSequence,
@@ -53,17 +56,24 @@ class Bench:
     def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
         self.rollouts: list[Rollout] = []
         self.refused: list[tuple[str, str]] = []
+        self.reasons: list[str] = []
+        self.stopped: list[str] = []
         self.changed = Signal()
         self.scoring = Scoring(
             teachers,
             more.pop("route", lambda source: "t"),
-            want,
+            Soundness(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want),
             batch,
             scored=self._scored,
-            refused=lambda one, problem: self.refused.append((one.asked.prompt.id, problem)),
+            refused=self._refused,
             timeline=Timeline(),
+            trust=Trust(more.pop("bad_answers", 1000), self.stopped.append),
             **more,
         )
+
+    def _refused(self, one: Finished, reason: str, detail: str) -> None:
+        self.refused.append((one.asked.prompt.id, detail))
+        self.reasons.append(reason)
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
         self.rollouts += rollouts
@@ -109,7 +119,7 @@ async def test_samples_go_to_the_teacher_of_their_source() -> None:
 
 
 async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
-    bench = Bench({"t": MemoryTeacher()})
+    bench = Bench({"t": MemoryTeacher()}, topk=3)
     await bench.score(finished(0, topk=3))
     assert bench.rollouts[0].scored.gathered is not None
     assert bench.rollouts[0].scored.gathered.shape == (2, 3)
@@ -184,16 +194,18 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
 @pytest.mark.parametrize(
     ("marks", "problem"),
     [
-        ({"logprob": pack(np.zeros(1, "f4"))}, "logprob was asked for 2 positions and came as shape"),
-        ({"logprob": pack(np.array([0, np.nan], "f4"))}, "a log-probability is not finite"),
+        ({"logprob": pack(np.zeros(1, "f4"))}, "logprob is of shape [1], and must be of shape [2]"),
+        ({"logprob": pack(np.array([0, np.nan], "f4"))}, "logprob is nan in one place or more"),
         (
             {"logprob": pack(np.zeros(2, "f4")), "hidden": Array("bf16", (3, 4), bytes(24))},
-            "hidden was asked",
+            "hidden is of shape [3, 4], and must be of shape [2, 4]",
         ),
-        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden was asked for 2 positions and came as nothing"),
+        ({"logprob": pack(np.zeros(2, "f4"))}, "hidden is missing, and must be bf16 or f4 [2, 4]"),
     ],
 )
-async def test_marks_that_cannot_be_used_are_refused(marks: dict[str, Array], problem: str) -> None:
+async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
+    marks: dict[str, Array], problem: str
+) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
             self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
@@ -203,6 +215,7 @@ async def test_marks_that_cannot_be_used_are_refused(marks: dict[str, Array], pr
     bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
     await bench.score(finished(0))
     assert problem in bench.refused[0][1]
+    assert bench.reasons == ["unusable"]
 
 
 async def test_a_busy_teacher_gets_full_requests_only() -> None:

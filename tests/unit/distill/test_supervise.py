@@ -181,6 +181,32 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     await supervisor.stop(1)
 
 
+async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(tmp_path: Path):
+    """A trainer can die on its first batch while an engine is still loading."""
+    lives, late = [], asyncio.Event()
+    mark = tmp_path / "started"
+    program = (
+        f"import pathlib, sys, time; mark = pathlib.Path({str(mark)!r})\n"
+        "again = mark.exists(); mark.touch()\n"
+        "time.sleep(600) if again else sys.exit(3)"
+    )
+    fails_once = [sys.executable, "-c", program]
+    specs = [
+        ChildSpec("trainer", fails_once, joined=lambda: True, prepare=lambda: lives.append(1)),
+        ChildSpec("late", SLEEPER, joined=late.is_set),
+    ]
+    supervisor = Supervisor(specs, tmp_path / "logs", restarts=1, first_pause=0.01)
+    await supervisor.start()
+    starting = asyncio.create_task(supervisor.ready(60))
+    async with asyncio.timeout(60):
+        while len(lives) < 2:
+            assert not starting.done()
+            await asyncio.sleep(0.02)
+    late.set()
+    await starting
+    await supervisor.stop(grace=0.2)
+
+
 async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
     """The thief lets go when the server has failed; any other failure at start ends the run."""
     with socket.socket() as thief:
@@ -312,5 +338,66 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
     supervisor.kill_child("hangs")
     await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
     assert first.returncode == -signal.SIGKILL
+    watching.cancel()
+    await supervisor.stop(5)
+
+
+ANSWERS = """
+import http.server, time, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+time.sleep(float(sys.argv[2]))
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def server(name: str, silent_at_first: float = 0.0) -> ChildSpec:
+    """A child that answers /health, after a while."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [sys.executable, "-c", ANSWERS, str(port), str(silent_at_first)]
+    return ChildSpec(name, argv, url=f"http://127.0.0.1:{port}")
+
+
+async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neighbour_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    specs = [server("stopped"), server("well")]
+    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=0.01, health_seconds=3.0)
+    await supervisor.start()
+    await supervisor.ready(60)
+    stopped, well = supervisor.children["stopped"], supervisor.children["well"]
+    watching, first, other = asyncio.create_task(supervisor.watch(60)), stopped.process, well.process
+    below(first.pid)[0].send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(until, lambda: stopped.process is not first and stopped.phase is Phase.READY)
+    assert well.process is other
+    said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is hung"
+    assert {said, "stopped is killed, to be started again"} <= set(caplog.messages)
+    watching.cancel()
+    await supervisor.stop(5)
+
+
+async def test_a_server_that_takes_long_to_start_is_not_taken_for_hung(tmp_path: Path):
+    supervisor = Supervisor([server("slow", 2.0)], tmp_path, restarts=0, health_seconds=0.2)
+    await supervisor.start()
+    await supervisor.ready(60)
+    assert supervisor.children["slow"].status is None
+    await supervisor.stop(5)
+
+
+async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_again(tmp_path: Path):
+    starts: list[None] = []
+    spec = ChildSpec(
+        "late", SLEEPER, joined=lambda: len(starts) in (1, 3), prepare=lambda: starts.append(None)
+    )
+    supervisor = Supervisor([spec], tmp_path, restarts=2, first_pause=0.01)
+    await supervisor.start()
+    await supervisor.ready(60)
+    watching, child = asyncio.create_task(supervisor.watch(0.5)), supervisor.children["late"]
+    supervisor.kill_child("late")
+    await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)
     watching.cancel()
     await supervisor.stop(5)

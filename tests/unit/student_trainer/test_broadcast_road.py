@@ -16,9 +16,9 @@ from student_trainer.weights import Weights
 from sync.errors import SnapshotError, Unreachable
 from sync.transport import BlockingPeer
 from sync.weights.broadcast import BroadcastSender, Reception
-from sync.wire import Audience, BroadcastTicket, Published, TrainerWelcome, Version
+from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
 
-WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[])
+WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
 VERSION = Version(0, 3)
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 from power_cut import power_cut
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from student_trainer import checkpoint, room
 from student_trainer import checkpoint_files as files
 from student_trainer.ledger import Ledger, read, repeated
@@ -82,6 +83,14 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
     assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
     assert engine.state == "at 4"
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    checkpoint.save(FileEngine(), tmp_path, Version(0, 4), "print", ALONE, 2, run_id="aa")
+    assert checkpoint.run_of(checkpoint.find(tmp_path, None, ALONE)) == "aa"
+    assert checkpoint.run_of(checkpoint.find(tmp_path, str(Version(0, 2)), ALONE)) is None
+    assert checkpoint.run_of(None) is None
 
 
 class On(Ranks):

@@ -29,6 +29,7 @@ from sync.wire import (
     Ok,
     Published,
     Rows,
+    RunIdentity,
     StepReport,
     Stop,
     TrainBatch,
@@ -39,7 +40,7 @@ from sync.wire import (
 )
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[])
+WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
 
 
 def batch(step: int) -> TrainBatch:

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_disk import fill, free, mounted
+from small_disk import mounted
 
+from distill.bench.full_disk import fill, free
 from distill.report.metrics import Lines
 from sync import room
 from sync.errors import StoreError

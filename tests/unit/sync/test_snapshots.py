@@ -521,3 +521,42 @@ def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
         staged = mirror.stage(v(0))
         assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
         assert digests(staged.path) == {"lora_A": checkpoint.digest(weights.view("u4"))}
+
+
+def published(store: MemoryStore, folder: Path, run_id: str | None) -> Trainer:
+    """A trainer of the run with that id, and its first two versions, alone in the store."""
+    for key in store.list(""):
+        store.delete(key)
+    trainer = Trainer(store, folder)
+    for publisher in trainer.publishers:
+        publisher._run_id = run_id
+    trainer.anchor(v(0))
+    trainer.step()
+    trainer.delta(v(1))
+    return trainer
+
+
+def test_the_versions_of_another_run_of_the_same_name_are_neither_read_nor_kept(
+    store: MemoryStore, mirror: Mirror, tmp_path: Path
+) -> None:
+    published(store, tmp_path / "old", "old")
+    mirror.follow("old")
+    follow(mirror, v(1))
+    mirror.follow("new")
+    assert mirror.version is None
+    with pytest.raises(SnapshotError, match=r"is of another run 'run' \(id old\), this one has id new"):
+        mirror.stage(v(1))
+    new = published(store, tmp_path / "new", "new")
+    follow(mirror, v(1))
+    assert digests(mirror.path) == new.digests()
+    mirror.follow("new")
+    assert mirror.version == v(1)
+
+
+def test_a_version_that_names_no_run_is_taken_as_before(
+    store: MemoryStore, mirror: Mirror, tmp_path: Path
+) -> None:
+    trainer = published(store, tmp_path / "older", None)
+    mirror.follow("new")
+    follow(mirror, v(1))
+    assert digests(mirror.path) == trainer.digests()

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 import uvicorn
 
+from sync.claims import Claim
 from sync.wire import TeacherInfo
 from teacher_service.app import TeacherService
 from teacher_service.engines.base import Engine
@@ -19,7 +20,12 @@ Serve = Callable[..., AbstractAsyncContextManager[str]]
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, queue_tokens: int = 1000, token: str | None = None, port: int = 0, model: str = "table"
+    engine: Engine,
+    queue_tokens: int = 1000,
+    token: str | None = None,
+    port: int = 0,
+    model: str = "table",
+    claim: Claim | None = None,
 ) -> AsyncIterator[str]:
     """URL of the service while it runs."""
     facts = engine.facts
@@ -34,9 +40,12 @@ async def serving(
         max_length=facts.max_length,
         tokenizer_fingerprint="0",
         chat_template_fingerprint=None,
+        fingerprint=model,
         can=list(facts.can),
     )
-    service = TeacherService(engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token)
+    service = TeacherService(
+        engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token, claim=claim
+    )
     server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,5 +61,5 @@ async def serving(
 
 @pytest.fixture
 def serve() -> Serve:
-    """serve(engine, queue_tokens=, token=, port=, model=): a context that yields the URL."""
+    """serve(engine, queue_tokens=, token=, port=, model=, claim=): a context that yields the URL."""
     return serving

@@ -312,3 +312,54 @@ async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> No
         assert client.counters.requests == 5
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
     assert all(isinstance(text, Written) for text in texts)
+
+
+class LyingEngine(TableEngine):
+    """A table teacher that spoils one column for sequences that begin with 7."""
+
+    def __init__(self, column: str, value: float) -> None:
+        super().__init__(TABLE)
+        self.column, self.value = column, value
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        marks, first = super().score(items, asked), 0
+        spoilt = np.array(getattr(marks, self.column))
+        for item in items:
+            if item.token_ids_L[0] == 7:
+                spoilt[first] = self.value
+            first += item.positions
+        return replace(marks, **{self.column: spoilt})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "field"),
+    [
+        ("logprob_C", np.nan, "logprob"),
+        ("logprob_C", 3.0, "logprob"),
+        ("topk_ids_CK", V, "topk_ids"),
+        ("topk_ids_CK", 0, "topk_ids"),
+        ("topk_logprob_CK", -np.inf, "topk_logprob"),
+        ("topk_logprob_CK", 0.0, "topk_logprob"),
+        ("hidden_CH", np.nan, "hidden"),
+    ],
+)
+async def test_an_engine_that_lies_costs_that_sequence_alone(
+    serve: Serve, column: str, value: float, field: str
+) -> None:
+    asked = [
+        ScoreSequence(name, pack(np.array([first, 2, 3], "i4")), 1) for name, first in (("a", 7), ("b", 1))
+    ]
+    async with serve(LyingEngine(column, value)) as url, TeacherClient("t", [url]) as client:
+        first, second = await client.score(asked, Want(topk=2, hidden=True))
+    assert isinstance(first, ScoreRefused)
+    assert first.unusable
+    assert first.error.startswith(f"the engine's answer: {field} is ")
+    assert isinstance(second, Scored)
+
+
+async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Serve) -> None:
+    asked = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
+    async with serve(LyingEngine("entropy_C", np.nan)) as url, TeacherClient("t", [url]) as client:
+        (answer,) = await client.score(asked, Want(entropy=True))
+    assert isinstance(answer, Scored)
+    assert answer.entropy is None

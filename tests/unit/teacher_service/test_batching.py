@@ -13,6 +13,7 @@ import pytest
 
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
+from teacher_service import batching
 from teacher_service.batching import Batcher, split
 from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.table import TableEngine, random_table
@@ -183,15 +184,23 @@ async def test_the_event_loop_is_free_while_the_engine_computes() -> None:
         assert batcher.healthy
 
 
-def test_marks_that_are_not_finite_are_refused_alone() -> None:
-    marks = Marks(np.array([-1.0, -2.0, np.nan, -3.0], np.float32))
-    first, second, third = split(marks, [2, 1, 1])
-    assert isinstance(first, Marks)
-    assert first.logprob_C.tolist() == [-1.0, -2.0]
-    assert isinstance(second, str)
-    assert "not finite" in second
-    assert isinstance(third, Marks)
-    assert third.logprob_C.tolist() == [-3.0]
+async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = RecordingEngine()
+    async with running(engine) as batcher:
+        await busy(batcher, engine)
+        monkeypatch.setattr(batching, "STUCK_SECONDS", 0.0)
+        assert not batcher.healthy
+        engine.gate.set()
+        await batcher.in_engine_thread(lambda: None)
+        assert batcher.healthy
+
+
+def test_columns_that_do_not_have_a_row_for_each_position_are_cut_for_nobody() -> None:
+    marks = Marks(np.zeros(4, np.float32), entropy_C=np.zeros(3, np.float32))
+    with pytest.raises(DataError, match="entropy_C of 3 rows for 4 positions"):
+        split(marks, [2, 1, 1])
 
 
 class Scribbler(RecordingEngine):

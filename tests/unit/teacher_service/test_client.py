@@ -12,8 +12,9 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable
-from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from sync.claims import Claim
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
+from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Asked, Item, Marks
 from teacher_service.engines.table import TableEngine, random_table
@@ -136,6 +137,22 @@ async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: S
     assert engine.sequences == 2
 
 
+async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Serve) -> None:
+    good, bad = CountingEngine(), CountingEngine()
+    async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
+        asked = sequences(2)
+        await client.score(asked)
+        assert client.answered_by(asked[0].id) == other
+        assert client.leave_out(other)
+        before = bad.sequences
+        for seed in range(4):
+            asked = sequences(2, seed=seed)
+            assert right(asked, await client.score(asked))
+            assert client.answered_by(asked[1].id) == url
+        assert bad.sequences == before
+        assert not client.leave_out(url)
+
+
 async def test_a_teacher_that_is_gone_is_a_typed_error_at_the_deadline() -> None:
     async with TeacherClient("t", [f"http://127.0.0.1:{free_port()}"]) as client:
         started = time.monotonic()
@@ -191,6 +208,42 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) 
         async with TeacherClient("t", [one, two]) as client:
             with pytest.raises(ConfigError, match="differ"):
                 await client.info()
+
+
+async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_others(serve: Serve) -> None:
+    engines, port = [CountingEngine() for _ in range(3)], free_port()
+    async with serve(engines[0]) as steady:
+        urls = [steady, f"http://127.0.0.1:{port}"]
+        async with TeacherClient("t", urls, request_tokens=6) as client:
+            async with serve(engines[1], port=port):
+                await client.info()
+            async with serve(engines[2], port=port, model="other"):
+                assert right(sequences(8), await client.score(sequences(8)))
+                assert engines[0].sequences == 8
+        async with TeacherClient("t", urls[1:]) as client:
+            async with serve(engines[1], port=port):
+                await client.info()
+            async with serve(engines[2], port=port, model="other"):
+                for ask in (client.score(sequences(1)), client.head()):
+                    with pytest.raises(WrongServer, match="answers with model other, and table was checked"):
+                        await ask
+
+
+async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Serve) -> None:
+    mine, other = Claim(RunIdentity("toy", "aa")), Claim(RunIdentity("toy", "bb"))
+    async with (
+        serve(CountingEngine(), claim=Claim(RunIdentity("toy"))) as url,
+        TeacherClient("t", [url], claim=mine) as one,
+        TeacherClient("t", [url], claim=other) as two,
+    ):
+        assert await two.info() == await one.info()  # to look claims nothing
+        assert right(sequences(2), await one.score(sequences(2)))
+        with pytest.raises(WrongServer, match=r"it serves run 'toy' \(id aa\) and was asked for .*bb"):
+            await two.score(sequences(2))
+    async with serve(CountingEngine()) as url:
+        for claim in (mine, other):
+            async with TeacherClient("t", [url], claim=claim) as client:
+                assert right(sequences(2), await client.score(sequences(2)))
 
 
 async def test_the_head_comes_through_any_replica(serve: Serve) -> None:

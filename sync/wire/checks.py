@@ -1,0 +1,315 @@
+"""What is wrong with an answer, before any of it is recorded. Pure: message → the first Problem, or None.
+
+The controller checks what replicas, teachers, the evaluator and the trainer send; the teacher service checks
+what its own engines return. What follows from the mathematics:
+
+log-probabilities  finite and at most 0. A sampled token had a probability above 0, and ρ = p/μ divides by it.
+                   −inf among the ids of a top-k makes q·log q NaN. A skipped id (-1) carries 0.
+top-k              the ids of a row differ, and their probabilities add up to at most 1.
+diagnostics        entropy and tail are in no loss: where they cannot be used they become None.
+
+Letters in shapes: see sync.wire.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
+from sync.wire.evaluator import EvalReport
+from sync.wire.student import Generated, ReplicaState, Sampling, UpdateReply
+from sync.wire.teacher import Head, Scored, Want, Written
+from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport, TrainerHello
+
+ROUNDING: Final = 0.02
+"""How far half precision may put a log-probability above 0, a mass above 1 or a divergence below 0."""
+ANY_ID: Final = 1 << 31
+"""A vocabulary size that refuses no id: for callers that do not know theirs."""
+MOST_RANKS: Final = 1 << 16
+DIAGNOSTICS: Final = ("entropy", "tail")
+HALF: Final = ("f2", "f4")
+Event = StepReport | Published | CheckpointSaved | FinalDigests
+
+
+class Problem(NamedTuple):
+    """Why an answer cannot be used."""
+
+    field: str
+    value: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.value}, and must be {self.rule}"
+
+
+class _Range(NamedTuple):
+    """What every element of an array must lie in, ends included."""
+
+    low: float
+    high: float
+    name: str
+
+
+_LOGPROB: Final = _Range(-math.inf, ROUNDING, "finite and at most 0")
+_FINITE: Final = _Range(-math.inf, math.inf, "finite")
+
+
+def _ids(vocab_size: int, low: int = 0) -> _Range:
+    return _Range(low, vocab_size - 1, f"ids of the vocabulary, {low} … {vocab_size - 1}")
+
+
+# --- arrays and numbers -----------------------------------------------------------------------------------
+
+
+def _array(
+    field: str, array: Array | None, dtypes: Sequence[str], shape: tuple[int | None, ...], within: _Range
+) -> Problem | None:
+    """`shape` None: any size in that dimension."""
+    problem = _form(field, array, dtypes, shape)
+    return problem if problem or array is None or not array.data else _elements(field, array, within)
+
+
+def _form(
+    field: str, array: Array | None, dtypes: Sequence[str], shape: tuple[int | None, ...]
+) -> Problem | None:
+    """Everything but the elements."""
+    if array is None:
+        return Problem(field, "missing", f"{' or '.join(dtypes)} {_text(shape)}")
+    if array.dtype not in dtypes:
+        return Problem(field, f"of dtype {array.dtype}", " or ".join(dtypes))
+    sizes = [got if size is None else size for got, size in zip(array.shape, shape, strict=False)]
+    if list(array.shape) != sizes or len(sizes) != len(shape) or min(sizes) < 0:
+        return Problem(field, f"of shape {_text(array.shape)}", f"of shape {_text(shape)}")
+    needed = math.prod(sizes) * DTYPES[array.dtype].itemsize
+    if needed != len(array.data):
+        return Problem(field, f"{len(array.data)} bytes", f"{needed} bytes, as its shape says")
+    return None
+
+
+def _elements(field: str, array: Array, within: _Range) -> Problem | None:
+    values = unpack(array)
+    if array.dtype == "bf16":  # its bits: all ones in the exponent are inf or NaN
+        finite = (values & 0x7FFF).max() < 0x7F80
+        return None if finite else Problem(field, "inf or NaN in one place or more", within.name)
+    if array.dtype == "f2":
+        values = values.astype("f4")
+    low, high = values.min(), values.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return Problem(field, f"{low if not np.isfinite(low) else high} in one place or more", within.name)
+    if low < within.low or high > within.high:
+        return Problem(field, f"{low if low < within.low else high} in one place or more", within.name)
+    return None
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def _number(field: str, value: float, low: float = 0.0, high: float = math.inf) -> Problem | None:
+    if math.isfinite(value) and low <= value <= high:
+        return None
+    return Problem(field, f"{value}", f"finite and in {low:g} … {high:g}")
+
+
+def _all_numbers(message: Any, *names: str) -> Problem | None:
+    return first(*(_number(name, getattr(message, name)) for name in names))
+
+
+def _same(field: str, found: object, asked: object) -> Problem | None:
+    return None if found == asked else Problem(field, f"{found}", f"{asked}, as it was asked for")
+
+
+def first(*problems: Problem | None) -> Problem | None:
+    """The first that there is."""
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def echo(found: Sequence[str], asked: Sequence[str]) -> Problem | None:
+    """The ids of all results of a reply: one for each that was asked, in that order."""
+    if len(found) != len(asked):
+        return Problem("results", f"{len(found)} of {len(asked)}", "one for each that was asked")
+    return first(*(_same("id", got[:80], one) for got, one in zip(found, asked, strict=True)))
+
+
+# --- completions ------------------------------------------------------------------------------------------
+
+
+def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
+    """Tokens of a prompt."""
+    return _array("prompt", token_ids, ("i4",), (None,), _ids(vocab_size))
+
+
+def tokens(token_ids: Array, logprob: Array, most: int, vocab_size: int, least: int = 1) -> Problem | None:
+    """Tokens of a completion, `least` to `most` of them, and their log-probabilities."""
+    if problem := _array("token_ids", token_ids, ("i4",), (None,), _ids(vocab_size)):
+        return problem
+    count = token_ids.shape[0]
+    if not least <= count <= most:
+        return Problem("token_ids", f"{count} tokens", f"{least} to {most}, as it was asked for")
+    return _array("logprob", logprob, ("f4",), (count,), _LOGPROB)
+
+
+def spans(found: Sequence[VersionSpan], count: int) -> Problem | None:
+    """Version spans of `count` tokens: one after the other, none empty."""
+    ends = [0, *(span.end for span in found)]
+    if [span.start for span in found] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != count:
+        text = ", ".join(f"[{span.start}, {span.end})" for span in found[:4])
+        return Problem("spans", text or "empty", f"contiguous from 0 to {count}, none of them empty")
+    return None
+
+
+def topk_ids(
+    field: str, found: Array | None, count: int, k: int, vocab_size: int, low: int
+) -> Problem | None:
+    """i4 [count, k], the ids of a row all different; `low` -1: a row may have fewer. `k` 0: not asked for."""
+    if k == 0:
+        return None if found is None else Problem(field, f"of shape {_text(found.shape)}", "left out")
+    if problem := _array(field, found, ("i4",), (count, k), _ids(vocab_size, low)):
+        return problem
+    assert found is not None, "a missing array is a problem"
+    ordered = np.sort(unpack(found), axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    return (
+        Problem(field, f"{ordered[:, 1:][twice][0]} twice in a row", "different ids") if twice.any() else None
+    )
+
+
+def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
+    """A completion of the student, without tokens too: what becomes of that is not for the checks to say."""
+    if problem := tokens(answer.token_ids, answer.logprob, asked.max_tokens, vocab_size, least=0):
+        return problem
+    count = answer.token_ids.shape[0]
+    return first(
+        spans(answer.spans, count),
+        topk_ids("topk_ids", answer.topk_ids, count, asked.student_topk, vocab_size, -1),
+    )
+
+
+def written(answer: Written, max_tokens: int, vocab_size: int) -> Problem | None:
+    """A completion by a teacher."""
+    return tokens(answer.token_ids, answer.logprob, max_tokens, vocab_size)
+
+
+# --- scores -----------------------------------------------------------------------------------------------
+
+
+def scored(
+    answer: Scored, count: int, gather: int, want: Want, vocab_size: int, hidden_size: int | None = None
+) -> Problem | None:
+    """A teacher's log-probabilities of `count` positions; `gather`: K of the ids to score, 0: none.
+
+    Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known.
+    """
+    hidden = (("bf16", "f4"), (count, hidden_size), _FINITE)
+    return first(
+        _array("logprob", answer.logprob, ("f4",), (count,), _LOGPROB),
+        topk_ids("topk_ids", answer.topk_ids, count, want.topk, vocab_size, 0),
+        _wanted("topk_logprob", answer.topk_logprob, want.topk > 0, HALF, (count, want.topk), _LOGPROB),
+        _wanted("gathered", answer.gathered, gather > 0, HALF, (count, gather), _LOGPROB),
+        _wanted("hidden", answer.hidden, want.hidden, *hidden),
+    ) or (_mass(answer.topk_logprob) if answer.topk_logprob is not None else None)
+
+
+def _wanted(
+    field: str,
+    array: Array | None,
+    wanted: bool,
+    dtypes: Sequence[str],
+    shape: tuple[int | None, ...],
+    within: _Range,
+) -> Problem | None:
+    if wanted:
+        return _array(field, array, dtypes, shape, within)
+    return (
+        None if array is None else Problem(field, f"of shape {_text(array.shape)}", "left out: nobody asked")
+    )
+
+
+def _mass(topk_logprob: Array) -> Problem | None:
+    most = np.exp(unpack(topk_logprob).astype("f4")).sum(axis=1).max(initial=0.0)
+    rule = "log-probabilities of one distribution"
+    return (
+        Problem("topk_logprob", f"of {most:.3f} in sum of probabilities", rule)
+        if most > 1 + ROUNDING
+        else None
+    )
+
+
+def without_bad_diagnostics(answer: Scored, count: int) -> Scored:
+    """The answer with None for each diagnostic that cannot be used."""
+    limits = {"entropy": _Range(-ROUNDING, math.inf, ""), "tail": _Range(-ROUNDING, 1 + ROUNDING, "")}
+    bad = {
+        name: None
+        for name, within in limits.items()
+        if (array := getattr(answer, name)) is not None and _array(name, array, ("f4",), (count,), within)
+    }
+    return msgspec.structs.replace(answer, **bad) if bad else answer
+
+
+def head(found: Head) -> Problem | None:
+    """A teacher's output head; not its elements, which are gigabytes."""
+    kinds = ("bf16", "f4")
+    if (problem := _form("weight", found.weight, kinds, (None, None))) or found.bias is None:
+        return problem
+    return _form("bias", found.bias, kinds, found.weight.shape[:1])
+
+
+# --- the other reports ------------------------------------------------------------------------------------
+
+
+def evaluation(report: EvalReport, version: Version) -> Problem | None:
+    """An evaluation of `version`."""
+    return first(
+        _same("version", report.version, version),
+        _number("reverse_kl", report.reverse_kl, -ROUNDING),
+        None if report.pass_rate is None else _number("pass_rate", report.pass_rate, 0, 1),
+        _number("truncated", report.truncated, 0, 1),
+        _all_numbers(report, "completions", "tokens", "seconds"),
+    )
+
+
+def update(reply: UpdateReply, version: Version) -> Problem | None:
+    """What a replica says of its update to `version`."""
+    return first(
+        _same("version", reply.version, version),
+        _all_numbers(reply, "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"),
+    )
+
+
+def replica_state(state: ReplicaState) -> Problem | None:
+    """What a replica says of its work; its version is for the caller to compare."""
+    return first(_number("requests", state.requests), _number("tokens", state.tokens or 0))
+
+
+def hello(message: TrainerHello) -> Problem | None:
+    """The first word of a trainer."""
+    return first(
+        _number("world_size", message.world_size, 1, MOST_RANKS),
+        None if message.checkpoint is None else _number("checkpoint.step", message.checkpoint.step),
+    )
+
+
+def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:
+    """What a trainer did.
+
+    Its lineage began at `start`; it has reported step `reached`, and its batches go up to `newest`. A loss
+    that is not finite is no fault of the message: metrics may hold anything.
+    """
+    most = min(newest, reached + 1) if isinstance(message, StepReport) else newest
+    problem = _number("version.step", message.version.step, start, most)
+    if isinstance(message, StepReport):
+        seconds = (_number(f"seconds.{name}", value) for name, value in message.seconds.items())
+        return first(problem, *seconds)
+    if isinstance(message, Published):
+        numbers = _all_numbers(message, "bytes", "full_bytes", "seconds")
+        rule = '"host:port" for a broadcast, and for nothing else'
+        told = (message.rendezvous is None) == (message.kind != "broadcast")
+        return first(problem, numbers, None if told else Problem("rendezvous", f"{message.rendezvous}", rule))
+    if isinstance(message, FinalDigests) and not message.digests:
+        return problem or Problem("digests", "empty", "the digest of every tensor")
+    return problem

@@ -1,0 +1,233 @@
+"""Answers that lie: any field of any message, changed on its way out, in memory.
+
+A `Spoiler` changes a share of what passes through it, as it would come over the wire: what no decoder lets
+through raises WireError, as `sync.transport` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from distill.control.desk import Desk, Event
+from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
+from distill.control.replica_engine import Answer
+from sync.errors import DistillError
+from sync.wire import (
+    DTYPES,
+    Array,
+    Audience,
+    BatchRequest,
+    EvalReport,
+    Generated,
+    GenerateFailed,
+    GenerateRequest,
+    Message,
+    Ok,
+    ReplicaState,
+    Scored,
+    ScoreRefused,
+    ScoreReply,
+    ScoreSequence,
+    StepReport,
+    TrainerHello,
+    TrainerWelcome,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+    Want,
+    WritePrompt,
+    WriteReply,
+    Written,
+    decode,
+    encode,
+    unpack,
+)
+
+M = TypeVar("M", bound=Message)
+INTS = (-1, 0, 7, 1 << 31, (1 << 62) + 1)
+FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 1e30)
+TEXTS = ("", "other", "\x00" * 100, "stop", "broadcast")
+
+
+@dataclass
+class Spoiler:
+    """Changes `share` of the messages; `hits` counts them by message, field and change."""
+
+    rng: random.Random
+    share: float
+    hits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def over_the_wire(self, message: M, kind: Any) -> M:
+        """`message` as it comes out on the other side."""
+        if self.rng.random() >= self.share:
+            return message
+        name = type(message).__name__
+        if self.rng.random() < 0.1:
+            body = self._damaged(encode(message), name)
+        else:
+            body = encode(self._changed(message, name))
+        return cast(M, decode(body, kind))
+
+    def _damaged(self, body: bytes, name: str) -> bytes:
+        place, how = self.rng.randrange(len(body)), self.rng.choice(("cut", "flipped", "kind"))
+        self.hits[name, "bytes", how] += 1
+        if how == "cut":
+            return body[:place]
+        if how == "kind":
+            return encode(Ok())
+        return body[:place] + bytes([body[place] ^ (1 << self.rng.randrange(8))]) + body[place + 1 :]
+
+    def _changed(self, message: Any, name: str) -> Any:
+        """With one field changed; of a reply with results, mostly a field of one of them."""
+        results = getattr(message, "results", None)
+        if results and self.rng.random() < 0.8:
+            place = self.rng.randrange(len(results))
+            spoilt = self._changed(results[place], type(results[place]).__name__)
+            return msgspec.structs.replace(message, results=[*results[:place], spoilt, *results[place + 1 :]])
+        chosen = self.rng.choice([one for one in message.__struct_fields__ if one != "schema"])
+        how, value = self._other(getattr(message, chosen))
+        self.hits[name, chosen, how] += 1
+        return msgspec.structs.replace(message, **{chosen: value})
+
+    def _other(self, value: Any) -> tuple[str, Any]:
+        """How a value was changed, and what it is now."""
+        if isinstance(value, Array):
+            return self._array(value)
+        if isinstance(value, Version):
+            how = self.rng.choice(("lineage", "step"))
+            return how, value._replace(**{how: self.rng.choice(INTS)})
+        if isinstance(value, msgspec.Struct):
+            return "inside", self._changed(value, type(value).__name__)
+        if isinstance(value, list):
+            return self._list(value)
+        if isinstance(value, dict):
+            name = next(iter(value), "x")
+            how = self.rng.choice(("empty", "value", "more"))
+            return how, {"empty": {}, "value": {**value, name: self._other(value.get(name, 0.0))[1]}}.get(
+                how, {**value, "further": value.get(name, 0.0)}
+            )
+        if value is None:
+            return "there", self.rng.choice((Array("f4", (1,), bytes(4)), Version(0, 1), 1.0, 3, "x:1"))
+        for kind, others in ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS)):
+            if isinstance(value, kind):
+                return "value", self.rng.choice((*others, None))
+        raise AssertionError(f"{value!r} is nothing that a message holds")
+
+    def _list(self, value: list[Any]) -> tuple[str, list[Any]]:
+        how = self.rng.choice(("empty", "shorter", "longer", "turned", "inside"))
+        if how == "inside" and value:
+            place = self.rng.randrange(len(value))
+            return how, [*value[:place], self._other(value[place])[1], *value[place + 1 :]]
+        changes = {"shorter": value[:-1], "longer": value + value[:1], "turned": value[::-1]}
+        return how, changes.get(how, [])
+
+    def _array(self, array: Array) -> tuple[str, Array | None]:
+        how = self.rng.choice(("dtype", "shape", "bytes", "element", "element", "element", "none"))
+        if how == "dtype":
+            return how, msgspec.structs.replace(array, dtype=self.rng.choice(list(DTYPES)))
+        if how == "shape":
+            count = array.shape[0] if array.shape else 0
+            shapes = [(), (count + 1,), (-1,), (1 << 40,), (0, 1 << 62), (*array.shape, 1), array.shape[:1]]
+            return how, msgspec.structs.replace(array, shape=self.rng.choice(shapes))
+        if how == "bytes":
+            data = self.rng.choice(
+                (array.data[:-1], array.data + b"\0", b"", array.data[: len(array.data) // 2])
+            )
+            return how, msgspec.structs.replace(array, data=data)
+        return (how, None) if how == "none" else ("element", self._element(array))
+
+    def _element(self, array: Array) -> Array:
+        values = unpack(array).copy()
+        if values.size:
+            others = FLOATS if values.dtype.kind == "f" else (-1, -2, 50, (1 << 31) - 1, int(values.flat[0]))
+            with np.errstate(all="ignore"):
+                other = np.array(self.rng.choice(others)).astype(values.dtype)
+            values.flat[self.rng.randrange(values.size)] = 0x7FC0 if array.dtype == "bf16" else other
+        return msgspec.structs.replace(array, data=values.tobytes())
+
+
+class SpoiledReplica(MemoryReplica):
+    """Completions, states and updates."""
+
+    spoiler: Spoiler
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async for answer in super().generate(request):
+            yield self.spoiler.over_the_wire(answer, Generated | GenerateFailed)
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        return self.spoiler.over_the_wire(await super().state(digests), ReplicaState)
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        return self.spoiler.over_the_wire(await super().update(request, timeout), UpdateReply)
+
+
+class SpoiledTeacher(MemoryTeacher):
+    """Scores and completions."""
+
+    spoiler: Spoiler
+
+    async def score(
+        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+    ) -> list[Scored | ScoreRefused]:
+        reply = ScoreReply(teacher="t", results=await super().score(sequences, want, deadline))
+        return self.spoiler.over_the_wire(reply, ScoreReply).results
+
+    async def write(
+        self,
+        prompts: list[WritePrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
+    ) -> list[Written | ScoreRefused]:
+        reply = WriteReply(teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids))
+        return self.spoiler.over_the_wire(reply, WriteReply).results
+
+
+class SpoiledEvaluator(MemoryEvaluator):
+    """Reports."""
+
+    spoiler: Spoiler
+
+    async def evaluate(self, version: Version) -> EvalReport:
+        return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
+
+
+class SpoiledDesk:
+    """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
+
+    def __init__(self, desk: Desk, spoiler: Spoiler) -> None:
+        self._desk, self._spoiler, self.run = desk, spoiler, desk.run
+
+    async def _first(self, message: M, send: Callable[[M], Any]) -> None:
+        with suppress(DistillError, TimeoutError):
+            changed = self._spoiler.over_the_wire(message, type(message))
+            if changed is not message:
+                async with asyncio.timeout(0.01):  # it may have to wait for a batch
+                    await send(changed)
+
+    async def hello(self, hello: TrainerHello) -> TrainerWelcome:
+        async def send(changed: TrainerHello) -> None:
+            if changed.fingerprint == hello.fingerprint:  # the first one that is heard is the run's
+                await self._desk.hello(changed)
+
+        await self._first(hello, send)
+        return await self._desk.hello(hello)
+
+    async def batch(self, request: BatchRequest) -> bytes:
+        await self._first(request, self._desk.batch)
+        return await self._desk.batch(request)
+
+    async def event(self, event: Event) -> Ok | Audience:
+        await self._first(cast(StepReport, event), self._desk.event)
+        return await self._desk.event(event)

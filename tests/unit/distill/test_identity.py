@@ -1,0 +1,449 @@
+"""A server that another run left up is refused by name, and what is not shown at the end is loud."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from distill.cli.guarded import guarded
+from distill.cli.main import _show
+from distill.control.audit import check
+from distill.control.conclusion import end_problems
+from distill.control.gateway import listen, serving
+from distill.control.journal import Location
+from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.control.parts import Hooks, Quarantined
+from distill.control.records import Concluded
+from distill.control.replica_engine import Answer, HttpReplica
+from distill.control.segments import read_all
+from distill.evaluate.client import HttpEvaluator
+from distill.launch.rehearse import claim_of
+from distill.report.results import complete
+from sync.claims import Claim
+from sync.errors import RemoteError, WrongServer
+from sync.guard import RunGuard
+from sync.transport import BlockingPeer, read_message, reply
+from sync.wire import (
+    EvalReport,
+    EvalRequest,
+    Generated,
+    GenerateRequest,
+    ReplicaJoins,
+    Replicas,
+    ReplicaState,
+    RunIdentity,
+    TrainerHello,
+    TrainerWelcome,
+    UpdateRequest,
+    Version,
+    frame,
+)
+
+OTHER = RunIdentity("test", "0123", "model")
+
+
+def replica_app(engine: MemoryReplica) -> Starlette:
+    async def generate(request: Request) -> Response:
+        asked = await read_message(request, GenerateRequest)
+        return StreamingResponse(frame(answer) async for answer in engine.generate(asked))
+
+    async def update(request: Request) -> Response:
+        return reply(await engine.update(await read_message(request, UpdateRequest), 1.0))
+
+    async def state(request: Request) -> Response:
+        return reply(await engine.state("digests" in request.query_params))
+
+    return Starlette(
+        routes=[
+            Route("/distill/v1/generate", generate, methods=["POST"]),
+            Route("/distill/v1/update", update, methods=["POST"]),
+            Route("/distill/v1/state", state),
+            Route("/health", lambda _: Response()),
+        ]
+    )
+
+
+def evaluator_app(engine: MemoryEvaluator) -> Starlette:
+    async def evaluate(request: Request) -> Response:
+        return reply(await engine.evaluate((await read_message(request, EvalRequest)).version))
+
+    return Starlette(routes=[Route("/v1/evaluate", evaluate, methods=["POST"])])
+
+
+@asynccontextmanager
+async def served(app: Starlette, claim: Claim, *claiming: str) -> AsyncIterator[str]:
+    bound = listen("127.0.0.1", 0, None)
+    async with serving(RunGuard(app, claim, claiming), bound):  # type: ignore[arg-type]
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def replica(engine: MemoryReplica, claim: Claim) -> Any:
+    return served(replica_app(engine), claim, "/distill/v1/generate", "/distill/v1/update")
+
+
+async def whole(run: Any, trainer: MemoryTrainer | None = None) -> dict[str, Any]:
+    """The summary of a run to its end, whatever task fails first."""
+    async with asyncio.timeout(20):
+        training = asyncio.create_task((trainer or MemoryTrainer(run.desk)).run())
+        try:
+            return await run.run()
+        finally:
+            training.cancel()
+            closing = [one.engine.aclose() for one in run.fleet.replicas.values()]
+            await asyncio.gather(training, *closing, return_exceptions=True)
+
+
+# --- servers of another run -------------------------------------------------------------------------------
+
+
+async def test_a_replica_left_up_from_another_run_ends_the_run_with_its_name(controller) -> None:
+    left = MemoryReplica(version=Version(0, 120))
+    async with replica(left, Claim(OTHER)) as url:
+        claim = Claim()
+        run = controller(replicas={"r0": HttpReplica(url, claim=claim), "r1": MemoryReplica()}, claim=claim)
+        with pytest.raises(WrongServer, match=r"replica r0: .*it serves run 'test' \(id 0123, model"):
+            await whole(run)
+    assert left.generated == 0
+    assert left.updates == []
+
+
+async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(controller, config) -> None:
+    held, engine = Claim(RunIdentity("test")), MemoryReplica()
+    async with replica(engine, held) as url:
+        for steps in (2, 3):
+            claim = Claim()
+            run = controller(
+                config(run={"steps": steps}), replicas={"r0": HttpReplica(url, claim=claim)}, claim=claim
+            )
+            summary = await whole(run, MemoryTrainer(run.desk))
+            assert summary["problems"] == []
+            assert summary["run"] == {"name": "test", "id": held.run_id, "model": "model"}
+            assert held.run == run.books.run
+
+
+async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
+    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/evaluate") as url:
+        claim = Claim()
+        evaluator = HttpEvaluator(url, claim=claim)
+        run = controller(evaluator=evaluator, claim=claim)
+        with pytest.raises(WrongServer, match=r"it serves run 'test' \(id 0123"):
+            await whole(run)
+        await evaluator.aclose()
+    assert run.books.state.evaluations == []
+
+
+async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
+    class Stale(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            return msgspec.structs.replace(await super().evaluate(version), version=Version(0, 120))
+
+    summary = await whole(controller(evaluator=Stale()))
+    assert summary["evaluations"] == []
+    (problem,) = summary["problems"]
+    assert "was asked for L000-v00000006 and reports L000-v00000120: it serves another run" in problem
+
+
+async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(controller) -> None:
+    class Taken(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            if version.step > 0:
+                raise WrongServer("it serves run 'other' (id 77)")
+            return await super().evaluate(version)
+
+    summary = await whole(controller(evaluator=Taken()))
+    assert summary["completed"]
+    assert [one["version"] for one in summary["evaluations"]] == ["L000-v00000000"]
+    assert "\"after\" is empty: it serves run 'other'" in summary["problems"][0]
+
+
+async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(controller) -> None:
+    class Swapped(MemoryTeacher):
+        async def score(self, sequences: Any, want: Any, deadline: float | None = None) -> Any:
+            if len(self.requests) >= 2:
+                raise WrongServer("http://t answers with model b, and a was checked when the run started")
+            return await super().score(sequences, want, deadline)
+
+    run = controller(teachers={"t": Swapped()})
+    with pytest.raises(WrongServer, match="answers with model b"):
+        await whole(run)
+    assert not run.books.state.counters.dropped
+
+
+class Stolen(MemoryReplica):
+    """From its second life on it serves another run."""
+
+    lives = 0
+
+    def revive(self) -> None:
+        super().revive()
+        self.lives += 1
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        if self.lives:
+            raise WrongServer("it serves run 'other' (id 77) and was asked for run 'test'")
+        return await super().state(digests)
+
+
+async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_go_on(controller) -> None:
+    stolen = Stolen(seed=1, token_seconds=0.0005)
+    run = controller(replicas={"r0": MemoryReplica(token_seconds=0.0005), "r1": stolen})
+    run.fleet._retry_seconds = 0.02
+    trainer = MemoryTrainer(run.desk, step_seconds=0.01)
+
+    async def steal() -> None:
+        while stolen.generated == 0:
+            await trainer.stepped.wait(0.01)
+        stolen.die()
+        stolen.revive()
+
+    summary, _ = await asyncio.gather(whole(run, trainer), steal())
+    assert summary["weights_identical_by_replica"] == {"r0": True}
+    assert summary["problems"] == []
+    assert not set(run.books.state.counters.dropped) & {"engine_failed", "impossible_version"}
+
+
+async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> None:
+    async with replica(MemoryReplica(), Claim(OTHER)) as url:
+        claim = Claim()
+        run = controller(
+            config(run={"steps": 1000}), connect=lambda url: HttpReplica(url, claim=claim), claim=claim
+        )
+        task, client = asyncio.create_task(run.run()), BlockingPeer(run.url)
+        with pytest.raises(RemoteError, match=r"it serves run 'test' \(id 0123"):
+            await asyncio.to_thread(client.call, "/v1/replicas/join", ReplicaJoins(url=url), Replicas)
+        assert list(run.fleet.replicas) == ["r0"]
+        client.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id", "accepted"),
+    [("test", None, True), ("test", "its own", True), ("test", "0123", False), ("words", None, False)],
+)
+async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id, accepted) -> None:
+    run = controller()
+    mine = run.books.run
+    hello = TrainerHello(
+        world_size=1,
+        checkpoint=None,
+        fingerprint="model",
+        run=name,
+        run_id=mine.id if run_id == "its own" else run_id,
+    )
+    if accepted:
+        welcome = await run.desk.hello(hello)
+        assert isinstance(welcome, TrainerWelcome)
+        assert welcome.run == RunIdentity("test", mine.id, "model")
+    else:
+        with pytest.raises(RemoteError, match=rf"\(id {mine.id}\), the trainer is of run '{name}'"):
+            await run.desk.hello(hello)
+        assert len(run.books.state.lineages) == 0
+    run.close()
+
+
+async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(controller) -> None:
+    run = controller()
+    task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
+    with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.books.run.id}\)"):
+        await asyncio.to_thread(client.call, "/v1/replicas", None, Replicas)
+    client.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# --- versions that cannot be ------------------------------------------------------------------------------
+
+
+class Foreign(MemoryReplica):
+    """Every third completion names `spoiled`."""
+
+    spoiled = Version(0, 120)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async for answer in super().generate(request):
+            assert isinstance(answer, Generated)
+            spans = [msgspec.structs.replace(span, version=self.spoiled) for span in answer.spans]
+            yield msgspec.structs.replace(answer, spans=spans) if self.generated % 3 == 0 else answer
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (Version(0, 120), r"are of L000-v00000120, and this run published L000-v00000000 to L000-v0000000\d"),
+        (
+            Version(7, 1),
+            r"are of L007-v00000001, and this run published nothing of lineage 7: ",
+        ),
+        (Version(0, -3), r"are of L000-v-0000003, and this run published"),
+    ],
+)
+async def test_a_version_that_was_never_published_costs_its_completion_and_enters_no_figure(
+    controller, version: Version, words: str, tmp_path
+) -> None:
+    aside: list[Quarantined] = []
+    engine = Foreign()
+    engine.spoiled = version
+    run = controller(hooks=Hooks(quarantined=aside.append), replicas={"r0": engine})
+    trainer = MemoryTrainer(run.desk)
+    summary = await whole(run, trainer)
+    assert summary["completed"]
+    assert summary["rollouts"]["dropped"]["impossible_version"] == len(aside) >= 6
+    assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 2
+    assert {one.reason for one in aside} == {"impossible_version"}
+    assert all(re.search(words, one.detail) for one in aside[-3:]), aside[-1].detail
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    assert check(records, trainer.ledger).ok
+
+
+async def test_a_replica_whose_version_is_not_on_record_is_brought_to_the_newest(
+    controller,
+) -> None:
+    ahead = MemoryReplica(version=Version(0, 120))
+    run = controller(replicas={"r0": ahead})
+    summary = await whole(run)
+    assert summary["problems"] == []
+    assert ahead.updates[0].step < 6
+    assert "impossible_version" not in summary["rollouts"]["dropped"]
+
+
+# --- the end of a run -------------------------------------------------------------------------------------
+
+
+class Altered(MemoryReplica):
+    async def state(self, digests: bool = False) -> ReplicaState:
+        state = await super().state(digests)
+        return msgspec.structs.replace(state, digests={"model.weight": "other"}) if digests else state
+
+
+class Failing(MemoryEvaluator):
+    """The evaluation of the last version fails."""
+
+    async def evaluate(self, version: Version) -> EvalReport:
+        if version.step == 6:
+            raise RemoteError("disk full")
+        return await super().evaluate(version)
+
+
+def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str]]:
+    """What the journal says of the end, and what the audit does."""
+    records = [(Location(s, o), record) for s, o, record in read_all(folder / "journal")]
+    concluded = [record for _, record in records if isinstance(record, Concluded)]
+    report = check(records, trainer.ledger)
+    assert report.ok is (not report.unproven)
+    return concluded[-1], report.unproven
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            {"replicas": {"r0": Altered()}},
+            "r0 holds other weights than the trainer at L000-v00000006",
+        ),
+        (
+            {"replicas": {"r0": MemoryReplica(), "r1": MemoryReplica(up=False)}},
+            "were not compared with those of r1",
+        ),
+        ({"evaluator": Failing()}, 'L000-v00000006 could not be evaluated, so "after" is empty: disk full'),
+    ],
+)
+async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_journal_and_the_audit(
+    controller, config, tmp_path, parts: dict[str, Any], words: str
+) -> None:
+    settings = config(weights={"timeout_seconds": 0.3})
+    run = controller(settings, **parts)
+    trainer = MemoryTrainer(run.desk)
+    summary = await whole(run, trainer)
+    assert summary["completed"]
+    (problem,) = summary["problems"]
+    assert words in problem
+    concluded, violations = conclusion(tmp_path, trainer)
+    assert concluded.problems == violations == [problem]
+    assert (concluded.weights == {"r0": True}) is ("evaluator" in parts)
+    figures = complete(settings, summary, 1.0, {})
+    if "evaluator" in parts:
+        assert [one["version"][-1] for one in summary["evaluations"]] == ["0", "2", "4"]
+        assert figures["before"]["reverse_kl"] == 1.0
+    assert figures["after"] is None
+
+
+async def test_after_is_the_evaluation_of_the_last_version(controller, config) -> None:
+    run = controller(evaluator=MemoryEvaluator())
+    figures = complete(config(), await whole(run), 1.0, {})
+    assert figures["after"]["version"] == figures["version"] == "L000-v00000006"
+
+
+async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller, config, tmp_path) -> None:
+    for evaluator, problems in ((Failing(), 1), (MemoryEvaluator(), 0)):
+        run = controller(evaluator=evaluator)
+        trainer = MemoryTrainer(run.desk)
+        assert len((await whole(run, trainer))["problems"]) == problems
+        ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
+    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    assert check(records, ledger).unproven == []
+
+
+@pytest.mark.parametrize(("engine", "problems"), [(MemoryReplica(), 0), (Altered(), 1)])
+async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
+    controller, config, engine: MemoryReplica, problems: int
+) -> None:
+    away = MemoryReplica(up=False)
+    run = controller(config(run={"steps": 1000}), replicas={"r0": engine, "away": away})
+    trainer = MemoryTrainer(run.desk)
+
+    async def stop() -> None:
+        while len(trainer.batches) < 2:
+            await trainer.stepped.wait()
+        run.request_stop("enough")
+
+    summary, _ = await asyncio.gather(whole(run, trainer), stop())
+    assert summary["weights_missing"] == ["away"]
+    assert len(summary["problems"]) == problems
+
+
+def test_a_run_with_problems_at_its_end_fails_with_one_line_for_each(config, capsys) -> None:
+    summary = {
+        "problems": ["replica r0 holds other weights", "L000-v00000006 could not be evaluated"],
+        "tokens": {"trained_share": 1.0, "generated": 8},
+        "rollouts": {"dropped": {}},
+        "waited_seconds": {},
+        "model": "final",
+    }
+    show = partial(_show, Console(), config())
+    assert guarded(lambda: show(summary)) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"distill: {summary['problems'][0]}",
+        summary["problems"][1],
+    ]
+    assert guarded(lambda: show({**summary, "problems": []})) == 0
+
+
+def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, config, tmp_path) -> None:
+    settings = config(run={"folder": tmp_path, "name": "toy"})
+    assert claim_of(settings).run == RunIdentity("toy")
+    run = controller()
+    asyncio.run(run.books.journal.commit())
+    run.close()
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "journal").rename(tmp_path / "toy" / "journal")
+    assert claim_of(settings).run == RunIdentity("toy", run.books.run.id)
+
+
+def test_a_trainer_without_a_last_word_and_an_empty_fleet_are_told() -> None:
+    assert "left without its last word" in end_problems(None, {}, None, 300.0)[0]
+    (problem,) = end_problems(Version(0, 3), {}, None, 300.0)
+    assert "not compared with those of any replica, which had 300 s" in problem
+    assert end_problems(Version(0, 3), {"r0": True}, None, 300.0) == []

@@ -1,0 +1,101 @@
+"""Silence is counted in looks: what a watcher that stood still makes of it, and whom it names."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from distill.control.silence import Heartbeats, look_seconds, until_silent
+
+
+async def returns(answers: list[bool], seconds: float) -> bool:
+    """Whether the wait is over by the time the answers are used up."""
+    left = iter(answers)
+    used_up = asyncio.Event()
+
+    async def sign() -> bool:
+        answer = next(left, None)
+        if answer is None:
+            used_up.set()
+            await asyncio.Event().wait()
+        return bool(answer)
+
+    wait = asyncio.create_task(until_silent(sign, seconds))
+    end = asyncio.create_task(used_up.wait())
+    await asyncio.wait({wait, end}, return_when=asyncio.FIRST_COMPLETED)
+    over = wait.done()
+    for task in (wait, end):
+        task.cancel()
+    return over
+
+
+async def test_four_looks_in_a_row_without_a_sign_are_silence() -> None:
+    assert await returns([True, False, False, False, False], 0.04)
+    assert not await returns([False, False, False, True, False, False, False], 0.04)
+
+
+async def test_a_time_out_counts_no_more_than_a_pause() -> None:
+    async def times_out() -> bool:
+        await asyncio.sleep(0.3)
+        looks.append(False)
+        return False
+
+    looks: list[bool] = []
+    await until_silent(times_out, 0.04)
+    assert len(looks) == 2
+
+
+async def test_a_watcher_that_stood_still_has_missed_one_look() -> None:
+    looks: list[bool] = []
+
+    async def sign() -> bool:
+        looks.append(False)
+        return False
+
+    wait = asyncio.create_task(until_silent(sign, 0.2))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251 (the whole process, as after SIGSTOP)
+    await wait
+    assert len(looks) == 4
+
+
+async def test_no_limit_is_no_silence() -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(until_silent(lambda: asyncio.sleep(0, False), 0), 0.05)
+
+
+def test_a_rank_is_looked_for_often_enough_for_its_limit() -> None:
+    assert (look_seconds(120), look_seconds(8), look_seconds(0)) == (5.0, 2.0, 0.0)
+
+
+async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_not() -> None:
+    hung: asyncio.Queue[list[int]] = asyncio.Queue()
+    beats = Heartbeats(0.2, hung.put_nowait)
+    for rank in range(4):
+        beats.heard(rank)
+
+    async def alive() -> None:
+        while True:
+            for rank in (0, 2):
+                beats.heard(rank)
+            await asyncio.sleep(0.005)
+
+    tasks = [asyncio.create_task(beats.run()), asyncio.create_task(alive())]
+    assert await asyncio.wait_for(hung.get(), 20) == [1, 3]
+    beats.heard(5)
+    assert await asyncio.wait_for(hung.get(), 20) == [5]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed() -> None:
+    hung: asyncio.Queue[list[int]] = asyncio.Queue()
+    beats = Heartbeats(0.04, hung.put_nowait)
+    beats.heard(0)
+    beats.forget()
+    watch = asyncio.create_task(beats.run())
+    beats.heard(7)
+    assert await asyncio.wait_for(hung.get(), 20) == [7]
+    watch.cancel()

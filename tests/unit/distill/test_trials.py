@@ -1,0 +1,294 @@
+"""Batches that trainers die on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from distill.control.audit import AuditReport, check
+from distill.control.books import Books
+from distill.control.controller import Controller
+from distill.control.journal import Journal
+from distill.control.lateness import rules
+from distill.control.memory import MemoryPrompts, MemoryTrainer
+from distill.control.parts import Hooks, Quarantined
+from distill.control.records import HandedOut, Location, Rollout
+from distill.control.segments import read_all
+from distill.prompts.stream import PromptStream
+from sync.wire import (
+    Array,
+    BatchRequest,
+    Scored,
+    Stop,
+    TrainBatch,
+    TrainerWelcome,
+    Version,
+    VersionSpan,
+    pack,
+)
+
+
+class Died(Exception):
+    """The trainer's process is gone."""
+
+
+class Dying(MemoryTrainer):
+    """Dies whenever its batch holds one of `bad`, before the step is made."""
+
+    bad: frozenset[str] = frozenset()
+    deaths: int = 0
+
+    async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+        if self.bad & {i for share in shares for rows in share.micro_batches for i in rows.ids}:
+            self.deaths += 1
+            raise Died
+        return await super()._step(version, shares)
+
+
+async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict[str, Any] | None:
+    """The trainer is started again after each death; None: it died `deaths` times, and the controller too."""
+    running = asyncio.create_task(run.run())
+    try:
+        async with asyncio.timeout(60):
+            while trainer.deaths < deaths:
+                try:
+                    assert isinstance(await trainer.run(), Stop)
+                    return await running
+                except Died:
+                    continue
+            return None
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def audited(folder: Path, trainer: MemoryTrainer) -> AuditReport:
+    records = ((Location(s, o), record) for s, o, record in read_all(folder / "journal"))
+    return check(records, trainer.ledger)
+
+
+@pytest.fixture
+def build(controller, config) -> Callable[..., Controller]:
+    settings = config(
+        run={"steps": 16}, buffer={"max_staleness": 8}, objective={"type": "sampled"}, evaluation={"every": 0}
+    )
+    return lambda **more: controller(settings, **more)
+
+
+@pytest.mark.parametrize(
+    ("bad", "most"),
+    [
+        ({"0:13:0"}, 6),  # two deaths, then at most one for each halving of a batch of 8, the last one alone
+        ({"0:8:0"}, 6),
+        ({"0:9:0", "0:14:0"}, 10),
+        ({"0:0:0", "0:7:0"}, 10),
+    ],
+)
+async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_once(
+    build, tmp_path: Path, bad: set[str], most: int
+) -> None:
+    put_aside: list[Quarantined] = []
+    run = build(hooks=Hooks(quarantined=put_aside.append))
+    trainer = Dying(run.desk, checkpoint_every=1)
+    trainer.bad = frozenset(bad)
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["completed"]
+    assert {one.prompt.id for one in put_aside} == bad
+    assert {one.reason for one in put_aside} == {"poisoned"}
+    assert summary["rollouts"]["dropped"]["poisoned"] == len(bad)
+    assert trainer.deaths <= most
+    trained = [i for steps in trainer.ledger.values() for ids in steps.values() for i in ids]
+    assert len(trained) == len(set(trained))
+    assert not bad & set(trained)
+    assert {f"0:{i}:0" for i in range(16)} - bad <= set(trained)
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3, 4])
+async def test_a_controller_that_starts_again_goes_on_with_the_parts(
+    build, tmp_path: Path, deaths: int
+) -> None:
+    first = build()
+    trainer = Dying(first.desk)
+    trainer.bad = frozenset({"0:11:0"})
+    assert await until_done(first, trainer, deaths) is None
+    again = build()
+    trainer.desk = again.desk
+    summary = await until_done(again, trainer)
+    assert summary is not None
+    assert summary["rollouts"]["dropped"]["poisoned"] == 1
+    assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) -> None:
+    class Once(Dying):
+        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+            if version.step == 2 and not self.deaths:
+                self.deaths += 1
+                raise Died
+            return await super()._step(version, shares)
+
+    run = build()
+    trainer = Once(run.desk)
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["rollouts"]["dropped"] == {}
+    assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path: Path) -> None:
+    class Twice(Dying):
+        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+            if version.step == 2 and self.deaths < 2:
+                self.deaths += 1
+                raise Died
+            return await super()._step(version, shares)
+
+    put_aside: list[Quarantined] = []
+    run = build(hooks=Hooks(quarantined=put_aside.append))
+    trainer = Twice(run.desk, checkpoint_every=1)
+    assert await until_done(run, trainer) is not None
+    assert put_aside == []
+    sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
+    assert sizes[:4] == [8, 8, 4, 4]
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
+    """So that a death tells which part it was, though a trainer asks for its next batch while it trains."""
+    ahead: list[int] = []
+
+    class Prefetching(Dying):
+        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+            expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
+            asked = asyncio.create_task(self.desk.batch(expected))
+            await asyncio.wait({asked}, timeout=0.05)
+            if parts := run.books.state.trials.parts:
+                ahead.append(len(parts))
+                assert not asked.done()
+                asked.cancel()
+            return await super()._step(version, shares)
+
+    run = build()
+    trainer = Prefetching(run.desk, checkpoint_every=1)
+    trainer.bad = frozenset({"0:6:0"})
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["rollouts"]["dropped"]["poisoned"] == 1
+    assert ahead
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path: Path) -> None:
+    class Early(Dying):
+        async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
+            if self.deaths < 4:
+                self.deaths += 1
+                raise Died
+            return await super()._batch(version, rank)
+
+    run = build()
+    trainer = Early(run.desk)
+    assert await until_done(run, trainer) is not None
+    assert {len(ids) for ids in trainer.ledger[4].values()} == {8}
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+async def test_groups_of_completions_are_tried_and_quarantined_whole(
+    controller, config, tmp_path: Path
+) -> None:
+    settings = config(
+        run={"steps": 12},
+        rollout={"per_prompt": 4, "batch": 16},
+        buffer={"max_staleness": 8},
+        objective={"type": "sampled", "task": {"baseline": "group"}},
+    )
+    prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=4)
+    run = controller(settings, prompts=prompts, judge=lambda prompt, tokens: 1.0)
+    trainer = Dying(run.desk, checkpoint_every=1)
+    trainer.bad = frozenset({"0:2:1"})
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["rollouts"]["dropped"]["poisoned"] == 4
+    for steps in trainer.ledger.values():
+        for ids in steps.values():
+            assert len(ids) % 4 == 0
+            assert not any(name.startswith("0:2:") for name in ids)
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged
+
+
+# --- journals of a release that recorded what it should not have ------------------------------------------
+
+
+def rollout_of(name: str, number: int, **changes: Any) -> Rollout:
+    logprob = pack(np.full(3, -1.0, "f4"))
+    good = Rollout(
+        name, number, pack(np.array([1, 2], "i4")), pack(np.arange(3, dtype="i4")), logprob,
+        [VersionSpan(Version(0, 0), 0, 3)], False, "t", Scored(name, logprob),
+    )  # fmt: skip
+    return msgspec.structs.replace(good, **changes)
+
+
+NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"scored": Scored("p", NAN)}, "logprob is nan"),
+        ({"scored": Scored("p", pack(np.zeros(2, "f4")))}, "logprob is of shape [2]"),
+        ({"tokens": pack(np.array([0, 50, 1], "i4"))}, "token_ids is 50"),
+        ({"tokens": Array("i4", (3,), bytes(8))}, "token_ids is 8 bytes"),
+        ({"prompt": pack(np.array([1, -2], "i4"))}, "prompt is -2"),
+        ({"spans": [VersionSpan(Version(0, 0), 0, 2)]}, "spans is [0, 2)"),
+        ({"topk_ids": pack(np.zeros((3, 2), "i4"))}, "topk_ids is of shape [3, 2]"),
+    ],
+)
+@pytest.mark.parametrize("composed", [False, True])
+async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
+    controller, config, tmp_path: Path, changes: dict[str, Any], why: str, composed: bool
+) -> None:
+    settings = config()
+    journal, prompts = Journal(tmp_path / "journal", "never"), PromptStream(MemoryPrompts(), 0)
+    books = Books.open(journal, prompts, run="test", seed=0, rules=rules(settings))
+    await books.open_lineage(None, "model")
+    issued = books.issue(8)
+    await books.admit(
+        [rollout_of(one.prompt.id, one.number, **(changes if one.number == 3 else {})) for one in issued]
+    )
+    if composed:
+        assert await books.compose() is not None
+        books.write(HandedOut(Version(0, 0)))
+        await journal.commit()
+    journal.close()
+
+    put_aside: list[Quarantined] = []
+    run = controller(settings, hooks=Hooks(quarantined=put_aside.append), vocab_size=50)
+    trainer = Dying(run.desk)
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    assert summary["completed"]
+    assert [(one.prompt.id, one.reason) for one in put_aside] == [("0:3:0", "unusable")]
+    assert why in put_aside[0].detail
+    assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
+    trainer.welcomes.insert(
+        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.books.run)
+    )
+    report = audited(tmp_path, trainer)
+    assert report.ok, report.journal_damaged

@@ -1,0 +1,159 @@
+"""Requests and answers name their run: a server is claimed by the first one and refuses every other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from sync.claims import MODEL_HEADER, RUN_HEADER, Claim
+from sync.errors import WireError, WrongServer
+from sync.guard import RunGuard
+from sync.transport import BlockingPeer, Peer, reply
+from sync.wire import EvalRequest, Ok, RunIdentity, Version, frame
+
+OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
+BODY = EvalRequest(version=Version(0, 1))
+
+
+async def ok(_: Request) -> Response:
+    return reply(Ok())
+
+
+async def frames(_: Request) -> Response:
+    return StreamingResponse(iter([frame(Ok())]))
+
+
+@contextmanager
+def server(claim: Claim | None, model: str | None = None) -> Iterator[str]:
+    """URL of one whose /use claims it, and /look does not."""
+    routes = [Route(path, ok, methods=["GET", "POST"]) for path in ("/use", "/look", "/health")]
+    app = Starlette(routes=[*routes, Route("/stream", frames, methods=["POST"])])
+    guarded = RunGuard(app, claim, ("/use", "/stream"), model)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        running = uvicorn.Server(uvicorn.Config(guarded, log_level="error", ws="none"))
+        thread = threading.Thread(target=running.run, args=([bound],))
+        thread.start()
+        while not running.started:
+            time.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            running.should_exit = True
+            thread.join()
+
+
+async def ask(url: str, run: RunIdentity | None, path: str = "/use") -> Ok:
+    async with Peer(url, claim=Claim(run)) as peer:
+        return await peer.call(path, BODY, Ok)
+
+
+async def test_the_first_run_that_uses_a_server_claims_it_and_every_other_one_is_refused_by_name() -> None:
+    claim = Claim(RunIdentity("toy"))
+    with server(claim) as url:
+        assert await ask(url, OLD, "/look") == Ok()
+        assert claim.run_id is None
+        assert await ask(url, OLD) == Ok()
+        assert claim.run == OLD
+        assert await ask(url, OLD) == Ok()
+        told = (
+            r"421: it serves run 'toy' \(id aa, model m1\) and was asked for run 'toy' \(id bb, model m1\): "
+        )
+        for path in ("/use", "/look"):
+            with pytest.raises(WrongServer, match=told):
+                await ask(url, NEW, path)
+        assert claim.run == OLD
+        async with Peer(url, claim=Claim(NEW)) as peer:
+            assert await peer.alive()
+            with pytest.raises(WrongServer, match="it serves run 'toy'"):
+                await anext(peer.stream("/stream", BODY, Ok))
+
+
+@pytest.mark.parametrize(
+    ("asking", "words"),
+    [
+        (RunIdentity("words", "aa"), r"was asked for run 'words' \(id aa\)"),
+        (RunIdentity("toy", None), r"was asked for run 'toy' \(no id\)"),
+        (RunIdentity("toy", "aa", "m2"), r"was asked for run 'toy' \(id aa, model m2\)"),
+        (None, "the request names no run"),
+    ],
+)
+async def test_another_name_model_or_none_at_all_is_refused(asking: RunIdentity | None, words: str) -> None:
+    with server(Claim(OLD)) as url:
+        with pytest.raises(WrongServer, match=words):
+            await ask(url, asking)
+        assert await ask(url, RunIdentity("toy", "aa", None)) == Ok()  # its trainer has not started yet
+
+
+async def test_a_run_that_has_not_begun_claims_nothing() -> None:
+    claim = Claim(RunIdentity("toy"))
+    with server(claim) as url:
+        assert await ask(url, RunIdentity("toy")) == Ok()
+        with pytest.raises(WrongServer, match="was asked for run 'words'"):
+            await ask(url, RunIdentity("words"))
+    assert claim.run == RunIdentity("toy")
+
+
+def test_the_model_that_a_run_trains_is_learned_once() -> None:
+    claim = Claim(RunIdentity("toy"))
+    for asking in (RunIdentity("toy", "aa"), OLD, RunIdentity("toy", "aa")):
+        claim.admit(asking, claims=True)
+    assert claim.run == OLD
+
+
+class Named(httpx.BaseTransport):
+    """Answers Ok in the name of `run`, whatever is asked for: a server that guards nothing."""
+
+    def __init__(self, run: RunIdentity) -> None:
+        self._headers = Claim(run).headers()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = reply(Ok())
+        return httpx.Response(200, headers=self._headers, content=bytes(answer.body))
+
+
+def test_an_answer_of_another_run_is_refused_by_its_reader() -> None:
+    peer = BlockingPeer("http://peer", claim=Claim(NEW))
+    peer._http = httpx.Client(transport=Named(OLD), base_url="http://peer")
+    with pytest.raises(WrongServer, match=r"http://peer serves run 'toy' \(id aa, .*not run 'toy' \(id bb"):
+        peer.call("/x", BODY, Ok)
+    peer._http = httpx.Client(transport=Named(NEW), base_url="http://peer")
+    assert peer.call("/x", BODY, Ok) == Ok()
+    peer.close()
+
+
+async def test_a_teacher_that_answers_with_another_model_is_refused() -> None:
+    with server(None, "the new one") as url:
+        async with Peer(url, claim=Claim(NEW)) as peer:
+            assert await peer.call("/use", BODY, Ok) == Ok()
+            peer.model = "the new one"
+            assert await peer.call("/use", BODY, Ok) == Ok()
+            peer.model = "the old one"
+            with pytest.raises(WrongServer, match="with model the new one, and the old one was checked"):
+                await peer.call("/use", BODY, Ok)
+            assert await ask(url, OLD) == Ok()  # it may serve many runs
+            answer = await peer._http.get("/health")
+        assert answer.headers[MODEL_HEADER] == "the new one"
+
+
+@pytest.mark.parametrize("header", ["", "toy", "{}", '{"name": 1}'])
+def test_a_header_that_names_no_run_is_a_bad_request(header: str) -> None:
+    with server(Claim(OLD)) as url:
+        answer = httpx.get(f"{url}/look", headers={RUN_HEADER: header}, trust_env=False)
+        assert answer.status_code == 400
+        assert "names no run" in answer.json()["error"]
+    peer = BlockingPeer("http://peer", claim=Claim(NEW))
+    with pytest.raises(WireError, match="names no run"):
+        peer._claim.check("http://peer", {RUN_HEADER: header})
+    peer.close()
