@@ -457,7 +457,8 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     reports = [[r.metrics for r in stub.told(StepReport)][-2:] for stub in (whole, alone)]
     for ours, theirs in zip(*reports, strict=True):
         assert ours["lr"] == theirs["lr"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        for name in ("reverse_kl", "grad_norm"):  # not the loss: its terms cancel to nearly nothing
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-2)
     lower, _ = trained(2, 4, 3, Version(0, 2), lr=0.003)
     for stub, rate in ((whole, 0.02), (alone, 0.02), (lower, 0.003)):
         third = next(r.metrics for r in stub.told(StepReport) if r.version.step == 3)
