@@ -190,9 +190,9 @@ class Patient:
         return {process for playing in self._players().values() for process in playing}
 
     def over(self) -> bool:
-        """Whether it has ended by itself, or is about to: all steps are done."""
+        """Whether it has ended well, or is about to: all steps are done."""
         assert self._launcher is not None, "started before"
-        return self._launcher.poll() is not None or (self.run_dir / "final").is_dir()
+        return self._launcher.poll() == 0 or (self.run_dir / "final").is_dir()
 
     def step(self) -> int:
         """Optimizer step that was reported last; 0: none."""

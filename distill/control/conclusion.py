@@ -12,30 +12,25 @@ from sync.wire import FinalDigests, Version
 
 
 async def conclude(
-    final: FinalDigests | None, fleet: Fleet, evaluations: Evaluations | None, seconds: float
+    final: FinalDigests | None, fleet: Fleet, evaluations: Evaluations | None, seconds: float | None
 ) -> Concluded:
     """The proof of equal weights, and the evaluation of the last version; `final`: the trainer's last word.
 
-    Replicas that are away or catching up are waited for, `seconds` at most.
+    Replicas that are away or catching up are waited for, `seconds` at most. None: the run was interrupted and
+    goes on later; it owes no proof until then, but weights that differ are wrong all the same.
     """
-    if final is None:
-        return Concluded(None, {}, end_problems(None, {}, None, seconds))
-    weights = await fleet.hold_exactly(final.version, final.digests, seconds)
+    version = None if final is None else final.version
+    weights = {} if final is None else await fleet.hold_exactly(final.version, final.digests, seconds or 0.0)
+    if seconds is None:
+        differing = {name: equal for name, equal in weights.items() if equal is False}
+        return Concluded(version, weights, end_problems(version, differing, None, 0.0) if differing else [])
     failure = None
     try:
-        if evaluations is not None:
+        if final is not None and evaluations is not None:
             await evaluations.now(final.version)
     except DistillError as error:
         failure = str(error)
-    return Concluded(final.version, weights, end_problems(final.version, weights, failure, seconds))
-
-
-async def conclude_interrupted(final: FinalDigests | None, fleet: Fleet) -> Concluded:
-    """Of a run that goes on later, and owes no proof until then: what differs is wrong all the same."""
-    weights = {} if final is None else await fleet.hold_exactly(final.version, final.digests)
-    differing = {name: equal for name, equal in weights.items() if equal is False}
-    version = None if final is None else final.version
-    return Concluded(version, weights, end_problems(version, differing, None, 0.0) if differing else [])
+    return Concluded(version, weights, end_problems(version, weights, failure, seconds))
 
 
 def end_problems(

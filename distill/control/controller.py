@@ -25,7 +25,7 @@ from distill.control.batches import Shape
 from distill.control.books import Books
 from distill.control.broadcasts import Broadcasts
 from distill.control.composer import Composer, Hold
-from distill.control.conclusion import conclude, conclude_interrupted
+from distill.control.conclusion import conclude
 from distill.control.desk import Desk, Listener
 from distill.control.evaluations import Evaluations
 from distill.control.gateway import application, listen, serving
@@ -85,8 +85,7 @@ class Controller:
         self._left = self._interrupted = False
         self._stop_reason: str | None = None
         self._failure: str | None = None
-        self._end = Concluded(None, {}, [])
-        self._claim = parts.claim
+        self._claim, self._end = parts.claim, Concluded(None, {}, [])
         self._claim.run = self.books.run
         self._began = time.monotonic()
         self.fleet = self._make_fleet(parts)
@@ -210,12 +209,8 @@ class Controller:
             await self.books.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
-        self.heartbeats.forget()
-        if self._interrupted:
-            self._end = await conclude_interrupted(self.desk.final, self.fleet)
-        else:
-            seconds = self.config.weights.timeout_seconds
-            self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
+        seconds = None if self._interrupted else self.config.weights.timeout_seconds
+        self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
         self.books.write(self._end)
 
     # --- what the parts call ------------------------------------------------------------------------------

@@ -51,14 +51,11 @@ class Replica:
         """What it serves; None: the folder it was started with."""
         self.in_flight = 0
         """Completions it works on."""
-        self.joined = 0
-        """How often it has begun to serve."""
+        self.joined = 0  # how often it has begun to serve
         self.streams: set[asyncio.Task[None]] = set()
         """Tasks that read completions from it."""
-        self.refusals = 0
-        """Requests that it refused one after the other."""
-        self.rests_until = 0.0
-        """Monotonic time before which it is asked nothing."""
+        self.refusals = 0  # requests that it refused one after the other
+        self.rests_until = 0.0  # monotonic time before which it is asked nothing
         self.lost = asyncio.Event()
         self.left_out = False  # it gave too many unusable answers: it is asked nothing any more
         self.server = f"replica {name} at {engine.url}"
@@ -215,7 +212,10 @@ class Fleet:
         await replica.engine.aclose()
 
     async def _listen(self, replica: Replica) -> None:
-        """Report each time that a replica with work writes nothing and is not updated, though it answer."""
+        """Report each time that a replica with work answers, but writes nothing and is not updated.
+
+        One that does not answer may be starting again: its launcher and `_check` look after that.
+        """
         seen: tuple[int | None, Version | None] = None, None
 
         async def progresses() -> bool:
@@ -224,7 +224,7 @@ class Fleet:
             try:
                 tokens = None if replica.phase is Phase.ABSENT else (await replica.engine.state()).tokens
             except DistillError:
-                return False
+                return True
             seen = tokens, replica.version
             works = replica.in_flight > 0 or replica.busy.locked()
             return not works or tokens is None or seen != before
@@ -232,7 +232,7 @@ class Fleet:
         while True:
             await until_silent(progresses, self._silent_seconds)
             logger.error(
-                "replica %s has %d completions to write or weights to load and wrote no token for "
+                "replica %s answers, has %d completions to write or weights to load, and wrote no token for "
                 "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
                 replica.name,
                 replica.in_flight,

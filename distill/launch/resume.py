@@ -24,7 +24,8 @@ def _keys(names: Mapping[str, str]) -> frozenset[str]:
 
 TAKES_EFFECT: Final = _keys(
     {
-        "run": "folder steps grace_seconds start_seconds awake_teachers restarts min_free_disk_gib",
+        "run": "folder steps grace_seconds start_seconds health_timeout_seconds awake_teachers restarts "
+        "min_free_disk_gib",
         "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
         "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
         "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "

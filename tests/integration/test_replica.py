@@ -349,7 +349,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
 
 
 async def test_only_the_token_opens_a_route_and_health_is_open(server):
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=120) as client:
         for path in ("/distill/v1/state", "/v1/models", "/metrics"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401

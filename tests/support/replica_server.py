@@ -142,7 +142,8 @@ async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
 async def prompt_logprobs(server: Server, sequences: list[list[int]], model: str | None = None) -> list[Any]:
     """vLLM's own prompt log-probabilities, one sequence at a time; `model` None: the base."""
     out = []
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=120) as client:
         name = model or (await client.get(f"{server.url}/v1/models")).json()["data"][0]["id"]
         for tokens in sequences:
             body = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}

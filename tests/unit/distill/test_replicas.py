@@ -490,6 +490,30 @@ async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> Non
         assert world.stuck == []
 
 
+async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> None:
+    class Restarted(MemoryReplica):
+        looks, updating = 0, False
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            self.updating = True  # the request is sent again and again until it is back
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits so long")
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            if not self.updating:
+                return await super().state(digests)
+            self.looks += 1
+            raise Unreachable("no connection")
+
+    restarted = Restarted()
+    world = World(0.02, a=restarted)
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 1))
+        await world.until(lambda: restarted.looks > 20)
+        assert world.stuck == []
+
+
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: bool) -> None:
     class Uncounted(MemoryReplica):
