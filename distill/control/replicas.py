@@ -51,14 +51,11 @@ class Replica:
         """What it serves; None: the folder it was started with."""
         self.in_flight = 0
         """Completions it works on."""
-        self.joined = 0
-        """How often it has begun to serve."""
+        self.joined = 0  # how often it has begun to serve
         self.streams: set[asyncio.Task[None]] = set()
         """Tasks that read completions from it."""
-        self.refusals = 0
-        """Requests that it refused one after the other."""
-        self.rests_until = 0.0
-        """Monotonic time before which it is asked nothing."""
+        self.refusals = 0  # requests that it refused one after the other
+        self.rests_until = 0.0  # monotonic time before which it is asked nothing
         self.lost = asyncio.Event()
         self.left_out = False  # it gave too many unusable answers: it is asked nothing any more
         self.server = f"replica {name} at {engine.url}"
