@@ -4,9 +4,9 @@
                     │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
                     └──┘ killed: restarted within the budget
 
-A server that has answered /health and then does not for `health_seconds` is killed, and so mended.
-Every process is wrapped by `child`. Order of calls: start, ready, then watch beside the work, stop. Meanwhile
-this process adopts what a killed guardian leaves behind, and kills it before the role is started again.
+A server that has answered /health and then does not for `health_seconds` is killed, and so mended. `child` wraps
+every process. Order of calls: start, ready, watch beside the work, stop. This process adopts what a killed
+guardian leaves behind, and kills it before the role is started again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ log = logging.getLogger(__name__)
 GUARDIAN = "distill.launch.child"
 GUARDIAN_SECONDS = 10.0
 """Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
-POLL_SECONDS = 0.1
-LAST_LINES = 20
+POLL_SECONDS, LAST_LINES = 0.1, 20
 _ERROR = re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
 """The last line of a traceback, whatever a logger put before it."""
 _SIGNALLED = re.compile(r"\w+ was ended by SIG.+$", re.MULTILINE)
 """What a process says of one below it, such as a replica of its engine core."""
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
-_MOST_LOG = 1 << 24
-LONGEST_PAUSE_SECONDS = 30.0
+_MOST_LOG, LONGEST_PAUSE_SECONDS = 1 << 24, 30.0
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
 
@@ -66,7 +64,7 @@ class ChildSpec:
     prepare: Callable[[], None] = lambda: None
     """Called before every start."""
     died: Callable[[], None] = lambda: None
-    """Called after every death, before the pause that its next start waits."""
+    """Called after every death, before the pause."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
 
