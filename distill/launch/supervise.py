@@ -4,9 +4,9 @@
                     │  ▲ └──exit──▶ failed start: everything is stopped        within the budget, or failure)
                     └──┘ killed: restarted within the budget
 
-A server that has answered /health and then does not for `health_seconds` is killed, and so mended. `child` wraps
-every process. Order of calls: start, ready, watch beside the work, stop. This process adopts what a killed
-guardian leaves behind, and kills it before the role is started again.
+A server that has answered /health and then does not for `health_seconds` is killed, and so mended. `child`
+wraps every process. Order of calls: start, ready, watch beside the work, stop. This process adopts what a
+killed guardian leaves behind, and kills it before the role is started again.
 """
 
 from __future__ import annotations
