@@ -23,7 +23,12 @@ from sync.weights import checkpoint
 from sync.weights.publish import Publisher, Slice
 from sync.wire import ReplicaState, Version, VersionSpan, unpack
 
-pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore"),
+]
 RANK, STEPS, TOLERANCE = 4, 5, 0.12
 SEQUENCES = [np.random.default_rng(i).integers(2, 64, 30).tolist() for i in range(16)]
 

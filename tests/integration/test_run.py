@@ -45,7 +45,12 @@ from sync.transport import TOKEN_VARIABLE, BlockingPeer
 from sync.weights.tensors import digest, read_folder
 from sync.wire import ReplicaLeaves, Replicas, Version
 
-pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore"),
+]
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 200, 20
 BOTH_ENDS = {"type": "task", "task": "both_ends"}

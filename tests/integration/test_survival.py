@@ -24,7 +24,7 @@ from distill.launch.roles import EVALUATOR
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS = 64
