@@ -444,12 +444,15 @@ async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -
         assert "works" in world.serving()
 
 
-async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> None:
-    class Hanging(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await asyncio.sleep(60)
-            raise AssertionError("nobody waits so long")
+class Hanging(MemoryReplica):
+    """An update never ends."""
 
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
+
+
+async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> None:
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
@@ -460,11 +463,6 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
 
 
 async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
-    class Hanging(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await asyncio.sleep(60)
-            raise AssertionError("nobody waits so long")
-
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
