@@ -7,7 +7,7 @@ from typing import Any
 
 from sync.errors import DataError
 from sync.settings import ModelSource
-from sync.weights.checkpoint import let_others_read
+from sync.snapshots.checkpoint import let_others_read
 
 
 def is_adapter(folder: Path) -> bool:

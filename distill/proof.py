@@ -33,8 +33,8 @@ from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
 from sync.transport import TOKEN_VARIABLE, Peer, token_from_environment
-from sync.weights import checkpoint
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
 
 _RUN: Final = "proof"

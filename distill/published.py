@@ -12,8 +12,8 @@ from distill.config import RunConfig
 from distill.loading import load_run_dir
 from sync.errors import SnapshotError
 from sync.stores import Store, open_store
-from sync.weights import admin
-from sync.weights.manifest import read_latest, read_manifest
+from sync.snapshots import admin
+from sync.snapshots.manifest import read_latest, read_manifest
 from sync.wire import Version
 
 

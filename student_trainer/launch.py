@@ -26,7 +26,7 @@ from typing import Final
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
-from student_trainer.hosts import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
+from student_trainer.hostfile import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
 from sync import secrets
 from sync.errors import ConfigError
 from sync.listening import ON_LOOPBACK

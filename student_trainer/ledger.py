@@ -26,7 +26,7 @@ import msgspec
 
 from sync.durable import force, make_folder
 from sync.errors import DataError
-from sync.room import append, until_room
+from sync.disk_full import append, until_room
 from sync.wire import Version
 
 _NAME: Final = re.compile(r"L(\d{3,})-rank(\d+)\.jsonl")

@@ -17,12 +17,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from student_trainer.controller import Controller
+from student_trainer.controller_client import Controller
 from student_trainer.ledger import Ledger
 from student_trainer.ranks import Ranks
-from student_trainer.roads import Road
-from student_trainer.room import all_done
-from student_trainer.source import BatchSource
+from student_trainer.transports import Road
+from student_trainer.disk_full import all_done
+from student_trainer.batch_client import BatchSource
 from sync.errors import DataError
 from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
 

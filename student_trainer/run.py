@@ -22,7 +22,7 @@ import torch
 
 from student_trainer import checkpoint, schedule
 from student_trainer.config import TrainerConfig
-from student_trainer.controller import LAST_WORDS_SECONDS, Controller, HttpController, beat
+from student_trainer.controller_client import LAST_WORDS_SECONDS, Controller, HttpController, beat
 from student_trainer.engine import Loaded, load
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE
@@ -33,19 +33,19 @@ from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs, teacher_temperature
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
-from student_trainer.roads import BroadcastRoad, Road, SnapshotRoad
+from student_trainer.transports import BroadcastRoad, Road, SnapshotRoad
 from student_trainer.signals import StopSignals, die_with_parent
-from student_trainer.source import HttpSource
+from student_trainer.batch_client import HttpSource
 from student_trainer.step import Aim, train_step
 from student_trainer.weights import Weights
 from sync.claims import Claim
 from sync.errors import DataError, StoreError
 from sync.stores import open_store
-from sync.stores.patient import PatientStore
+from sync.stores.retry_on_full import PatientStore
 from sync.transport import BlockingPeer, token_from_environment
-from sync.weights.admin import gc
-from sync.weights.broadcast import BroadcastSender, own_address
-from sync.weights.publish import Publisher
+from sync.snapshots.admin import gc
+from sync.broadcast.broadcast import BroadcastSender, own_address
+from sync.publish.publisher import Publisher
 from sync.wire import (
     FinalDigests,
     Head,

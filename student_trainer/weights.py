@@ -21,11 +21,11 @@ from student_trainer.checksum import checksum
 from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
-from student_trainer.room import all_done
+from student_trainer.disk_full import all_done
 from sync.errors import ConfigError
-from sync.weights.checkpoint import BITS, digest, let_others_read, model_fingerprint
-from sync.weights.codec import Bits
-from sync.weights.publish import Slice
+from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
+from sync.delta.codec import Bits
+from sync.publish.publisher import Slice
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}

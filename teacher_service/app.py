@@ -53,11 +53,11 @@ from teacher_service.admission import (
     check_write,
 )
 from teacher_service.batching import STUCK_SECONDS, Batcher
-from teacher_service.bodies import BodyGate
+from teacher_service.body_limit import BodyGate
 from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks, Text
 from teacher_service.metrics import Metrics
 from teacher_service.replies import Small, scored, written
-from teacher_service.tickets import Ticket
+from teacher_service.request_queue import Ticket
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20

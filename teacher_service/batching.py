@@ -22,7 +22,7 @@ import numpy as np
 from sync.errors import DataError, Overloaded, Unreachable
 from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
 from teacher_service.metrics import Metrics
-from teacher_service.tickets import Line, Outcome, Ticket, Waiting
+from teacher_service.request_queue import Line, Outcome, Ticket, Waiting
 from teacher_service.writing import Scribe
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from sync.errors import DataError, Unreachable
 from teacher_service.engines.base import Draft, Manner, Text, Writer
-from teacher_service.tickets import Line, Outcome, Waiting
+from teacher_service.request_queue import Line, Outcome, Waiting
 
 log = logging.getLogger(__name__)
 SLICE_SECONDS: Final = 0.1

@@ -34,13 +34,13 @@ from typing import Any
 
 from distill import quickstart
 from distill.bench.full_disk import keep, mount
-from distill.bench.patient import CONTROLLER, Patient, kind_of
-from distill.control.audit import VIOLATIONS, AuditReport, audit
-from distill.launch.processes import DEEPSPEED, ENGINE_OF
+from distill.bench.kill_target import CONTROLLER, Patient, kind_of
+from distill.run_log.audit import VIOLATIONS, AuditReport, audit
+from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
-from distill.report.metrics import Lines
-from distill.report.picture import read_lines
+from distill.metrics.trackers import Lines
+from distill.metrics.plot import read_lines
 from sync.errors import ConfigError, DistillError
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")

@@ -18,7 +18,7 @@ import torch
 
 from distill.bench.toy import Delayed, World, Written, copy_of, mark, rows_of, wire_bytes, write
 from distill.bench.trials import Point, Result, Setup, Trial
-from distill.evaluate.evaluation import LanguageModel, evaluate
+from distill.evaluation.evaluation import LanguageModel, evaluate
 from student_trainer.batch import MicroBatch, collate
 from student_trainer.head import RHO_MAX, HeadShape, HeadWeights
 from student_trainer.model import Job, Student, head_shape

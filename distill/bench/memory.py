@@ -61,7 +61,7 @@ def run(
     `free`: bytes of free memory to reckon with; None: what the machine says.
     """
     from distill.launch.run_folder import write_json
-    from distill.report.results import versions
+    from distill.metrics.results import versions
 
     base = Case("full", "sampled", tokens, vocabulary, hidden, 0, device, threads)  # type: ignore[arg-type]
     reach = fitting_tokens(tokens, vocabulary, _free_bytes(device) if free is None else free)

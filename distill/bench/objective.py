@@ -151,7 +151,7 @@ def _about(world: World, setup: Setup, seeds: int, lags: Sequence[int], target_k
     import torch
 
     from distill.bench.learning import evaluated
-    from distill.report.results import versions
+    from distill.metrics.results import versions
     from distill.tasks import spellings
 
     start, teacher = (evaluated(world, model, 0) for model in (world.student, world.teacher))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from distill.report.picture import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED
+from distill.metrics.plot import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from distill.bench import watched
-from distill.bench.marks import Mark, crossing, marks
+from distill.bench import cpu_profile as watched
+from distill.bench.eval_curve import Mark, crossing, marks
 from distill.loading import load_run_dir
-from distill.report.picture import read_lines
-from distill.report.results import versions
+from distill.metrics.plot import read_lines
+from distill.metrics.results import versions
 from sync.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -198,8 +198,8 @@ def rise(lines: Sequence[Mapping[str, float]], name: str) -> float:
 
 def evaluated(run_dir: Path, last: int) -> list[Mark]:
     """Every EVERYth version of a finished run, and its last one."""
-    from distill.evaluate.followed import follow
-    from distill.launch.rehearse import claim_of
+    from distill.evaluation.service import follow
+    from distill.preflight.machine import claim_of
 
     config = load_run_dir(run_dir)
     return marks(config, follow(config, claim_of(config)), [*range(0, last, EVERY), last])

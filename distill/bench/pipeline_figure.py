@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from distill.report.picture import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE
+from distill.metrics.plot import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE
 
 COLORS: Final = {"synchronous": GREY, "asynchronous": BLUE}
 ROLES: Final = (BLUE, ORANGE, GREEN, PURPLE)

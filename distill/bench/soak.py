@@ -21,15 +21,15 @@ from typing import Any, Final
 import msgspec
 
 from distill.config import RunConfig
-from distill.control.audit import audit
-from distill.control.books import Books
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.lateness import rules
-from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.parts import Hooks, Parts
+from distill.run_log.audit import audit
+from distill.run_log.run_log import Books
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.buffer.late import rules
+from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.interfaces import Hooks, Parts
 from distill.prompts.stream import PromptStream
-from distill.report.metrics import JsonLines, Spans
+from distill.metrics.trackers import JsonLines, Spans
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
 from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TrainBatch, Version, Want

@@ -225,7 +225,7 @@ def _stock(
         yield {}
         return
     from teacher_service.config import TeacherConfig
-    from teacher_service.engines.upstream import Upstream
+    from teacher_service.engines.http_engine import Upstream
     from teacher_service.engines.vllm import ByUrl
 
     upstream = Upstream(url)

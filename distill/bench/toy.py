@@ -1,6 +1,6 @@
 """The parts of a distillation step in one process, each the pipeline's own: write, mark, rows of a batch.
 
-Completions come from `distill.evaluate.evaluation.sample`, marks from the teacher service's transformers
+Completions come from `distill.evaluation.evaluation.sample`, marks from the teacher service's transformers
 engine, and both become the wire arrays that a trainer rank is sent.
 
 Letters in shapes: B completions, T longest of them, C completion tokens, K ids per token, V vocabulary.
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.evaluate.evaluation import LanguageModel, Limits, sample
-from distill.evaluate.models import load_model
+from distill.evaluation.evaluation import LanguageModel, Limits, sample
+from distill.evaluation.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, TaskPrompt, spellings
 from student_trainer.objectives.config import ObjectiveConfig

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.report.picture import read_lines
+from distill.metrics.plot import read_lines
 
 log = logging.getLogger(__name__)
 

@@ -99,7 +99,7 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print what came of a run. Raises DistillError with what is wrong with its end."""
-    from distill.report.results import before_and_after, longest_waits, use_of_tokens
+    from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
@@ -127,7 +127,7 @@ def student(
     config: Config, overrides: Overrides, index: Annotated[int, typer.Option(help="Which replica")] = 0
 ) -> None:
     """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
-    from distill.launch import alone
+    from distill.launch import single_role as alone
 
     alone.replace_process(alone.student(_load(config, overrides), index))
 
@@ -140,7 +140,7 @@ def teacher(
     index: Annotated[int, typer.Option(help="Which of its processes")] = 0,
 ) -> None:
     """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
-    from distill.launch import alone
+    from distill.launch import single_role as alone
 
     alone.replace_process(alone.teacher(_load(config, overrides), name, index))
 
@@ -148,7 +148,7 @@ def teacher(
 @app.command()
 def evaluator(config: Config, overrides: Overrides) -> None:
     """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
-    from distill.launch import alone
+    from distill.launch import single_role as alone
 
     alone.replace_process(alone.evaluator(_load(config, overrides)))
 
@@ -160,7 +160,7 @@ def train(
     controller: Controller,
 ) -> None:
     """Train; the controller's configuration has controller.trainer = "external"."""
-    from distill.launch import alone
+    from distill.launch import single_role as alone
 
     alone.replace_process(alone.trainer(_load(config, overrides), controller))
 
@@ -168,7 +168,7 @@ def train(
 @app.command()
 def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
     """Run the controller alone: every other role is joined by URL."""
-    from distill.launch.alone import check_all_joined
+    from distill.launch.single_role import check_all_joined
 
     console, settings = Console(), _load(config, overrides)
     check_all_joined(settings)
@@ -188,9 +188,9 @@ def preflight(
     tokens_per_second: Annotated[float, typer.Option(help="Generated, assumed for the disk it needs")] = 1000,
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
-    from distill.launch import disk
-    from distill.launch.preflight import check
-    from distill.launch.rehearse import check_machine, rehearse
+    from distill.preflight import disk
+    from distill.preflight.checks import check
+    from distill.preflight.machine import check_machine, rehearse
 
     settings = _load(config, overrides)
     split = check(settings)
@@ -216,7 +216,7 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
-    from distill.evaluate.offline import evaluate_folder
+    from distill.evaluation.offline import evaluate_folder
 
     figures = evaluate_folder(_load(config, overrides), model, tails)
     for name, value in figures.items():
@@ -230,7 +230,7 @@ app.command()(cli_sync.export)
 @app.command()
 def report(run_dir: RunDir) -> None:
     """Draw report.png of a run anew, finished or not."""
-    from distill.report.picture import draw
+    from distill.metrics.plot import draw
 
     typer.echo(draw(run_dir))
 
@@ -240,8 +240,8 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     """Check a run's guarantees from its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
-    from distill.control.audit import VIOLATIONS
-    from distill.control.audit import audit as check
+    from distill.run_log.audit import VIOLATIONS
+    from distill.run_log.audit import audit as check
 
     found = check(run_dir)
     figures = {**asdict(found), "ok": found.ok}
@@ -286,7 +286,7 @@ def chaos(
 @app.command()
 def version() -> None:
     """Versions of this package and of those that decide results."""
-    from distill.report.results import versions
+    from distill.metrics.results import versions
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import RunConfig
-from distill.control.silence import look_seconds
+from distill.rollout.replica_pool import look_seconds
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
@@ -22,7 +22,7 @@ from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
-from teacher_service.engines.seats import SeatsConfig
+from teacher_service.engines.gpu_slots import SeatsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
 
@@ -138,7 +138,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
 def evaluator_child(config: RunConfig, path: Path, host: str, port: int) -> ChildSpec:
     """The evaluator whose RunConfig, this one, is at `path`."""
     assert config.evaluation is not None, "there is one only with an evaluation"
-    argv = _module("distill.evaluate.service", path, host, port)
+    argv = _module("distill.evaluation.service", path, host, port)
     env = _environment(config.evaluation.placement, 0, EVALUATOR)
     env |= hidden.environment(config.model_dump(mode="json"))
     return ChildSpec(EVALUATOR, argv, env, url=url_of(host, port))

@@ -21,24 +21,26 @@ import msgspec
 from rich.console import Console
 
 from distill.config import RunConfig
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.parts import Hooks, Parts, Quarantined
-from distill.control.replica_engine import HttpReplica
-from distill.evaluate.client import HttpEvaluator
-from distill.launch import disk, live, preflight
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.interfaces import Hooks, Parts, Quarantined
+from distill.rollout.replica_client import HttpReplica
+from distill.evaluation.client import HttpEvaluator
+from distill.preflight import disk
+from distill.preflight import engines as live
+from distill.preflight import checks as preflight
 from distill.launch.ports import Ports
-from distill.launch.probes import Finding
+from distill.preflight.probes import Finding
 from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
 from distill.prompts.held_out import PromptSplit
 from distill.prompts.stream import PromptStream
-from distill.report.metrics import JsonLines, Lines, Sink, Spans, Wandb, log_all
-from distill.report.picture import draw
-from distill.report.progress import ProgressDisplay
-from distill.report.results import complete
+from distill.metrics.trackers import JsonLines, Lines, Sink, Spans, Wandb, log_all
+from distill.metrics.plot import draw
+from distill.metrics.console import ProgressDisplay
+from distill.metrics.results import complete
 from student_trainer.objectives.needs import needs, student_topk
 from sync.claims import Claim
 from sync.errors import Interrupted, RemoteError

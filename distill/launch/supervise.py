@@ -25,16 +25,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from distill.control.silence import until_silent
-from distill.control.waiting import cancel
-from distill.launch.child import adopt_orphans, children_of, kill_adopted
+from distill.rollout.replica_pool import until_silent
+from distill.aio import cancel
+from distill.launch.guardian import adopt_orphans, children_of, kill_adopted
 from sync.endings import how_it_ended
 from sync.errors import DistillError
 from sync.transport import Peer
 
 log = logging.getLogger(__name__)
 
-GUARDIAN = "distill.launch.child"
+GUARDIAN = "distill.launch.guardian"
 GUARDIAN_SECONDS = 10.0
 """Time for a guardian to kill all that is below it; after it the guardian's group is killed."""
 POLL_SECONDS, LAST_LINES = 0.1, 20

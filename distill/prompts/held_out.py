@@ -10,7 +10,7 @@ import numpy as np
 
 from distill import tasks
 from distill.config import JsonlPrompts, RunConfig, TaskPrompts
-from distill.prompts.judges import Judge, load_judge, reward, try_judge
+from distill.prompts.rewards import Judge, load_judge, reward, try_judge
 from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from sync.errors import ConfigError, DataError

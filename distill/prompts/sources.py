@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from distill.config import DatasetPrompts, JsonlPrompts
-from distill.prompts.judges import answer_problem
+from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
 from sync.errors import DataError
 

@@ -1,7 +1,7 @@
 """Tasks that make their own prompts and judge completions: one module each, found by name.
 
 A task module has `make(**options) -> Task`. One whose models can be made from scratch also has
-`make_models(folder, seed) -> Models` (see `distill.tasks.both_ends`).
+`make_models(folder, seed) -> Models` (see `distill.tasks.sort_letters`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.tasks import Models, both_ends
-from distill.tasks.both_ends import ASK_ID, EOS, EOS_ID, FIRST_LETTER_ID, PAD, PAD_ID, VOCABULARY
+from distill.tasks import sort_letters as both_ends
+
+from distill.tasks import Models
+from distill.tasks.sort_letters import ASK_ID, EOS, EOS_ID, FIRST_LETTER_ID, PAD, PAD_ID, VOCABULARY
 from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, save_pair, teach
 
 if TYPE_CHECKING:

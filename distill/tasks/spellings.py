@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from distill.tasks import Asked, Models, TaskPrompt
-from distill.tasks.both_ends import ASK, EOS, LETTERS, PAD, choices, is_held_out
+from distill.tasks.sort_letters import ASK, EOS, LETTERS, PAD, choices, is_held_out
 
 SPELLINGS: Final = 80
 """Of each letter."""

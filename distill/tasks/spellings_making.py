@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from distill.tasks import Models, both_ends, spellings
-from distill.tasks.both_ends import EOS, LETTERS, PAD
+from distill.tasks import sort_letters as both_ends
+
+from distill.tasks import Models, spellings
+from distill.tasks.sort_letters import EOS, LETTERS, PAD
 from distill.tasks.spellings import (
     ASK_ID,
     EOS_ID,

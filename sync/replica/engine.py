@@ -23,8 +23,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
-from sync.weights.broadcast import Reception
-from sync.weights.tensors import read_folder
+from sync.broadcast.broadcast import Reception
+from sync.snapshots.tensors import read_folder
 
 
 @dataclass

@@ -15,7 +15,7 @@ from sync.errors import SnapshotError
 from sync.replica import vllm_compat
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
-from sync.weights.mirror import Mirror, Staged
+from sync.subscribe.mirror import Mirror, Staged
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
 from sync.tokenizers import vocab_size
-from sync.weights.tensors import NamedTensors
+from sync.snapshots.tensors import NamedTensors
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)

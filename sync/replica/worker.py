@@ -50,7 +50,7 @@ class WorkerExtension:
 
         Raises ConfigError when the replica has more than one worker: a ticket is one seat.
         """
-        from sync.weights.broadcast import Reception
+        from sync.broadcast.broadcast import Reception
 
         workers = self.vllm_config.parallel_config.world_size
         if workers != 1:

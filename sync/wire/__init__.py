@@ -36,7 +36,7 @@ from sync.wire.base import (
     unpack,
 )
 from sync.wire.evaluator import EvalReport, EvalRequest, PlainMarks, ProbeReply, ProbeRequest
-from sync.wire.people import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
+from sync.wire.admin import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
 from sync.wire.student import (
     BroadcastTicket,
     Generated,

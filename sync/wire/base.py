@@ -94,7 +94,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
     """Random, made when the run's journal is begun, the same after every resume. None: of a request, the run
     has not begun; of a server, no run has claimed it."""
     model: str | None = None
-    """Of the student: `sync.weights.manifest.model_fingerprint`; None: no trainer has reported it yet."""
+    """Of the student: `sync.snapshots.manifest.model_fingerprint`; None: no trainer has reported it yet."""
 
     def __str__(self) -> str:
         model = "" if self.model is None else f", model {self.model[:12]}"

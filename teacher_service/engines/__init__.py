@@ -19,8 +19,8 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
     if config.follow_student_every is not None:
         return _following(config, vocab_size, config.follow_student_every, claim or Claim())
     if config.engine == "transformers":
-        from teacher_service.engines.resting import RestingEngine
-        from teacher_service.engines.seats import Seat, SeatsConfig
+        from teacher_service.engines.idle_unload import RestingEngine
+        from teacher_service.engines.gpu_slots import Seat, SeatsConfig
         from teacher_service.engines.transformers import load
 
         if config.idle_unload_seconds is None:
@@ -53,7 +53,7 @@ def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim)
             f"{config.engine!r} with {config.idle_unload_seconds}: change or remove one of them"
         )
     from sync.replica.config import ReplicaConfig
-    from sync.weights.followed import Followed
+    from sync.subscribe.subscriber import Followed
     from teacher_service.engines.following import FollowingEngine
     from teacher_service.engines.transformers import load
 

@@ -15,7 +15,7 @@ from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.upstream import Upstream, longest, marks_from_dicts
+from teacher_service.engines.http_engine import Upstream, longest, marks_from_dicts
 
 Dialect = Callable[[Sequence[Item]], Marks]
 

@@ -20,7 +20,7 @@ from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.upstream import Upstream, assemble, longest, only_known
+from teacher_service.engines.http_engine import Upstream, assemble, longest, only_known
 
 GENERATE: Final = "/generate"
 

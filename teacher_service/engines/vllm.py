@@ -28,7 +28,7 @@ from sync.replica.plugin import PLUGIN
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Asked, Draft, Engine, Facts, Item, Manner, Marks, Text
-from teacher_service.engines.upstream import Upstream, assemble, longest, marks_from_dicts, only_known
+from teacher_service.engines.http_engine import Upstream, assemble, longest, marks_from_dicts, only_known
 
 GENERATE: Final = "/inference/v1/generate"
 TOPK_TRIED: Final = (1024, 256, 128, 64, 32, 20, 8, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_run import NAME, command
 
-from distill.bench.patient import Patient
+from distill.bench.kill_target import Patient
 
 pytestmark = [
     pytest.mark.engine,

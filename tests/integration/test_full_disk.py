@@ -17,8 +17,8 @@ from small_disk import mounted
 from tiny_run import BATCH, NAME, command
 
 from distill.bench.full_disk import fill, free
-from distill.bench.patient import Patient
-from distill.control.audit import AuditReport, audit
+from distill.bench.kill_target import Patient
+from distill.run_log.audit import AuditReport, audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks
 

@@ -19,8 +19,8 @@ from sync.errors import RemoteError
 from sync.settings import ModelSource
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
-from sync.weights import checkpoint
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import ReplicaState, Version, VersionSpan, unpack
 
 pytestmark = [

@@ -21,10 +21,10 @@ from sync.errors import ConfigError, RemoteError, Unreachable
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
 from sync.transport import Peer
-from sync.weights import checkpoint
-from sync.weights.broadcast import BroadcastSender
-from sync.weights.publish import Publisher, Slice
-from sync.weights.tensors import meta_of
+from sync.snapshots import checkpoint
+from sync.broadcast.broadcast import BroadcastSender
+from sync.publish.publisher import Publisher, Slice
+from sync.snapshots.tensors import meta_of
 from sync.wire import (
     Audience,
     BroadcastTicket,

@@ -34,15 +34,15 @@ import torch
 from listeners import Listeners
 
 from distill.config import StudentConfig
-from distill.control.audit import audit
-from distill.control.records import Composed, Opened, VersionApplied
-from distill.control.segments import read_all
-from distill.control.summary import digest_of_all
+from distill.run_log.audit import audit
+from distill.run_log.records import Composed, Opened, VersionApplied
+from distill.run_log.segments import read_all
+from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
 from distill.proof import prove
-from distill.tasks.both_ends import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
+from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.transport import TOKEN_VARIABLE, BlockingPeer
-from sync.weights.tensors import digest, read_folder
+from sync.snapshots.tensors import digest, read_folder
 from sync.wire import ReplicaLeaves, Replicas, Version
 
 pytestmark = [

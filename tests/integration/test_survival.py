@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from tiny_run import BATCH, CHECKPOINT_EVERY, NAME, command
 
-from distill.bench.patient import Patient
-from distill.control.audit import AuditReport, audit
-from distill.control.records import LineageOpened
-from distill.control.segments import read_all
-from distill.launch.processes import DEEPSPEED, ENGINE_OF
+from distill.bench.kill_target import Patient
+from distill.run_log.audit import AuditReport, audit
+from distill.run_log.records import LineageOpened
+from distill.run_log.segments import read_all
+from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 
 pytestmark = [

@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from written import check_written_are_marked_alike
 
 from distill.bench.fuzz import flood, fuzz
-from distill.evaluate.evaluation import LanguageModel
-from distill.evaluate.plain import log_probs
-from distill.launch import probes
+from distill.evaluation.evaluation import LanguageModel
+from distill.evaluation.reference_forward import log_probs
+from distill.preflight import probes
 from sync.replica.config import ReplicaConfig
 from sync.tokenizers import fingerprint
 from sync.transport import Peer
-from sync.weights.manifest import LATEST
+from sync.snapshots.manifest import LATEST
 from sync.wire import (
     Array,
     Scored,

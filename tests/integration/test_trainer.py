@@ -27,9 +27,9 @@ from student_trainer import launch, ledger
 from student_trainer.config import TrainerConfig
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
-from sync.weights.broadcast import Reception
-from sync.weights.checkpoint import digest
-from sync.weights.mirror import Mirror
+from sync.broadcast.broadcast import Reception
+from sync.snapshots.checkpoint import digest
+from sync.subscribe.mirror import Mirror
 from sync.wire import (
     Audience,
     BatchRequest,

@@ -15,9 +15,9 @@ from blake3 import blake3
 from safetensors.numpy import save_file
 
 from sync.stores.memory import MemoryStore
-from sync.weights import checkpoint
-from sync.weights.manifest import Manifest, manifest_key, version_key
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.snapshots.manifest import Manifest, manifest_key, version_key
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 RUN: Final = "run"

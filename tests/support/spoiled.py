@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from distill.control.desk import Desk, Event
-from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
-from distill.control.replica_engine import Answer
+from distill.trainer_api.session import Desk, Event
+from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
+from distill.rollout.replica_client import Answer
 from sync.errors import DistillError
 from sync.wire import (
     DTYPES,

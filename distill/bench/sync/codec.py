@@ -16,8 +16,8 @@ from distill.bench.sync import trajectory
 from distill.bench.sync.formats import FORMATS, entropy_given_exponent
 from distill.bench.sync.timing import Rate, Timed, interleaved, plain
 from distill.bench.sync.trajectory import Pair, Weights
-from sync.weights import codec
-from sync.weights.codec import Effort
+from sync.delta import codec
+from sync.delta.codec import Effort
 
 LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 STEPS: Final = (1, 8)

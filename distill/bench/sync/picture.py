@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from distill.bench.sync.formats import FORMATS
-from distill.report.picture import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED
+from distill.metrics.plot import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

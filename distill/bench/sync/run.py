@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from distill.bench.sync import codec, replica, roads, whole_run
+from distill.bench.sync import transports as roads
+
+from distill.bench.sync import codec, replica, whole_run
 from distill.bench.sync.picture import draw
 from distill.bench.sync.report import table
 from distill.launch.run_folder import write_json

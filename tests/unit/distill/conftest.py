@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.memory import MemoryPrompts, MemoryReplica, MemoryTeacher
-from distill.control.parts import Hooks, Parts
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
+from distill.interfaces import Hooks, Parts
 from distill.prompts.stream import PromptStream
 from sync.wire import Want
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill.control.audit import AuditReport, audit, check
-from distill.control.journal import Journal
-from distill.control.records import (
+from distill.run_log.audit import AuditReport, audit, check
+from distill.run_log.journal import Journal
+from distill.run_log.records import (
     AnyRecord,
     Checkpointed,
     Composed,

@@ -22,20 +22,20 @@ from hypothesis import strategies as st
 from spoiled import SpoiledDesk, SpoiledEvaluator, SpoiledReplica, SpoiledTeacher, Spoiler
 
 from distill.config import RunConfig
-from distill.control.audit import check
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.memory import (
+from distill.run_log.audit import check
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
 )
-from distill.control.parts import Parts
-from distill.control.records import Location
-from distill.control.replica_engine import Answer
-from distill.control.segments import read_all
+from distill.interfaces import Parts
+from distill.run_log.records import Location
+from distill.rollout.replica_client import Answer
+from distill.run_log.segments import read_all
 from distill.prompts.stream import PromptStream
 from sync.wire import (
     Array,

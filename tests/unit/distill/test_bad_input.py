@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from distill.cli.main import main
-from distill.launch import processor
+from distill.preflight import processor
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
-from distill.tasks.both_ends import VOCABULARY
+from distill.tasks.sort_letters import VOCABULARY
 from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]

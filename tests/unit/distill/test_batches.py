@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.control.batches import Marks, Shape, compose, group_means, rows_of
-from distill.control.records import Rollout
+from distill.batching.packing import Marks, Shape, compose, group_means, rows_of
+from distill.run_log.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
 

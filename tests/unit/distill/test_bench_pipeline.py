@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import peers, pipeline
-from distill.bench.marks import crossing
-from distill.bench.watched import Watched
+from distill.bench import vs_trl as peers
+
+from distill.bench import pipeline
+from distill.bench.eval_curve import crossing
+from distill.bench.cpu_profile import Watched
 from distill.config import RunConfig
 from distill.loading import load
 

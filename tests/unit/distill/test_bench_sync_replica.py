@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from distill.bench.sync import models, replica
-from distill.control.gateway import listen, serving
+from distill.trainer_api.http_api import listen, serving
 from sync.errors import ConfigError, DistillError
 from sync.transport import read_message, reply
 from sync.wire import (

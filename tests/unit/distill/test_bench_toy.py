@@ -8,7 +8,7 @@ from distill.bench.learning import Learner, evaluated, learn
 from distill.bench.objectives import OBJECTIVES, configured
 from distill.bench.toy import Delayed, World, copy_of, items, mark, wire_bytes, write
 from distill.bench.trials import Setup, Trial
-from distill.evaluate.evaluation import LanguageModel, Limits
+from distill.evaluation.evaluation import LanguageModel, Limits
 from distill.prompts.stream import Prompt
 from distill.tasks import spellings
 from distill.tasks.spellings import EOS_ID, PAD_ID, VOCABULARY

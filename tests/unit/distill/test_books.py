@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.control.audit import check
-from distill.control.books import Books
-from distill.control.clock import Bound
-from distill.control.journal import Journal
-from distill.control.memory import MemoryPrompts
-from distill.control.records import (
+from distill.run_log.audit import check
+from distill.run_log.run_log import Books
+from distill.buffer.staleness import Bound
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryPrompts
+from distill.run_log.records import (
     Checkpointed,
     Composed,
     Dropped,
@@ -31,8 +31,8 @@ from distill.control.records import (
     Stepped,
     VersionPublished,
 )
-from distill.control.segments import read_all, scan, segment_numbers, segment_path
-from distill.control.state import Asked, Rules
+from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
+from distill.run_log.state import Asked, Rules
 from distill.prompts.stream import PromptStream, group_of
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack

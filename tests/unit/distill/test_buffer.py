@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.control.buffer import Buffer, Entry, Pick
-from distill.control.clock import Bound, capacity
+from distill.buffer.buffer import Buffer, Entry, Pick
+from distill.buffer.staleness import Bound, capacity
 from sync.wire import Version, VersionSpan
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distill.control.audit import check
-from distill.control.controller import Controller
-from distill.control.memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.records import Composed, LineageOpened, Location
-from distill.control.segments import read_all
+from distill.run_log.audit import check
+from distill.controller import Controller
+from distill.bench.in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.run_log.records import Composed, LineageOpened, Location
+from distill.run_log.segments import read_all
 from sync.wire import Version
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from distill.bench import chaos
 from distill.bench.chaos import ALL, DISK, KINDS, _targets, chosen, figures, holds, table
-from distill.bench.patient import CONTROLLER, Tail, kind_of
-from distill.control.audit import AuditReport
-from distill.launch.processes import DEEPSPEED, descendants, players
+from distill.bench.kill_target import CONTROLLER, Tail, kind_of
+from distill.run_log.audit import AuditReport
+from distill.launch.process_tree import DEEPSPEED, descendants, players
 from distill.launch.supervise import ChildSpec, Supervisor
 from sync.errors import ConfigError, DistillError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill.control.clock import Lineage, Lineages, age, capacity
+from distill.buffer.staleness import Lineage, Lineages, age, capacity
 from sync.wire import Version
 
 

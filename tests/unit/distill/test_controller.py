@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.control.audit import AuditReport, check
-from distill.control.authors import seed_of
-from distill.control.controller import Controller
-from distill.control.memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.parts import Hooks, Quarantined
-from distill.control.records import Location, Rollout, Trace
-from distill.control.segments import read_all
+from distill.run_log.audit import AuditReport, check
+from distill.scoring.on_policy_mix import seed_of
+from distill.controller import Controller
+from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.interfaces import Hooks, Quarantined
+from distill.run_log.records import Location, Rollout, Trace
+from distill.run_log.segments import read_all
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from sync.errors import DataError
 from sync.wire import (

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from distill.cli.main import app
-from distill.control.audit import VIOLATIONS, audit
-from distill.control.books import Books
-from distill.control.clock import Bound
-from distill.control.journal import Journal
-from distill.control.memory import MemoryPrompts
-from distill.control.records import (
+from distill.run_log.audit import VIOLATIONS, audit
+from distill.run_log.run_log import Books
+from distill.buffer.staleness import Bound
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryPrompts
+from distill.run_log.records import (
     AnyRecord,
     Checkpointed,
     Composed,
@@ -34,8 +34,8 @@ from distill.control.records import (
     VersionPublished,
     compacted,
 )
-from distill.control.segments import _entry, read_all, segment_numbers, segment_path
-from distill.control.state import Asked, Batch, Rules
+from distill.run_log.segments import _entry, read_all, segment_numbers, segment_path
+from distill.run_log.state import Asked, Batch, Rules
 from distill.prompts.stream import PromptStream
 from student_trainer.ledger import Ledger, read
 from sync.errors import DataError, DistillError
@@ -628,7 +628,7 @@ def test_a_run_may_take_steps_while_the_audit_reads(
 
     asyncio.run(Copied(tmp_path / "run").live())
     reads = iter([before, after])
-    monkeypatch.setattr("distill.control.audit.read", lambda _: read(moments[next(reads)] / "ledger"))
+    monkeypatch.setattr("distill.run_log.audit.read", lambda _: read(moments[next(reads)] / "ledger"))
     found = audit(moments[1]).violations
     assert violation in found if violation else not found
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluate.evaluation import LanguageModel, Limits, compare, evaluate, sample
-from distill.evaluate.models import load_student
+from distill.evaluation.evaluation import LanguageModel, Limits, compare, evaluate, sample
+from distill.evaluation.models import load_student
 from distill.prompts.stream import Prompt
 from distill.tasks.making import STUDENT, letter_tokenizer, untaught
 from sync.settings import ModelSource

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from distill.config import EvaluationConfig
-from distill.control.books import Books
-from distill.control.clock import Bound
-from distill.control.evaluations import Evaluations, best, exhausted
-from distill.control.journal import Journal
-from distill.control.memory import MemoryEvaluator, MemoryPrompts
-from distill.control.state import Rules
-from distill.control.timeline import Timeline
+from distill.run_log.run_log import Books
+from distill.buffer.staleness import Bound
+from distill.evaluation.schedule import Evaluations, best, exhausted
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts
+from distill.run_log.state import Rules
+from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from distill.control.gateway import listen, serving
-from distill.evaluate import client as evaluator_client
-from distill.evaluate.client import HttpEvaluator
-from distill.evaluate.service import BestKeeper, app
+from distill.trainer_api.http_api import listen, serving
+from distill.evaluation import client as evaluator_client
+from distill.evaluation.client import HttpEvaluator
+from distill.evaluation.service import BestKeeper, app
 from distill.loading import validate
 from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from typer.testing import CliRunner
 
 from distill.cli.main import app
-from distill.control.controller import Controller
-from distill.control.gateway import answered, exposition, listen
-from distill.control.memory import MemoryReplica, MemoryTrainer
-from distill.control.parts import Hooks
-from student_trainer.controller import HttpController, beat
+from distill.controller import Controller
+from distill.trainer_api.http_api import answered, exposition, listen
+from distill.bench.in_memory import MemoryReplica, MemoryTrainer
+from distill.interfaces import Hooks
+from student_trainer.controller_client import HttpController, beat
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
 from sync.wire import (

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from distill.config import GuardConfig
-from distill.control.audit import check
-from distill.control.guard import Guard, repetition, trouble, unfit
-from distill.control.memory import MemoryTrainer
-from distill.control.parts import Hooks, Quarantined
-from distill.control.records import Location
-from distill.control.segments import read_all
+from distill.run_log.audit import check
+from distill.trainer_api.guard import Guard, repetition, trouble, unfit
+from distill.bench.in_memory import MemoryTrainer
+from distill.interfaces import Hooks, Quarantined
+from distill.run_log.records import Location
+from distill.run_log.segments import read_all
 from distill.launch.run_folder import RunFolder
 from sync.errors import RemoteError
 from sync.wire import Generated, StepReport, Version, VersionSpan, pack

@@ -19,18 +19,18 @@ from starlette.routing import Route
 
 from distill.cli.guarded import guarded
 from distill.cli.main import _show
-from distill.control.audit import check
-from distill.control.conclusion import end_problems
-from distill.control.gateway import listen, serving
-from distill.control.journal import Location
-from distill.control.memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.control.parts import Hooks, Quarantined
-from distill.control.records import Concluded
-from distill.control.replica_engine import Answer, HttpReplica
-from distill.control.segments import read_all
-from distill.evaluate.client import HttpEvaluator
-from distill.launch.rehearse import claim_of
-from distill.report.results import complete
+from distill.run_log.audit import check
+from distill.conclusion import end_problems
+from distill.trainer_api.http_api import listen, serving
+from distill.run_log.journal import Location
+from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from distill.interfaces import Hooks, Quarantined
+from distill.run_log.records import Concluded
+from distill.rollout.replica_client import Answer, HttpReplica
+from distill.run_log.segments import read_all
+from distill.evaluation.client import HttpEvaluator
+from distill.preflight.machine import claim_of
+from distill.metrics.results import complete
 from sync.claims import Claim
 from sync.errors import RemoteError, WrongServer
 from sync.guard import RunGuard

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
-from distill.control.archive import archived
-from distill.control.journal import Journal
-from distill.control.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace
-from distill.control.segments import (
+from distill.run_log.archive import archived
+from distill.run_log.journal import Journal
+from distill.run_log.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace
+from distill.run_log.segments import (
     MARK_BYTES,
     SEGMENT_MAGIC,
     encode_entry,

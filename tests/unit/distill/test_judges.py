@@ -13,7 +13,7 @@ import pytest
 from distill.config import JsonlPrompts
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, open_prompts
-from distill.prompts.judges import load_judge
+from distill.prompts.rewards import load_judge
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 

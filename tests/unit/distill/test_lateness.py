@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
-from distill.control.clock import Bound
-from distill.control.composer import Hold
-from distill.control.lateness import rules
-from distill.control.state import Rules
+from distill.buffer.staleness import Bound
+from distill.batching.batcher import Hold
+from distill.buffer.late import rules
+from distill.run_log.state import Rules
 from sync.errors import ConfigError
 
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from distill.config import RunConfig
-from distill.control.memory import MemoryReplica
-from distill.evaluate import service
-from distill.launch import alone, live, preflight
-from distill.launch.probes import Finding
+from distill.bench.in_memory import MemoryReplica
+from distill.evaluation import service
+from distill.launch import single_role as alone
+from distill.preflight import engines as live
+from distill.preflight import checks as preflight
+from distill.preflight.probes import Finding
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught

@@ -13,10 +13,10 @@ import pytest
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.launch.preflight import check_secrets
+from distill.preflight.checks import check_secrets
 from distill.launch.run_folder import RunFolder
 from distill.loading import load, load_run_dir
-from distill.report.metrics import Wandb
+from distill.metrics.trackers import Wandb
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import secrets

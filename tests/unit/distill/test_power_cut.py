@@ -14,11 +14,11 @@ import pytest
 from power_cut import power_cut
 
 from distill.config import RunConfig
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.memory import MemoryTrainer
-from distill.control.records import AnyRecord, Dropped, Location
-from distill.control.segments import encode_entry, read_all, segment_path
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryTrainer
+from distill.run_log.records import AnyRecord, Dropped, Location
+from distill.run_log.segments import encode_entry, read_all, segment_path
 from sync.errors import DataError
 
 TRIALS = 1000

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from distill.evaluate.plain import objective_figures
-from distill.launch import probes
-from distill.launch.probes import Finding, Score
+from distill.evaluation.reference_forward import objective_figures
+from distill.preflight import probes
+from distill.preflight.probes import Finding, Score
 from student_trainer.objectives.config import (
     JSD,
     ForwardTopK,

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from distill.control.broadcasts import Broadcasts
-from distill.control.memory import MemoryReplica, weights_of
-from distill.control.records import VersionApplied
-from distill.control.replicas import Fleet, Phase
-from distill.control.signals import Signal
-from distill.control.summary import identity
+from distill.rollout.broadcasts import Broadcasts
+from distill.bench.in_memory import MemoryReplica, weights_of
+from distill.run_log.records import VersionApplied
+from distill.rollout.replica_pool import Fleet, Phase
+from distill.aio import Signal
+from distill.metrics.summary import identity
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from distill.config import RolloutConfig
-from distill.control.books import Books
-from distill.control.clock import Bound
-from distill.control.journal import Journal
-from distill.control.memory import MemoryPrompts, MemoryReplica
-from distill.control.replica_engine import Answer
-from distill.control.replicas import Fleet
-from distill.control.rollout import Feeder
-from distill.control.scoring import Finished
-from distill.control.signals import Signal
-from distill.control.soundness import Soundness
-from distill.control.state import Rules
-from distill.control.timeline import Timeline
+from distill.run_log.run_log import Books
+from distill.buffer.staleness import Bound
+from distill.run_log.journal import Journal
+from distill.bench.in_memory import MemoryPrompts, MemoryReplica
+from distill.rollout.replica_client import Answer
+from distill.rollout.replica_pool import Fleet
+from distill.rollout.dispatcher import Feeder
+from distill.scoring.scorer import Finished
+from distill.aio import Signal
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import Rules
+from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from sync.errors import Overloaded, RemoteError
 from sync.wire import (
@@ -188,7 +188,7 @@ class Slow(MemoryReplica):
 async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.control.rollout.PATIENCE", 100.0)  # this replica keeps its time
+    monkeypatch.setattr("distill.rollout.dispatcher.PATIENCE", 100.0)  # this replica keeps its time
     replica = Slow(seed=3, longest=8)
     Slow.met = set()
     bench = Bench(tmp_path, replica, straggler_seconds=0.035, stragglers=policy)

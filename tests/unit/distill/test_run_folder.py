@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distill.evaluate.best import keep_best
+from distill.evaluation.service import keep_best
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder, check_disk
 from distill.loading import load_run_dir, merge, validate

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.control.memory import MemoryTeacher
-from distill.control.records import Rollout
-from distill.control.scoring import Finished, Scoring
-from distill.control.signals import Signal
-from distill.control.soundness import Soundness
-from distill.control.state import Asked
-from distill.control.timeline import Timeline
-from distill.control.trust import Trust
+from distill.bench.in_memory import MemoryTeacher
+from distill.run_log.records import Rollout
+from distill.scoring.scorer import Finished, Scoring
+from distill.aio import Signal
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import Asked
+from distill.metrics.timeline import Timeline
+from distill.rollout.bad_answers import Trust
 from distill.prompts.stream import Prompt
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from distill.control.silence import Heartbeats, look_seconds, until_silent
+from distill.rollout.replica_pool import Heartbeats, look_seconds, until_silent
 
 
 async def returns(answers: list[bool], seconds: float) -> bool:

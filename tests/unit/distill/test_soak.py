@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distill.bench.soak import MIB, Blocks, Mark, Size, soak
-from distill.control.audit import AuditReport, audit
-from distill.control.journal import Journal
-from distill.control.records import Rollout, Snapshot
+from distill.run_log.audit import AuditReport, audit
+from distill.run_log.journal import Journal
+from distill.run_log.records import Rollout, Snapshot
 
 SIZE = Size(rollouts=12_800, batch=64, tokens=8, width=0, checkpoint_every=10)
 INTERVAL = SIZE.batch * SIZE.checkpoint_every

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distill.tasks import TaskPrompt, load, spellings
-from distill.tasks.both_ends import is_held_out
+from distill.tasks.sort_letters import is_held_out
 from distill.tasks.spellings import EOS_ID, FIRST_LETTER_ID, LETTERS, SHARES, SPELLINGS, VOCABULARY
 from distill.tasks.spellings_making import TOKEN_PATTERN, _spelled
 from distill.tasks.teaching import make_tokenizer

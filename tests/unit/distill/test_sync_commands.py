@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from distill.cli.main import main
-from distill.control.gateway import listen, serving
+from distill.trainer_api.http_api import listen, serving
 from distill.loading import load
 from distill.proof import prompt_scores
 from sync.errors import RemoteError, Unreachable

@@ -14,8 +14,8 @@ from distill import tasks
 from distill.loading import validate
 from distill.prompts.held_out import open_prompts
 from distill.prompts.stream import Prompt
-from distill.tasks import both_ends
-from distill.tasks.both_ends import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
+from distill.tasks import sort_letters as both_ends
+from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
 from distill.tasks.making import letter_tokenizer
 from sync.errors import ConfigError, DataError
 
@@ -99,7 +99,7 @@ def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
 
 def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
     assert tasks.load("both_ends").prompt(0, 0) == TASK.prompt(0, 0)
-    assert tasks.load("distill.tasks.both_ends").prompt(0, 0) == TASK.prompt(0, 0)
+    assert tasks.load("distill.tasks.sort_letters").prompt(0, 0) == TASK.prompt(0, 0)
     with pytest.raises(ConfigError, match=r"'sudoku' cannot be loaded"):
         tasks.load("sudoku")
     with pytest.raises(ConfigError, match=r"'distill\.config' cannot be loaded"):

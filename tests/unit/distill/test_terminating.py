@@ -23,8 +23,8 @@ SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
 SCRIPT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from distill.bench import watched
-from distill.bench.patient import Patient
+from distill.bench import cpu_profile as watched
+from distill.bench.kill_target import Patient
 from distill.cli.guarded import guarded
 def killing():
     with Patient({SLEEP}, Path(sys.argv[1])) as patient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill.control.timeline import Span, Timeline
+from distill.metrics.timeline import Span, Timeline
 
 
 class Clock:

@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.control.audit import AuditReport, check
-from distill.control.books import Books
-from distill.control.controller import Controller
-from distill.control.journal import Journal
-from distill.control.lateness import rules
-from distill.control.memory import MemoryPrompts, MemoryTrainer
-from distill.control.parts import Hooks, Quarantined
-from distill.control.records import HandedOut, Location, Rollout
-from distill.control.segments import read_all
+from distill.run_log.audit import AuditReport, check
+from distill.run_log.run_log import Books
+from distill.controller import Controller
+from distill.run_log.journal import Journal
+from distill.buffer.late import rules
+from distill.bench.in_memory import MemoryPrompts, MemoryTrainer
+from distill.interfaces import Hooks, Quarantined
+from distill.run_log.records import HandedOut, Location, Rollout
+from distill.run_log.segments import read_all
 from distill.prompts.stream import PromptStream
 from sync.wire import (
     Array,

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from student_trainer import controller as module
-from student_trainer.controller import HttpController, SilentController
-from student_trainer.roads import BroadcastRoad
+from student_trainer import controller_client as module
+from student_trainer.controller_client import HttpController, SilentController
+from student_trainer.transports import BroadcastRoad
 from student_trainer.weights import Weights
 from sync.errors import SnapshotError, Unreachable
 from sync.transport import BlockingPeer
-from sync.weights.broadcast import BroadcastSender, Reception
+from sync.broadcast.broadcast import BroadcastSender, Reception
 from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
 
 WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
@@ -60,7 +60,7 @@ def sender() -> BroadcastSender:
 def test_a_version_goes_to_those_that_are_left(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("student_trainer.roads._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Seating(dead=2)
     road = BroadcastRoad(sender, Two(), controller)
     road.publish(VERSION, anchor=False)
@@ -78,7 +78,7 @@ def test_a_version_goes_to_those_that_are_left(
 def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("student_trainer.roads._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Seating(dead=12)
     road = BroadcastRoad(sender, Two(), controller)
     for _ in range(2):

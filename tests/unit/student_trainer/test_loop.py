@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from student_trainer.controller import HttpController, SilentController
+from student_trainer.controller_client import HttpController, SilentController
 from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, checkpoint_due, train
 from student_trainer.ranks import Ranks
-from student_trainer.roads import Background, NoRoad, SnapshotRoad
+from student_trainer.transports import Background, NoRoad, SnapshotRoad
 from student_trainer.run import finish
-from student_trainer.source import HttpSource, MemorySource
+from student_trainer.batch_client import HttpSource, MemorySource
 from sync.errors import DataError, StoreError, Unreachable
-from sync.weights.publish import PublishReport
+from sync.publish.publisher import PublishReport
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,

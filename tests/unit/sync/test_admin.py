@@ -10,11 +10,12 @@ from safetensors.numpy import load_file, save_file
 
 from sync.errors import SnapshotError
 from sync.stores.memory import MemoryStore
-from sync.weights import admin, checkpoint
-from sync.weights.leases import SECONDS, lease
-from sync.weights.manifest import dump, manifest_key, read_manifest, versions
-from sync.weights.mirror import Mirror
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import admin
+from sync.snapshots import checkpoint
+from sync.snapshots.leases import SECONDS, lease
+from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.subscribe.mirror import Mirror
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 RUN = "run"

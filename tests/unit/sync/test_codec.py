@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sync.errors import SnapshotError
-from sync.weights import codec, delta_file, entropy, kernels
-from sync.weights.checkpoint import TensorAt
-from sync.weights.codec import Effort, Mode
+from sync.delta import codec
+from sync.delta import file as delta_file
+from sync.delta import entropy
+from sync.delta import kernels
+from sync.snapshots.checkpoint import TensorAt
+from sync.delta.codec import Effort, Mode
 from sync.wire import Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
@@ -306,7 +309,7 @@ def test_a_compressed_stream_that_claims_to_be_huge_is_refused_before_memory_is_
 
 def test_numba_is_imported_only_when_a_delta_is_coded() -> None:
     program = (
-        "import sys, sync.weights.publish, sync.weights.mirror, sync.weights.admin\n"
+        "import sys, sync.publish.publisher, sync.subscribe.mirror, sync.snapshots.admin\n"
         "assert 'numba' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

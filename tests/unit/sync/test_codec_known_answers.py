@@ -25,11 +25,15 @@ import zstandard
 from blake3 import blake3
 
 from sync.errors import SnapshotError
-from sync.weights import codec, delta_file, entropy, kernels, rangecoder
-from sync.weights.checkpoint import TensorAt
+from sync.delta import codec
+from sync.delta import file as delta_file
+from sync.delta import entropy
+from sync.delta import kernels
+from sync.delta import rangecoder
+from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-ORDER = ("kernels", "rangecoder", "entropy", "codec", "delta_file")
+ORDER = ("kernels", "rangecoder", "entropy", "codec", "file")
 WRONG = (IndexError, KeyError, ValueError, OverflowError, SnapshotError, TypeError, ZeroDivisionError)
 NONE = np.empty(0, "u2")
 
@@ -43,7 +47,7 @@ def library(mutant: mutants.Mutant | None = None) -> Iterator[types.SimpleNamesp
     numba: Any = types.ModuleType("numba")
     numba.njit = plain
     with (
-        mutants.fresh("sync.weights", ORDER, mutant, {"numba": numba}) as modules,
+        mutants.fresh("sync.delta", ORDER, mutant, {"numba": numba}) as modules,
         np.errstate(over="ignore"),
     ):
         yield types.SimpleNamespace(**modules)

@@ -12,10 +12,10 @@ from sync.claims import Claim
 from sync.errors import SnapshotError
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
-from sync.weights import checkpoint
-from sync.weights.delta_file import Slice
-from sync.weights.followed import Followed
-from sync.weights.publish import Publisher
+from sync.snapshots import checkpoint
+from sync.delta.file import Slice
+from sync.subscribe.subscriber import Followed
+from sync.publish.publisher import Publisher
 from sync.wire import RunIdentity, Version
 
 

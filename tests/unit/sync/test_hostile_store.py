@@ -23,12 +23,13 @@ from sync.errors import SnapshotError, StoreError, WireError
 from sync.stores.base import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
-from sync.weights import admin, checkpoint
-from sync.weights.folders import check_no_code, refused
-from sync.weights.leases import SECONDS, Lease, lease, leased
-from sync.weights.manifest import dump, manifest_key, read_manifest
-from sync.weights.mirror import Mirror
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import admin
+from sync.snapshots import checkpoint
+from sync.snapshots.folders import check_no_code, refused
+from sync.snapshots.leases import SECONDS, Lease, lease, leased
+from sync.snapshots.manifest import dump, manifest_key, read_manifest
+from sync.subscribe.mirror import Mirror
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))
@@ -196,7 +197,7 @@ def test_a_version_that_the_disk_has_no_room_for_is_not_fetched(
 ) -> None:
     watched = Watched(store)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("sync.weights.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
+    monkeypatch.setattr("sync.subscribe.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
     assert "and" in refusal(watched, tmp_path, v(0))
     assert watched.fetched == []
 

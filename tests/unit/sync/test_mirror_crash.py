@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from sync.stores.directory import DirectoryStore
-from sync.weights import checkpoint
-from sync.weights.mirror import Mirror, digests
-from sync.weights.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.subscribe.mirror import Mirror, digests
+from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 RUN = "run"

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from sync.errors import SnapshotError
 from sync.replica.swap import MIXED_EXIT, Source, Swap
-from sync.weights.tensors import digest, digesting, read_folder
+from sync.snapshots.tensors import digest, digesting, read_folder
 
 
 class Model:

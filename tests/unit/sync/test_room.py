@@ -13,13 +13,13 @@ import pytest
 from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
-from distill.report.metrics import Lines
-from sync import room
+from distill.metrics.trackers import Lines
+from sync import disk_full as room
 from sync.errors import StoreError
-from sync.room import append, is_full, until_room
+from sync.disk_full import append, is_full, until_room
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
-from sync.stores.patient import PatientStore
+from sync.stores.retry_on_full import PatientStore
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from sync.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.stores.base import Store
 from sync.stores.bucket import BucketStore
 from sync.stores.memory import MemoryStore
-from sync.weights import checkpoint
-from sync.weights.held import Held
-from sync.weights.manifest import read_latest, read_manifest, versions
-from sync.weights.mirror import Mirror, digests, read_chain
-from sync.weights.publish import Publisher, PublishReport, Slice
+from sync.snapshots import checkpoint
+from sync.publish.base_shard import Held
+from sync.snapshots.manifest import read_latest, read_manifest, versions
+from sync.subscribe.mirror import Mirror, digests, read_chain
+from sync.publish.publisher import Publisher, PublishReport, Slice
 from sync.wire import Version
 
 RUN = "run"
@@ -327,7 +327,7 @@ def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
         assert again.version == v(0)
     boot = tmp_path / "boot_id"
     boot.write_text("another start")
-    monkeypatch.setattr("sync.weights.slots._BOOT", boot)
+    monkeypatch.setattr("sync.subscribe.slots._BOOT", boot)
     with Mirror(tmp_path / "mirror", store, RUN) as rebooted:
         assert rebooted.version is None
         follow(rebooted, v(0))

@@ -18,7 +18,7 @@ from teacher_service.batching import Batcher, split
 from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
 from teacher_service.engines.table import TableEngine, random_table
 from teacher_service.metrics import Metrics
-from teacher_service.tickets import Ticket
+from teacher_service.request_queue import Ticket
 
 POISON = 7
 

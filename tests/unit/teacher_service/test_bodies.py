@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from sync.errors import Overloaded, WireError
-from teacher_service.bodies import BodyGate
+from teacher_service.body_limit import BodyGate
 
 
 def request(*chunks: bytes, leaves: bool = False) -> Request:

@@ -14,10 +14,10 @@ import pytest
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines import seats as seats_module
+from teacher_service.engines import gpu_slots as seats_module
 from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner
-from teacher_service.engines.resting import RestingEngine
-from teacher_service.engines.seats import Seat, SeatsConfig
+from teacher_service.engines.idle_unload import RestingEngine
+from teacher_service.engines.gpu_slots import Seat, SeatsConfig
 from teacher_service.engines.table import TableEngine, random_table
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)

@@ -20,7 +20,7 @@ from teacher_service.engines.openai import CompletionsServer, connect
 from teacher_service.engines.sglang import SGLangServer
 from teacher_service.engines.sglang import connect as connect_sglang
 from teacher_service.engines.table import TableEngine, random_table
-from teacher_service.engines.upstream import Upstream
+from teacher_service.engines.http_engine import Upstream
 from teacher_service.engines.vllm import ByUrl
 
 V = 11

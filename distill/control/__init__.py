@@ -1,1 +1,0 @@
-"""The controller: prompts out, scored rollouts in, batches to the trainer; journaled, bounded, no torch."""

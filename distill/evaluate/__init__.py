@@ -1,1 +1,0 @@
-"""The evaluator: exact reverse KL and pass rate of any version on held-out prompts."""

@@ -1,0 +1,191 @@
+"""Exact reverse KL and pass rate of a student on its own completions: the metric `reverse_kl` everywhere.
+
+Completions are sampled at temperature 1 from the full distribution. KL(p‖q) = Σ_v p(v) (log p(v) − log q(v))
+is summed over the whole vocabulary at every completion token, end token included, in fp32, and averaged over
+tokens. Rows of a model beyond the tokenizer's vocabulary do not exist for it.
+
+Letters in shapes: B prompts of a batch, P their padded length, L padded length with completion,
+C completion tokens, N tokens of one chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distill.prompts.rewards import Judge
+from distill.prompts.stream import Prompt
+from sync.wire import EvalReport, Version
+from teacher_service.engines.head import OutputHead
+from teacher_service.engines.sampling import Sampled, completions, grow
+
+Watch = Callable[[Tensor, Tensor], None]
+"""Told p [B, V] and what was drawn from it [B] at every step, rows that have ended included."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model of transformers in fp32, and its head cut to the tokenizer's vocabulary."""
+
+    model: Any
+    head: OutputHead
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How completions are sampled and how much is in memory at once."""
+
+    max_tokens: int
+    end_ids: tuple[int, ...]
+    """Ids that end a completion; the ending one is part of it."""
+    batch: int = 128
+    """Completions sampled together."""
+    chunk: int = 1024
+    """Positions whose full-vocabulary distributions are in memory at once."""
+
+
+class Figures(NamedTuple):
+    """Sums over C completion tokens; nats."""
+
+    kl: float = 0.0
+    student_entropy: float = 0.0
+    teacher_entropy: float = 0.0
+    tails: tuple[float, ...] = ()
+    """Teacher's probability outside its own top-k, for k = 1, 2, …"""
+    tokens: int = 0
+
+    def plus(self, other: Figures) -> Figures:
+        tails = (
+            tuple(a + b for a, b in zip(self.tails, other.tails, strict=True)) if self.tails else other.tails
+        )
+        return Figures(
+            self.kl + other.kl,
+            self.student_entropy + other.student_entropy,
+            self.teacher_entropy + other.teacher_entropy,
+            tails,
+            self.tokens + other.tokens,
+        )
+
+
+class Evaluation(NamedTuple):
+    """What `evaluate` finds: the report, and means per token that explain it."""
+
+    report: EvalReport
+    student_entropy: float
+    teacher_entropy: float
+    tails: tuple[float, ...]
+    """Mean mass of the teacher's distribution outside its top-k, for k = 1 … `tails` asked for."""
+
+
+def evaluate(
+    student: LanguageModel,
+    teachers: Mapping[str, LanguageModel],
+    prompts: Sequence[Prompt],
+    limits: Limits,
+    *,
+    route: Callable[[str], str],
+    judge: Judge | None = None,
+    seed: int = 0,
+    version: Version = Version(0, 0),
+    tails: int = 0,
+) -> Evaluation:
+    """Sample one completion per prompt and compare the student with the teacher that each is routed to.
+
+    `route`: a prompt's source → name of its teacher. `judge` None: no pass rate. The same seed and batch give
+    the same completions. `version` only names the report.
+    """
+    started, figures = time.monotonic(), Figures()
+    passed = cut = 0
+    generator = torch.Generator(student.model.device).manual_seed(seed)
+    with torch.inference_mode():
+        for name, batch in _batches(prompts, limits.batch, route):
+            sampled = sample(student, [p.token_ids for p in batch], limits, generator)
+            figures = figures.plus(compare(student, teachers[name], sampled, limits.chunk, tails))
+            for prompt, completion in zip(batch, completions(sampled), strict=True):
+                cut += completion[-1] not in limits.end_ids
+                passed += judge is not None and judge(prompt, completion) > 0
+    tokens = max(1, figures.tokens)
+    report = EvalReport(
+        version=version,
+        reverse_kl=figures.kl / tokens,
+        pass_rate=None if judge is None else passed / len(prompts),
+        completions=len(prompts),
+        tokens=figures.tokens,
+        truncated=cut / len(prompts),
+        seconds=time.monotonic() - started,
+    )
+    means = (figures.student_entropy / tokens, figures.teacher_entropy / tokens)
+    return Evaluation(report, *means, tuple(tail / tokens for tail in figures.tails))
+
+
+def _batches(
+    prompts: Sequence[Prompt], size: int, route: Callable[[str], str]
+) -> Iterator[tuple[str, list[Prompt]]]:
+    """Batches of one teacher each, prompts of like length together."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
+        groups.setdefault(route(prompt.source), []).append(prompt)
+    for name, group in groups.items():
+        for start in range(0, len(group), size):
+            yield name, group[start : start + size]
+
+
+def sample(
+    student: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    generator: torch.Generator,
+    watch: Watch = lambda p_BV, token_B: None,
+) -> Sampled:
+    """One completion of every prompt, temperature 1, with a key-value cache."""
+
+    def draw(logits_BV: Tensor) -> Tensor:
+        p_BV = logits_BV.softmax(-1)
+        token_B1 = torch.multinomial(p_BV, 1, generator=generator)
+        watch(p_BV, token_B1[:, 0])
+        return token_B1
+
+    vocab = len(student.head.weight_VH)
+    states = grow(student.model, vocab, prompts, limits.end_ids, limits.max_tokens, draw)
+    return deque(states, maxlen=1)[0]
+
+
+def compare(
+    student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int, tails: int = 0
+) -> Figures:
+    """Sums of the exact figures over every completion token, `chunk` positions at a time."""
+    pairs = zip(_hidden(student, sampled).split(chunk), _hidden(teacher, sampled).split(chunk), strict=True)
+    total = Figures()
+    for student_NH, teacher_NH in pairs:
+        logp_NV = student.head.logits(student_NH).log_softmax(-1)
+        logq_NV = teacher.head.logits(teacher_NH).log_softmax(-1)
+        p_NV, q_NV = logp_NV.exp(), logq_NV.exp()
+        most_NK = q_NV.topk(tails, -1).values.cumsum(-1)
+        total = total.plus(
+            Figures(
+                float((p_NV * (logp_NV - logq_NV)).sum()),
+                float(-(p_NV * logp_NV).sum()),
+                float(-(q_NV * logq_NV).sum()),
+                tuple((1 - most_NK).clamp_min(0).sum(0).tolist()),
+                len(p_NV),
+            )
+        )
+    return total
+
+
+def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:
+    """Hidden states [C, H] from which every completion token is predicted."""
+    decoder = scored.model.get_decoder()
+    hidden_BLH = decoder(
+        input_ids=sampled.tokens_BL[:, :-1],
+        attention_mask=sampled.attended_BL[:, :-1],
+        position_ids=(sampled.attended_BL.cumsum(1) - 1).clamp_min(0)[:, :-1],
+        use_cache=False,
+    ).last_hidden_state
+    return hidden_BLH[sampled.completion_BL[:, 1:]]

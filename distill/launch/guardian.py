@@ -1,0 +1,184 @@
+"""Guardian of one child process: whatever ends it or its parent, nothing of it stays behind.
+
+    python -m distill.launch.guardian NAME PIPE COMMAND …
+
+The guardian leads a session of its own and adopts every orphan in it. NAME is the role's, for whoever lists
+processes. PIPE is a descriptor whose other end only the launcher holds.
+
+    command ends          → kill what it left behind, exit with its status
+    PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
+    a byte in PIPE        → kill everything at once
+    the guardian is killed → the kernel kills the command; the rest falls to the launcher, which adopts it
+
+The launcher is a subreaper too (`adopt_orphans`): what a killed guardian leaves, in whatever session, becomes
+its child, and `kill_adopted` finds it there.
+
+Signals to end are for the command, which gets them as a member of the group; the guardian waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import sys
+import termios
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_SECONDS = 0.1
+ORPHAN_GRACE_SECONDS = 3.0
+"""From TERM to KILL after the launcher is gone."""
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def main() -> int:
+    """Guard the command in this process's arguments; its exit status."""
+    pipe, command = int(sys.argv[2]), sys.argv[3:]
+    os.set_inheritable(pipe, False)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    for number in ended:
+        signal.signal(number, signal.SIG_IGN)
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become(command, ended, own)
+    status = _watch(child, pipe)
+    kill_descendants()
+    return status
+
+
+def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> None:
+    """In the fork: turn into the command; dies with the guardian."""
+    for number in ended:
+        signal.signal(number, signal.SIG_DFL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:  # it was killed before the kernel was told
+        os._exit(128 + signal.SIGKILL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(127)
+
+
+def _watch(child: int, pipe: int) -> int:
+    """Exit status of the child, in the shell's way, or 128 + SIGKILL when the launcher went first."""
+    deadline: float | None = None
+    while (status := _reap(child)) is None:
+        if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
+            at_once = _bytes_in(pipe) > 0
+            deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)
+            os.killpg(0, signal.SIGTERM)
+        elif deadline is not None:
+            if time.monotonic() > deadline:
+                return 128 + signal.SIGKILL
+            time.sleep(POLL_SECONDS)
+    return status
+
+
+def _bytes_in(pipe: int) -> int:
+    """Bytes that wait in a pipe; they stay there, for other guardians."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def _reap(child: int) -> int | None:
+    """Collect every process that ended; the child's status if it was among them."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 128 + signal.SIGKILL
+        if pid == 0:
+            return None
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def kill_descendants() -> None:
+    """Kill every process below this one; returns when none is left. Call only as the subreaper."""
+    while True:
+        for pid in children_of(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Whether descendants whose parents die become children of this process (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def kill_adopted(own: Collection[int], guardian: str) -> int:
+    """Kill and collect the children of this process that it adopted, and theirs; how many there were.
+
+    `own`: children that it started itself; so are those with `guardian` among their words, and those of its
+    session: a guardian begins one of its own, and nothing below it can come back to this one.
+    """
+    killed: set[int] = set()
+    while adopted := [
+        pid
+        for pid in children_of(os.getpid())
+        if pid not in own and _elsewhere(pid) and guardian.encode() not in _words(pid)
+    ]:
+        for pid in adopted:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        killed.update(adopted)
+    return len(killed)
+
+
+def _words(pid: int) -> list[bytes]:
+    """Command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _elsewhere(pid: int) -> bool:
+    """Whether a process is of another session than this one."""
+    try:
+        return os.getsid(pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False
+
+
+def children_of(parent: int) -> list[int]:
+    """Processes whose parent is `parent`, zombies too, read from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(entry.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""report.png: what a run did, at a glance. `distill report RUN_DIR` draws it anew at any time.
+
+Top left: the student gets better. Top right: what it cost in freshness and time. Bottom: who worked when.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.metrics.results import use_of_tokens
+from sync.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f6fde", "#e07b1a", "#2e9e6b", "#8457d6", "#cc3f5a", "#9aa5b1"
+TEAL, BROWN = "#12a5b8", "#8a5a2b"
+WORK_COLORS = {
+    "generate": BLUE,
+    "score": ORANGE,
+    "write": BROWN,
+    "train": GREEN,
+    "publish": PURPLE,
+    "update": TEAL,
+    "evaluate": RED,
+    "checkpoint": GREY,
+}
+LANE_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(("update", "write"), (0.2, 0.18))
+"""Bottom and height of each kind of bar in its lane; what runs beside other work is drawn below it."""
+WINDOW_SECONDS = 12.0
+"""Of the lanes: long enough to see the rhythm, short enough to see single steps."""
+
+Line = dict[str, Any]
+
+
+def draw(run_dir: Path) -> Path:
+    """Draw report.png from the run's own files. Raises DataError when there are none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, evaluations = _figures(read_lines(run_dir / "metrics.jsonl"))
+    spans = read_lines(run_dir / "timeline.jsonl")
+    if not steps and not evaluations:
+        raise DataError(f"{run_dir} holds no metrics.jsonl with figures: name the folder of a run")
+    figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
+    quality, cost = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    draw_quality(quality, steps, evaluations)
+    draw_cost(cost, steps)
+    summary = _summary(run_dir)
+    draw_lanes(figure.add_subplot(grid[1, :]), spans, summary)
+    figure.suptitle(
+        _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
+    )
+    if "tokens" in summary:
+        figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
+    path = run_dir / "report.png"
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Objects of a JSONL file, without a last line that a crash cut off; empty when there is no file."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number + 1 < len(lines):
+                raise DataError(f"{path}:{number + 1}: not JSON: the file was altered") from None
+    return found
+
+
+def _figures(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Steps and evaluations, without figures that are null: they were not finite."""
+    finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    steps = [few for line, few in zip(lines, finite, strict=True) if "eval/reverse_kl" not in line]
+    return steps, [line for line in finite if "eval/reverse_kl" in line]
+
+
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    """summary.json; empty while the run goes on."""
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _title(name: str, summary: Mapping[str, Any]) -> str:
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    if before.get("reverse_kl") is None or after.get("reverse_kl") is None:
+        return name
+    words = f"reverse KL {before['reverse_kl']:.2f} → {after['reverse_kl']:.2f} nats a token"
+    if before.get("pass_rate") is not None and after.get("pass_rate") is not None:
+        words += f",  pass rate {before['pass_rate']:.0%} → {after['pass_rate']:.0%}"
+    return f"{name}:  {words}"
+
+
+def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line]) -> None:
+    """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
+    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) for line in steps}}
+    trained = [line for line in steps if "reverse_kl" in line]
+    _plain(axes, "The student on its own completions", "tokens trained on, thousands")
+    axes.plot(
+        [line.get("tokens/trained", 0.0) / 1e3 for line in trained],
+        [line["reverse_kl"] for line in trained],
+        color=BLUE,
+        alpha=0.35,
+        linewidth=1.2,
+        label="reverse KL, training batches",
+    )
+    x = [tokens_at.get(line["step"], 0.0) / 1e3 for line in evaluations]
+    axes.plot(x, [e["eval/reverse_kl"] for e in evaluations], "o-", color=BLUE, label="reverse KL, held out")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("reverse KL, nats a token", color=BLUE)
+    passed = [
+        (at, line["eval/pass_rate"])
+        for at, line in zip(x, evaluations, strict=True)
+        if "eval/pass_rate" in line
+    ]
+    if passed:
+        right = axes.twinx()
+        right.plot(*zip(*passed, strict=True), "s-", color=GREEN, label="pass rate, held out")
+        right.set_ylim(0, 1)
+        right.set_ylabel("pass rate", color=GREEN)
+        right.spines[["top"]].set_visible(False)
+        handles = [*axes.get_lines(), *right.get_lines()]
+        axes.legend(
+            handles, [str(h.get_label()) for h in handles], frameon=False, fontsize=8, loc="center right"
+        )
+    else:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
+    """Age of what was trained on, and seconds a step the trainer waited and worked."""
+    _plain(axes, "How fresh the rollouts were, and what a step took", "optimizer step")
+    x = [line["step"] for line in steps]
+    mean = [line.get("staleness/mean", 0.0) for line in steps]
+    most = [line.get("staleness/max", 0.0) for line in steps]
+    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
+    axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
+    axes.set_ylabel("age of rollouts, versions", color=ORANGE)
+    axes.set_ylim(0, 1.3 * max([1.0, *most]))
+    right = axes.twinx()
+    wait = [line.get("seconds/wait", 0.0) for line in steps]
+    train = [line.get("seconds/train", 0.0) + line.get("seconds/publish", 0.0) for line in steps]
+    right.plot(x, train, color=GREEN, linewidth=0.9, label="trainer works")
+    right.plot(x, wait, color=GREY, linewidth=0.9, label="trainer waits")
+    right.set_ylabel("seconds a step", color=INK)
+    right.set_ylim(0, 4 * _middle([a + b for a, b in zip(wait, train, strict=True)]) or None)
+    right.spines[["top"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    more, names = right.get_legend_handles_labels()
+    axes.legend(handles + more, labels + names, frameon=False, fontsize=8, ncols=2, loc="upper center")
+
+
+def draw_lanes(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
+    """One lane per role over a window in the middle of the run; beside it, its share of work in all of it."""
+    work = [span for span in spans if span["what"] in WORK_COLORS]
+    if not work:
+        axes.set_axis_off()
+        return
+    start, end = middle_window(work)
+    roles = sorted({span["role"] for span in work}, key=_rank)
+    for lane, role in enumerate(roles):
+        for what, (offset, height) in LANE_PLACES.items():
+            own = [s for s in work if s["role"] == role and s["what"] == what]
+            bars = [(s["start"] - start, s["end"] - s["start"]) for s in own]
+            axes.broken_barh(bars, (lane + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
+    _plain(axes, "Who worked when", f"{end - start:.0f} seconds from the middle of the run")
+    axes.set_xlim(0, end - start)
+    axes.set_ylim(len(roles) - 0.4, -0.6)
+    axes.set_yticks(range(len(roles)), [_lane_label(role, summary) for role in roles])
+    axes.grid(visible=False, axis="y")
+    _legend_of_work(axes, {span["what"] for span in work})
+
+
+def _lane_label(role: str, summary: Mapping[str, Any]) -> str:
+    idle = summary.get("idle_seconds", {}).get(role)
+    busy = summary.get("busy_seconds", {}).get(role)
+    if idle is None or busy is None:
+        return role
+    return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}"
+
+
+def _legend_of_work(axes: Axes, used: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
+
+
+def middle_window(spans: Sequence[Line]) -> tuple[float, float]:
+    """Start and end of WINDOW_SECONDS around the middle of the trainer's work (of all work without one)."""
+    trained = [span for span in spans if span["what"] == "train"] or list(spans)
+    start, end = min(s["start"] for s in trained), max(s["end"] for s in trained)
+    length = min(WINDOW_SECONDS, max(end - start, 1e-3))
+    left = (start + end - length) / 2
+    return left, left + length
+
+
+def _rank(role: str) -> tuple[int, str]:
+    order = ("student", "replica", "teacher", "trainer", "evaluator")
+    return next((i for i, prefix in enumerate(order) if role.startswith(prefix)), len(order)), role
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _plain(axes: Axes, title: str, x_label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel(x_label, color=FAINT)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=FAINT)

@@ -1,1 +1,0 @@
-"""What a run tells people and programs: metrics, progress, picture, summary."""

@@ -1,0 +1,296 @@
+"""What the journal holds: one type for everything that happens to a prompt, a batch or a version.
+
+The state of a run is these records applied in order (see `state`), live as well as after a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from distill.prompts.stream import Prompt
+from sync.wire import Array, EvalReport, Scored, Version, VersionSpan
+
+DropReason = Literal[
+    "too_old",
+    "teacher_refused",
+    "empty",
+    "engine_failed",
+    "straggler",
+    "repetitive",
+    "over_long",
+    "rolled_back",
+    "group_broken",
+    "unusable",
+    "function_failed",
+    "poisoned",
+    "impossible_version",
+]
+AgainReason = Literal[
+    "replica_lost",
+    "replica_busy",
+    "aborted",
+    "straggler",
+    "over_long",
+    "unusable",
+    "controller_restarted",
+]
+
+SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
+"""Reasons that count towards `rollout.max_attempts`: the others say nothing about the prompt."""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of every journal entry."""
+
+
+class Opened(Record, frozen=True):
+    """A controller started on this journal."""
+
+    run: str
+    seed: int
+    batch: int
+    max_staleness: int
+    """Oldest age at full weight."""
+    hard_limit: int | None = None
+    """Oldest age at all; None: max_staleness."""
+    half_life: float = 1.0
+    """Versions beyond max_staleness that halve a rollout's weight."""
+    group: int = 1
+    """Completions of a prompt that go into a batch together."""
+    per_prompt: int = 1
+    """Completions of each prompt."""
+    rows: int | None = None
+    """Prompts of an epoch; None: they have no end."""
+    id: str | None = None
+    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
+
+
+class Issued(Record, frozen=True):
+    """Prompts left the cursor; a prompt's number is its place in the order of issue."""
+
+    prompts: list[Prompt]
+    """Token ids are emptied once no restart can need them."""
+    epoch: int
+    position: int
+    """The cursor after them."""
+    by_teacher: list[int] = []
+    """Places in `prompts` of those that their teacher completes; the student completes the others."""
+
+
+class AskedAgain(Record, frozen=True):
+    """Prompts whose completion was lost; they wait to be asked again."""
+
+    ids: list[str]
+    reason: AgainReason
+    tokens: int = 0
+    """Completion tokens that were generated for nothing, as far as they are known."""
+
+
+class Rollout(Record, frozen=True):
+    """A finished and scored completion. Letters as in sync.wire: T completion tokens, K ids."""
+
+    id: str
+    number: int
+    """Of its prompt."""
+    prompt: Array
+    """i4 [P]"""
+    tokens: Array
+    """i4 [T]"""
+    logprob: Array
+    """f4 [T]: log μ"""
+    spans: list[VersionSpan]
+    truncated: bool
+    teacher: str
+    scored: Scored
+    topk_ids: Array | None = None
+    """i4 [T, K]: the student's own; None: the objective does not use them"""
+    reward: float | None = None
+    by_teacher: bool = False
+    """The teacher wrote it: `logprob` is its own, `spans` is empty, and it has no age."""
+
+    @property
+    def length(self) -> int:
+        """T"""
+        return self.tokens.shape[0]
+
+
+class Trace(Record, frozen=True):
+    """What stays of a Rollout after a checkpoint covers the step that trained on it."""
+
+    id: str
+    number: int
+    length: int
+    spans: list[VersionSpan]
+    teacher: str
+    by_teacher: bool = False
+
+
+class Dropped(Record, frozen=True):
+    """These prompts or rollouts will not be trained on."""
+
+    ids: list[str]
+    reason: DropReason
+    tokens: int
+    """Completion tokens that were generated for nothing and are in no Rollout record."""
+    detail: str = ""
+
+
+class Composed(Record, frozen=True):
+    """The batch trained on top of `version`, in order."""
+
+    version: Version
+    ids: list[str]
+    weights: list[float] = []
+    """What each counts for (`Bound.weight` of its age); empty: 1 for all."""
+
+
+class LineageOpened(Record, frozen=True):
+    """A trainer started; see distill.buffer.staleness.Lineage."""
+
+    lineage: int
+    checkpoint: Version | None
+    start: int
+    origin: int | None
+    branch: int
+    fingerprint: str
+    without: list[str] = []
+    """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
+    ranks: int | None = None
+    """Of the trainer; None: an earlier release did not note it."""
+    parts: list[list[str]] = []
+    """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
+
+
+class HandedOut(Record, frozen=True):
+    """A rank of the current trainer has the batch of `version`."""
+
+    version: Version
+
+
+class Stepped(Record, frozen=True):
+    """The trainer reached `version`."""
+
+    version: Version
+
+
+class VersionPublished(Record, frozen=True):
+    """The trainer published a version; fields as in sync.wire.Published."""
+
+    version: Version
+    kind: Literal["full", "delta", "lora", "broadcast"]
+    bytes: int
+    full_bytes: int
+    seconds: float
+
+
+class VersionApplied(Record, frozen=True):
+    """A replica serves `version` now; seconds and bytes as in UpdateReply, `seconds` from ask to answer."""
+
+    replica: str
+    version: Version
+    bytes: int
+    stage_seconds: float
+    pause_seconds: float
+    apply_seconds: float
+    seconds: float
+
+
+class Checkpointed(Record, frozen=True):
+    """The trainer's checkpoint of `version` is whole."""
+
+    version: Version
+    path: str
+
+
+class RolledBack(Record, frozen=True):
+    """The guard sent the trainer away: the next lineage begins at `to`, and never sees these rollouts."""
+
+    to: Version | None
+    """A checkpoint; None: the model folder."""
+    without: list[str]
+    problem: str
+
+
+class Evaluated(Record, frozen=True):
+    """A version was evaluated."""
+
+    report: EvalReport
+
+
+class Concluded(Record, frozen=True):
+    """The trainer has left and what can be shown of the last version was shown."""
+
+    version: Version | None
+    """The trainer's last word; None: it gave none."""
+    weights: dict[str, bool | None]
+    """Replica → whether it held the trainer's weights; None: it was not compared."""
+    problems: list[str]
+    """What is wrong with the end of the run; empty: nothing."""
+
+
+class Location(msgspec.Struct, array_like=True):
+    """Where a record stands in the journal: known once it is committed, -1 until then."""
+
+    segment: int = -1
+    offset: int = -1
+
+
+class Held(NamedTuple):
+    """What a snapshot holds on to."""
+
+    segment: int
+    """The one that it heads."""
+    needed: frozenset[int]
+    """Those that hold its prompts and rollouts."""
+
+
+class Snapshot(Record, frozen=True):
+    """The state of the run, at the head of a segment: a restart replays from one of these."""
+
+    checkpoint: Version
+    """The newest when it was taken; batches of earlier steps are left out."""
+    base: int | None
+    """Segment that a restart replays from, headed by the snapshot of the oldest kept checkpoint; None: this
+    one."""
+    state: bytes
+    """msgpack of distill.run_log.snapshot.Saved."""
+    where: dict[str, Location]
+    """Places of its prompts and rollouts."""
+
+
+AnyRecord = (
+    Opened
+    | Issued
+    | AskedAgain
+    | Rollout
+    | Trace
+    | Dropped
+    | Composed
+    | LineageOpened
+    | HandedOut
+    | Stepped
+    | VersionPublished
+    | VersionApplied
+    | Checkpointed
+    | RolledBack
+    | Evaluated
+    | Concluded
+    | Snapshot
+)
+
+
+def trace_of(record: Rollout | Trace) -> Trace:
+    """The rollout without its arrays."""
+    return Trace(record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher)
+
+
+def compacted(record: AnyRecord) -> AnyRecord:
+    """The record without what only a restart would need."""
+    if isinstance(record, Rollout):
+        return trace_of(record)
+    if isinstance(record, Issued):
+        prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
+        return Issued(prompts, record.epoch, record.position, record.by_teacher)
+    return record

@@ -1,0 +1,216 @@
+"""Snapshots of a run's state: what bounds a controller's memory and the journal that a restart replays.
+
+    checkpoint ──▶ forget the batches that the oldest kept checkpoint covers
+               ──▶ snapshot of what is left, at the head of a segment
+               ──▶ archive the segments before the snapshot of the oldest kept checkpoint
+
+A snapshot holds places of prompts and rollouts instead of their tokens and arrays: they are read back from
+the segments that hold them, which are kept as long as a place is in use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from distill.buffer.buffer import Entry
+from distill.buffer.staleness import Lineage
+from distill.run_log.records import (
+    AnyRecord,
+    Held,
+    Issued,
+    Location,
+    Opened,
+    RolledBack,
+    Snapshot,
+    VersionApplied,
+    VersionPublished,
+)
+from distill.run_log.state import Asked, Batch, Counters, Rules, RunState
+from distill.batching.bisection import Trials
+from distill.prompts.stream import Cursor, Prompt
+from sync.errors import DataError
+from sync.wire import EvalReport, Version, VersionSpan
+
+PLAIN = (
+    "cursor", "lineage", "fingerprint", "next_step", "reached", "trained_tokens", "trained_by_teacher",
+    "target", "checkpoints", "evaluations", "rollbacks", "rolled_back", "counters", "opened", "broken",
+    "newest", "trials",
+)  # fmt: skip
+"""Fields of RunState that are saved as they are."""
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    """As distill.buffer.buffer.Entry."""
+
+    id: str
+    number: int
+    length: int
+    spans: list[VersionSpan]
+    by_teacher: bool
+
+    @classmethod
+    def of(cls, entry: Entry) -> _Entry:
+        return cls(entry.id, entry.number, entry.length, entry.spans, entry.by_teacher)
+
+    def restored(self) -> Entry:
+        return Entry(self.id, self.number, 0, self.length, self.spans, self.by_teacher)
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    """As distill.run_log.state.Batch."""
+
+    version: Version
+    entries: list[_Entry]
+    tokens: int
+    by_teacher: int
+    ages: list[int]
+    weights: list[float]
+    trial: bool = False
+    trained: bool = False
+
+    @classmethod
+    def of(cls, b: Batch) -> _Batch:
+        entries = [_Entry.of(entry) for entry in b.entries]
+        return cls(b.version, entries, b.tokens, b.by_teacher, b.ages, b.weights, b.trial, b.trained)
+
+    def restored(self) -> Batch:
+        entries = [entry.restored() for entry in self.entries]
+        sums = (self.tokens, self.by_teacher, self.ages, self.weights)
+        return Batch(self.version, entries, *sums, self.trial, self.trained)
+
+
+class Saved(msgspec.Struct):
+    """What a snapshot holds; names as in RunState."""
+
+    cursor: Cursor
+    lineage: int | None
+    fingerprint: str | None
+    next_step: int
+    reached: Version | None
+    trained_tokens: dict[int, int]
+    trained_by_teacher: dict[int, int]
+    target: VersionPublished | None
+    checkpoints: list[Version]
+    evaluations: list[EvalReport]
+    rollbacks: int
+    rolled_back: RolledBack | None
+    counters: Counters
+    opened: Opened | None
+    broken: dict[str, set[str]]
+    newest: dict[int, int]
+    lineages: list[Lineage]
+    published: list[VersionPublished]
+    applied: list[VersionApplied]
+    asked: list[tuple[str, int, bool, int]]
+    """Prompt id, number, by_teacher, attempts."""
+    buffer: list[_Entry]
+    """In the order of admission."""
+    batches: list[_Batch]
+    trials: Trials
+
+
+def cover(state: RunState, keep_checkpoints: int) -> Version | None:
+    """Forget what the oldest kept checkpoint covers; that checkpoint.
+
+    None: there are not `keep_checkpoints` of the current lineage's way yet, and nothing is forgotten.
+    """
+    kept = [version for version in state.checkpoints if state.passed(version)][-keep_checkpoints:]
+    if len(kept) < keep_checkpoints:
+        return None
+    covered = min(kept, key=lambda version: version.step)
+    for version in [version for version in state.batches if version.step < covered.step]:
+        state.forget(version)
+    for tokens in (state.trained_tokens, state.trained_by_teacher):
+        if old := [step for step in tokens if step < covered.step]:
+            tokens[max(old)] = sum(tokens.pop(step) for step in old)
+    return covered
+
+
+def base(state: RunState, covered: Version | None) -> Held | None:
+    """The newest snapshot that serves a trainer from `covered` or any later checkpoint; forgets older ones.
+
+    None: a restart replays the whole journal.
+    """
+    fits = [v for v in state.snapshots if covered and state.passed(v) and v.step <= covered.step]
+    if not fits:
+        return None
+    for version in fits[:-1]:
+        del state.snapshots[version]
+    return state.snapshots[fits[-1]]
+
+
+def take(state: RunState, base: int | None) -> Snapshot:
+    """A snapshot for the newest checkpoint; `base`: see there. Places become known when it is written."""
+    checkpoint = state.checkpoints[-1]
+    batches = [batch for batch in state.batches.values() if batch.version.step >= checkpoint.step]
+    buffered = [state.buffer[rollout] for rollout in state.buffer.ids()]
+    saved = Saved(
+        **{name: getattr(state, name) for name in PLAIN},
+        lineages=[state.lineages[number] for number in range(len(state.lineages))],
+        published=list(state.published),
+        applied=list(state.applied),
+        asked=[(one.prompt.id, one.number, one.by_teacher, one.attempts) for one in state.asked.values()],
+        buffer=[_Entry.of(entry) for entry in buffered],
+        batches=[_Batch.of(batch) for batch in batches],
+    )
+    entries = [*buffered, *(entry for batch in batches for entry in batch.entries)]
+    places = {rollout: state.where[rollout] for rollout in [*state.asked, *(entry.id for entry in entries)]}
+    return Snapshot(checkpoint, base, _encoder.encode(saved), places)
+
+
+def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyRecord]) -> RunState:
+    """The state when the snapshot was taken. Raises DataError when a prompt cannot be `read` back."""
+    state, saved = RunState(rules), load(snapshot)
+    for name in PLAIN:
+        setattr(state, name, getattr(saved, name))
+    for lineage in saved.lineages:
+        state.lineages.add(lineage)
+    state.published.extend(saved.published)
+    state.applied.extend(saved.applied)
+    prompts: dict[str, Prompt] = {}
+    for prompt, number, by_teacher, attempts in saved.asked:
+        if prompt not in prompts:
+            issued = read(snapshot.where[prompt])
+            assert isinstance(issued, Issued), f"{prompt} is not where the journal should hold it"
+            prompts = {one.id: one for one in issued.prompts}
+        state.asked[prompt] = Asked(prompts[prompt], number, by_teacher, attempts)
+    for entry in saved.buffer:
+        state.buffer.admit(entry.restored())
+    state.batches = {batch.version: batch.restored() for batch in saved.batches}
+    state.where = dict(snapshot.where)
+    return state
+
+
+def differs(snapshot: Snapshot, state: RunState) -> bool:
+    """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it.
+
+    Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
+    """
+    saved, sure = load(snapshot), set(state.buffer.ids())
+    told = [one[0] for one in saved.asked], saved.next_step, saved.counters
+    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
+    return not buffered or told != (list(state.asked), state.next_step, state.counters)
+
+
+def load(snapshot: Snapshot) -> Saved:
+    """What it holds. Raises DataError when this release cannot read it."""
+    try:
+        return _decoder.decode(snapshot.state)
+    except msgspec.DecodeError as error:
+        raise DataError(
+            f"the snapshot of checkpoint {snapshot.checkpoint} cannot be read by this release ({error}): "
+            "resume the run with the release that wrote it"
+        ) from None
+
+
+def _counter(kind: type, value: Any) -> Any:
+    """msgspec's hook for the one type that it does not know."""
+    return Counter(value)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Saved, dec_hook=_counter)

@@ -1,0 +1,400 @@
+"""The state of a run: the journal's records applied in order, live as well as after a restart. Pure.
+
+Every prompt that was issued is in exactly one place: `asked` (in flight, being scored, or waiting to be asked
+again), `buffer`, a batch of `batches`, or dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distill.buffer.buffer import Buffer, Entry
+from distill.buffer.staleness import Bound, Lineage, Lineages, capacity
+from distill.run_log.records import (
+    SPENDS_ATTEMPT,
+    AnyRecord,
+    AskedAgain,
+    Checkpointed,
+    Composed,
+    Concluded,
+    Dropped,
+    Evaluated,
+    HandedOut,
+    Held,
+    Issued,
+    LineageOpened,
+    Location,
+    Opened,
+    Record,
+    RolledBack,
+    Rollout,
+    Snapshot,
+    Stepped,
+    Trace,
+    VersionApplied,
+    VersionPublished,
+)
+from distill.batching.bisection import Trials, held_by_last
+from distill.prompts.stream import Cursor, Prompt, group_of
+from sync.wire import EvalReport, Version
+
+RECENT = 256
+"""Newest publications, updates of replicas and checkpoints that are remembered one by one."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides how a run's rollouts become batches."""
+
+    batch: int
+    """Rollouts of a batch."""
+    bound: Bound
+    order: Literal["oldest", "arrival"] = "oldest"
+    group: int = 1
+    """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
+    max_attempts: int = 5
+    """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A prompt without a scored completion."""
+
+    prompt: Prompt
+    number: int
+    """Place in the order of issue."""
+    by_teacher: bool = False
+    """The teacher completes it."""
+    attempts: int = 0
+    """Completions that an engine broke off, or that reached a limit and were to be asked again."""
+    since: Version | None = None
+    """What its replica held when it was sent; None: not sent. The feeder's note, on no record."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """A composed batch."""
+
+    version: Version
+    """The weights it is trained on top of, under the lineage that composed it."""
+    entries: list[Entry]
+    tokens: int
+    """Completion tokens."""
+    by_teacher: int
+    """Those of them that teachers wrote."""
+    ages: list[int]
+    """Of each rollout, in versions."""
+    weights: list[float]
+    """What each rollout counts for; empty: 1 for all."""
+    trial: bool = False
+    """It is a part of a batch that trainers died on."""
+    trained: bool = False
+    """A trainer has made its step."""
+
+
+@dataclass
+class Counters:
+    """Sums over the whole run, restarts included."""
+
+    issued: int = 0
+    generated_tokens: int = 0
+    """Completion tokens of scored and of dropped rollouts."""
+    by_teacher_tokens: int = 0
+    """Those of them that teachers wrote."""
+    scored: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rollouts by reason."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    asked_again: Counter[str] = field(default_factory=Counter)
+    age_sum: int = 0
+    """Over rollouts of composed batches."""
+    age_max: int = 0
+    composed: int = 0
+    """Rollouts in composed batches."""
+    late: int = 0
+    """Of them, those older than the limit, at a weight below 1."""
+    published: int = 0
+    """Versions."""
+    applied: int = 0
+    """Updates of replicas."""
+
+
+class RunState:
+    """See the module's text. Only `apply` changes it."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.cursor = Cursor(0, 0)
+        self.asked: dict[str, Asked] = {}
+        self.buffer = Buffer(rules.bound, rules.order, rules.group)
+        self.broken: dict[str, set[str]] = {}
+        """Groups that can no longer be whole → members that are gone; forgotten when all are."""
+        self.batches: dict[Version, Batch] = {}
+        """By the version they were composed for."""
+        self.lineages = Lineages()
+        self.lineage: int | None = None
+        """The current one; None: no trainer has started."""
+        self.fingerprint: str | None = None
+        self.next_step = 0
+        """First step of the current lineage without a batch."""
+        self.reached: Version | None = None
+        """What the trainer has reached; None: it has not started."""
+        self.trained_tokens: dict[int, int] = {}
+        """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
+        self.trained_by_teacher: dict[int, int] = {}
+        """Those of them that teachers wrote."""
+        self.trials = Trials()
+        self.target: VersionPublished | None = None
+        """The version in the store that replicas follow; None: nothing published."""
+        self.published: deque[VersionPublished] = deque(maxlen=RECENT)
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
+        self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
+        self.checkpoints: list[Version] = []
+        """The newest ones, in the order of their saving."""
+        self.snapshots: dict[Version, Held] = {}
+        """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
+        self.opened: Opened | None = None  # by the newest controller
+        self.evaluations: list[EvalReport] = []
+        self.rollbacks = 0  # of the guard, over the whole run
+        self.rolled_back: RolledBack | None = None  # the one that no trainer has followed yet
+        self.counters = Counters()
+        self.where: dict[str, Location] = {}
+        """Journal place of every prompt and rollout that a restart could need."""
+        self.shrunk: dict[str, Entry] = {}
+        """Of batches that were left, what the journal keeps traces of: a replay meets its later records."""
+        self._apply: dict[type[Record], Callable] = {
+            Opened: self._opened,
+            Issued: self._issued,
+            AskedAgain: self._asked_again,
+            Rollout: self._scored,
+            Trace: self._traced,
+            Dropped: self._dropped,
+            Composed: self._composed,
+            LineageOpened: self._lineage_opened,
+            HandedOut: self._handed_out,
+            Stepped: self._stepped,
+            VersionPublished: self._version_published,
+            VersionApplied: self._version_applied,
+            Checkpointed: self._checkpointed,
+            RolledBack: self._rolled_back,
+            Evaluated: self._evaluated,
+            Concluded: lambda record, _: None,
+            Snapshot: self._snapshot,
+        }
+
+    # --- questions ----------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts in flight, being scored or buffered."""
+        return len(self.asked) + len(self.buffer)
+
+    def step_of(self, version: Version) -> int:
+        """A token's version as a step of the current lineage."""
+        return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
+
+    def passed(self, version: Version) -> bool:
+        """Whether a version lies on the way of the current lineage."""
+        return self.lineage is not None and self.step_of(version) == version.step
+
+    def room(self, applied: Version | None) -> int:
+        """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
+        step = 0 if applied is None else self.step_of(applied)
+        batch, limit = self.rules.batch, self.rules.bound.limit
+        return capacity(step, limit, batch, self.next_step * batch, self.outstanding)
+
+    def is_broken(self, rollout: str) -> bool:
+        """Whether a member of its group is gone, so that no batch will take it."""
+        return self.rules.group > 1 and group_of(rollout) in self.broken
+
+    def expiring(self) -> int:
+        """Rollouts under way that the next batch may still take, and none after it."""
+        last = self.next_step - self.rules.bound.hard
+        return sum(one.since is not None and self.step_of(one.since) == last for one in self.asked.values())
+
+    def batch_of(self, step: int) -> Batch | None:
+        """The batch of `step` on the way of the current lineage; None: not composed, or forgotten."""
+        if self.lineage is None:
+            return None
+        return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
+
+    def available(self, version: Version) -> bool:
+        """Whether the batch composed for `version` can be handed out (again)."""
+        batch = self.batches.get(version)
+        return batch is not None and all(entry.id in self.where for entry in batch.entries)
+
+    # --- records ------------------------------------------------------------------------------------------
+
+    def apply(self, record: AnyRecord, location: Location | None = None) -> None:
+        """Change the state as `record` says; `location` is where the journal holds it."""
+        self._apply[type(record)](record, location)
+
+    def _opened(self, record: Opened, _: Location | None) -> None:
+        self.opened = record
+        self.trials.handed_out = -1  # a trainer that ends with its controller died of that
+
+    def _issued(self, record: Issued, location: Location | None) -> None:
+        written = set(record.by_teacher)
+        for place, prompt in enumerate(record.prompts):
+            self.asked[prompt.id] = Asked(prompt, self.counters.issued, place in written)
+            self.counters.issued += 1
+            if location:
+                self.where[prompt.id] = location
+        self.cursor = Cursor(record.epoch, record.position)
+
+    def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
+        for prompt in record.ids if record.reason in SPENDS_ATTEMPT else ():
+            self.asked[prompt].attempts += 1
+        for prompt in record.ids:
+            self.asked[prompt].since = None
+        self.counters.asked_again[record.reason] += len(record.ids)
+        if record.tokens:
+            self.counters.generated_tokens += record.tokens
+            self.counters.dropped_tokens[record.reason] += record.tokens
+
+    def _scored(self, record: Rollout, location: Location | None) -> None:
+        self._admit(
+            Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher, record)
+        )
+        if location:
+            self.where[record.id] = location
+
+    def unload(self, rollout: str) -> None:
+        """Let memory go of a buffered rollout's arrays: the journal has them."""
+        self.buffer[rollout].rollout = None
+
+    def _traced(self, record: Trace, _: Location | None) -> None:
+        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher))
+
+    def _admit(self, entry: Entry) -> None:
+        self.asked.pop(entry.id)
+        self.where.pop(entry.id, None)
+        self.buffer.admit(entry)
+        self.counters.scored += 1
+        self.counters.generated_tokens += entry.length
+        self.counters.by_teacher_tokens += entry.length if entry.by_teacher else 0
+
+    def _dropped(self, record: Dropped, _: Location | None) -> None:
+        tokens = record.tokens
+        for rollout in record.ids:
+            if rollout in self.buffer:
+                tokens += self.buffer.remove([rollout])[0].length
+            elif rollout in self.shrunk:
+                tokens += self.shrunk.pop(rollout).length
+            elif self.asked.pop(rollout).by_teacher:
+                self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
+            self.where.pop(rollout, None)
+            self._break_group(rollout)
+        self.counters.generated_tokens += record.tokens
+        self.counters.dropped[record.reason] += len(record.ids)
+        self.counters.dropped_tokens[record.reason] += tokens
+
+    def _break_group(self, rollout: str) -> None:
+        """A member of a group is gone."""
+        if self.rules.group > 1:
+            gone = self.broken.setdefault(group_of(rollout), set())
+            gone.add(rollout)
+            if len(gone) == self.rules.group:
+                del self.broken[group_of(rollout)]
+
+    def _composed(self, record: Composed, _: Location | None) -> None:
+        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self.shrunk])}
+        entries = [whole.get(i) or self.shrunk.pop(i) for i in record.ids]
+        for rollout in record.ids if self.broken else ():
+            self.broken.pop(group_of(rollout), None)
+        ages = [entry.age(record.version.step, self.step_of) for entry in entries]
+        tokens = sum(entry.length for entry in entries)
+        by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
+        batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
+        batch.trial = self.trials.compose(record.ids)
+        self.batches[record.version] = batch
+        self.next_step = record.version.step + 1
+        self.trials.furthest = max(self.trials.furthest, self.next_step)
+        self.counters.composed += len(entries)
+        self.counters.late += sum(weight < 1 for weight in record.weights)
+        self.counters.age_sum += sum(ages)
+        self.counters.age_max = max([self.counters.age_max, *ages])
+
+    def _handed_out(self, record: HandedOut, _: Location | None) -> None:
+        if record.version.lineage == self.lineage:
+            self.trials.handed_out = record.version.step
+
+    def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
+        held = held_by_last(self)
+        self.trials.trainer_gone(None if held is None else held.version)
+        self.trials.parts = record.parts
+        self.trials.furthest = max(self.trials.furthest, record.start)
+        self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
+        self.lineage, self.rolled_back = record.lineage, None
+        self.fingerprint = record.fingerprint
+        self.reached = Version(record.lineage, record.start)
+        self.next_step = record.branch
+        for tokens in (self.trained_tokens, self.trained_by_teacher):
+            for step in [step for step in tokens if step >= record.start]:
+                del tokens[step]
+        self._take_back_lost_batches(record.lineage)
+        if record.without:
+            self._dropped(Dropped(record.without, "rolled_back", 0), None)
+
+    def _take_back_lost_batches(self, lineage: int) -> None:
+        """Rollouts of batches that are not on the way of `lineage` wait in the buffer again."""
+        for version in sorted(v for v in self.batches if self.lineages.owner(lineage, v.step) != v.lineage):
+            for entry in self.batches.pop(version).entries:
+                if entry.id in self.where:
+                    self.buffer.admit(entry)
+                else:
+                    self.shrunk[entry.id] = entry
+                    self._break_group(entry.id)
+
+    def _stepped(self, record: Stepped, _: Location | None) -> None:
+        self.reached = record.version
+        batch = self.batch_of(record.version.step - 1)
+        if batch is not None:
+            batch.trained = True
+            self.trained_tokens[record.version.step - 1] = batch.tokens
+            self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
+            for entry in batch.entries:
+                entry.rollout = None
+
+    def _version_published(self, record: VersionPublished, _: Location | None) -> None:
+        self.published.append(record)
+        self.counters.published += 1
+        lineage, step = record.version
+        self.newest[lineage] = max(step, self.newest.get(lineage, 0))
+        if record.kind == "broadcast":
+            return
+        if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
+            self.target = record
+
+    def _version_applied(self, record: VersionApplied, _: Location | None) -> None:
+        self.applied.append(record)
+        self.counters.applied += 1
+
+    def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
+        self.checkpoints.append(record.version)
+        del self.checkpoints[:-RECENT]
+
+    def _snapshot(self, record: Snapshot, location: Location | None) -> None:
+        if location:
+            needed = frozenset(place.segment for place in record.where.values())
+            self.snapshots[record.checkpoint] = Held(location.segment, needed)
+
+    def _rolled_back(self, record: RolledBack, _: Location | None) -> None:
+        self.rollbacks += 1
+        self.rolled_back = record
+
+    def _evaluated(self, record: Evaluated, _: Location | None) -> None:
+        self.evaluations.append(record.report)
+
+    def forget_unavailable(self) -> None:
+        """After a replay: forget batches whose rollouts the journal no longer holds whole."""
+        for version in [v for v in self.batches if not self.available(v)]:
+            self.forget(version)
+
+    def forget(self, version: Version) -> None:
+        """No trainer will ask for this batch again."""
+        for entry in self.batches.pop(version).entries:
+            self.where.pop(entry.id, None)

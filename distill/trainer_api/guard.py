@@ -1,0 +1,95 @@
+"""Which completions are put aside, and which steps end the trust in the weights. Pure.
+
+step's metrics ─▶ Guard.look ─▶ None | what is wrong, after `patience` bad steps one after the other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from distill.config import GuardConfig
+from distill.run_log.records import DropReason, RolledBack
+from distill.run_log.state import RunState
+from sync.wire import Generated, unpack
+
+LONGEST_PATTERN = 8
+"""Tokens of a pattern whose repetition is looked for."""
+
+
+class Guard:
+    """Looks at every step in order."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._bad: list[int] = []
+
+    @property
+    def since(self) -> int:
+        """First step of the present row of bad ones; there must be one."""
+        return self._bad[0]
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """What is wrong, when `step` was the last of too many bad ones."""
+        problem = trouble(metrics, self._config)
+        if problem is None:
+            self.forget()
+            return None
+        self._bad.append(step)
+        if len(self._bad) < self._config.patience:
+            return None
+        return f"step {step}: {problem}; bad steps since {self._bad[0]}"
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self._bad = []
+
+
+def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack | None:
+    """Back to before the weights that step `since` found bad; without the batches from that step on.
+
+    `kept`: newest checkpoints that are still there. None: all of them may be bad.
+    """
+    good = [v for v in state.checkpoints[-kept:] if state.step_of(v) == v.step < since - 1]
+    if state.checkpoints and not good:
+        return None
+    batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
+    bad = {entry.id for batch in batches if batch is not None for entry in batch.entries}
+    return RolledBack(max(good, default=None, key=lambda version: version.step), sorted(bad), problem)
+
+
+def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
+    """What is wrong with a step by itself; a metric that an objective does not have is not looked at."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            return f"{name} is {metrics[name]}, the update was left out"
+    for name, most, field in (
+        ("reverse_kl", config.max_reverse_kl, "max_reverse_kl"),
+        ("grad_norm", config.max_grad_norm, "max_grad_norm"),
+        ("truncation_rate", config.max_truncation_rate, "max_truncation_rate"),
+    ):
+        if most is not None and metrics.get(name, -math.inf) > most:
+            return f"{name} is {metrics[name]:.4g}, above guard.{field} = {most:g}"
+    entropy = metrics.get("student_entropy", math.inf)
+    if config.min_entropy is not None and entropy < config.min_entropy:
+        return f"student_entropy is {entropy:.4g}, below guard.min_entropy = {config.min_entropy:g}"
+    return None
+
+
+def unfit(answer: Generated, config: GuardConfig) -> tuple[DropReason, str] | None:
+    """Why a sound completion is put aside; None: it may be trained on."""
+    period = repetition(unpack(answer.token_ids), config.repeats) if config.repeats else None
+    if period:
+        return "repetitive", f"ends in {config.repeats} or more copies of {period} tokens"
+    return None
+
+
+def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
+    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
+    for period in range(1, LONGEST_PATTERN + 1):
+        tail = tokens_T[-period * repeats :]
+        if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
+            return period
+    return None

@@ -1,0 +1,199 @@
+"""The controller's HTTP server: routes of docs/architecture.md over a Desk, in its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Protocol, cast
+
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from distill.trainer_api.session import Desk, Event
+from distill.rollout.membership import Members
+from sync.claims import Claim
+from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
+from sync.guard import RunGuard
+from sync.listening import bind_alone
+from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
+from sync.wire import (
+    CONTENT_TYPE,
+    BatchRequest,
+    Head,
+    ReplicaJoins,
+    ReplicaLeaves,
+    Seats,
+    StepReport,
+    TrainerHello,
+    checks,
+    encode,
+)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HasHead(Protocol):
+    """A teacher whose output head can be fetched."""
+
+    async def head(self) -> Head: ...
+
+
+def application(
+    desk: Desk,
+    teachers: Mapping[str, HasHead],
+    metrics: Callable[[], dict[str, float]],
+    token: str | None,
+    members: Members,
+    claim: Claim,
+) -> Starlette:
+    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard.
+
+    `claim`: the controller's own run.
+    """
+    heads: dict[str, bytes] = {}
+
+    async def hello(request: Request) -> Response:
+        return reply(await desk.hello(await read_message(request, TrainerHello)))
+
+    async def batch(request: Request) -> Response:
+        body = await desk.batch(await read_message(request, BatchRequest))
+        return Response(body, media_type=CONTENT_TYPE)
+
+    async def event(request: Request) -> Response:
+        kind = cast(type[StepReport], Event)
+        return reply(await desk.event(await read_message(request, kind)))
+
+    async def broadcast(request: Request) -> Response:
+        return reply(Seats(lost=desk.lost_seats(request.path_params["group"])))
+
+    async def head(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in teachers:
+            return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
+        if name not in heads:
+            found = await teachers[name].head()
+            if problem := checks.head(found):
+                raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
+            heads[name] = encode(found)
+        return Response(heads[name], media_type=CONTENT_TYPE)
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def prometheus(_: Request) -> Response:
+        return PlainTextResponse(exposition(metrics()))
+
+    return Starlette(
+        routes=[
+            Route("/v1/hello", answered(hello), methods=["POST"]),
+            Route("/v1/batch", answered(batch), methods=["POST"]),
+            Route("/v1/event", answered(event), methods=["POST"]),
+            Route("/v1/broadcasts/{group}", answered(broadcast)),
+            Route("/v1/teachers/{name}/head", answered(head)),
+            *replica_routes(members),
+            Route("/health", health),
+            Route("/metrics", prometheus),
+        ],
+        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=claim)],
+    )
+
+
+def replica_routes(members: Members) -> list[Route]:
+    """Who writes for the run, and how that is changed while it goes on."""
+
+    async def replicas(_: Request) -> Response:
+        return reply(members.listing())
+
+    async def join(request: Request) -> Response:
+        return reply(await members.join(await read_message(request, ReplicaJoins)))
+
+    async def leave(request: Request) -> Response:
+        return reply(await members.leave(await read_message(request, ReplicaLeaves)))
+
+    return [
+        Route("/v1/replicas", answered(replicas)),
+        Route("/v1/replicas/join", answered(join), methods=["POST"]),
+        Route("/v1/replicas/leave", answered(leave), methods=["POST"]),
+    ]
+
+
+def answered(handler: Handler) -> Handler:
+    """Errors meant for people as refusals: 400 a bad message, 409 never, 429 not yet, 503 leaving."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except asyncio.CancelledError:  # the server leaves while a long poll waits
+            return refuse(503, "the controller is leaving: ask again where it comes back")
+        except WireError as error:
+            return refuse(400, str(error))
+        except Unreachable as error:
+            return refuse(503, str(error))
+        except Overloaded as error:
+            return refuse(429, str(error), error.retry_after)
+        except DistillError as error:
+            return refuse(409, str(error))
+
+    return guarded
+
+
+class _Gauges:
+    """A Prometheus collector over one reading."""
+
+    def __init__(self, values: dict[str, float]) -> None:
+        self._values = values
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, value in self._values.items():
+            clean = "".join(letter if letter.isalnum() else "_" for letter in name)
+            yield GaugeMetricFamily(f"distill_{clean}", name, value=value)
+
+
+def exposition(values: dict[str, float]) -> str:
+    """Prometheus text of name → value."""
+    registry = CollectorRegistry()
+    registry.register(_Gauges(values))
+    return generate_latest(registry).decode()
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A bound socket. Raises ConfigError when the port is taken, or the host is not safe without a token."""
+    check_bind(host, token)
+    try:
+        return bind_alone(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"controller cannot listen on {host}:{port} ({error.strerror}): "
+            "choose another controller.port, or 0 for any free one"
+        ) from None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: those are the launcher's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, bound: socket.socket) -> AsyncIterator[None]:
+    """Serve on `bound` while inside; running requests are cut off at the end."""
+    server = _Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    )
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        bound.close()

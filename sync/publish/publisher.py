@@ -1,0 +1,287 @@
+"""Publish versions of a sharded model: each rank writes its own file, rank 0 the manifest.
+
+A rank compares its flat shard with its copy of the last published one: nothing is gathered. The ranks do not
+talk to one another; each leaves a receipt in the store, and rank 0 waits for all of them.
+
+    every rank   delta-0000R.bin, then (R > 0) part-0000R.json
+    rank 0       waits for the receipts → manifest.json (created once) → LATEST
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from blake3 import blake3
+
+from sync.errors import SnapshotError, StoreError
+from sync.stores.base import Store, read_small
+from sync.snapshots import checkpoint
+from sync.delta.codec import Bits, Effort
+from sync.delta.file import Header, Slice
+from sync.snapshots.folders import refused, without_code
+from sync.publish.base_shard import Held, problem
+from sync.snapshots.manifest import (
+    File,
+    Manifest,
+    Part,
+    dump,
+    latest_key,
+    load,
+    manifest_key,
+    version_key,
+)
+from sync.wire import Version
+
+__all__ = ["PublishReport", "Publisher", "Slice"]
+
+logger = logging.getLogger(__name__)
+_POLL: Final = (0.005, 0.25)  # seconds between looks for a receipt: first, longest
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one call published."""
+
+    version: Version
+    kind: Literal["full", "delta", "lora"]
+    bytes: int
+    """Of the version; on ranks above 0, of this rank's file."""
+    full_bytes: int
+    """Of a full snapshot; on ranks above 0, of this rank's shard."""
+    seconds: float
+    anchor_due: bool
+    """The next version should be an anchor; meaningful on rank 0."""
+
+
+class Publisher:
+    """One rank's half of the protocol; every rank makes the same calls in the same order.
+
+    `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
+    thread and are done one after the other; arrays must not change while a call runs. The publisher keeps
+    a copy of the shard (`Held`) and codes `threads` tensors at once. After an error `anchor_due` is true:
+    publish an anchor next, under a new version.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        fingerprint: str,
+        slices: Sequence[Slice],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        codec: Effort = "fast",
+        anchor_share: float = 4.0,
+        timeout: float = 300.0,
+        threads: int = 1,
+        run_id: str | None = None,
+    ) -> None:
+        """`run_id`: what a reader of the same run expects in every manifest; None: it is no run's."""
+        self._store, self._run, self._fingerprint, self._run_id = store, run, fingerprint, run_id
+        self._slices = [part for part in slices if part.count]
+        self._rank, self._world_size = rank, world_size
+        self._codec: Effort = codec
+        self._anchor_share, self._timeout, self._threads = anchor_share, timeout, threads
+        self._lock = threading.Lock()
+        self._base: Version | None = None
+        self._parent: Version | None = None
+        self._held: Held | None = None
+        self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
+        self._shard_bytes = sum(part.count * checkpoint.BITS[part.dtype].itemsize for part in self._slices)
+
+    @property
+    def anchor_due(self) -> bool:
+        """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones."""
+        return self._base is None or self._delta_bytes >= self._anchor_share * self._full_bytes
+
+    def anchor(
+        self,
+        version: Version,
+        parent: Version | None,
+        folder: Path | None,
+        shards: Mapping[str, Bits],
+        kind: Literal["full", "lora"] = "full",
+    ) -> PublishReport:
+        """Publish a version that needs no other: rank 0 uploads `folder`; other ranks pass None.
+
+        The folder is a Hugging Face checkpoint or, for kind "lora", an adapter as peft saves it.
+        `shards` are this rank's ranges as 1-D bits, by tensor name: arrays, or tensors where the shard lies.
+        `parent` is where the version's lineage branched from.
+        Raises SnapshotError when the folder disagrees with the shards, AlreadyPublished when the version
+        exists, StoreError when the store fails.
+        """
+        start = time.monotonic()
+        with self._lock:
+            self._base = self._held = None  # the old copy goes before a new one is made
+            self._check(shards)
+            total, held = self._shard_bytes, Held(self._slices, shards)
+            if self._rank == 0:
+                total = self._publish_anchor(version, parent, folder, held.host, kind)
+            self._held = held
+            self._base, self._parent = version, parent
+            self._delta_bytes, self._full_bytes = 0, total
+            return PublishReport(version, kind, total, total, time.monotonic() - start, self.anchor_due)
+
+    def delta(self, version: Version, shards: Mapping[str, Bits]) -> PublishReport:
+        """Publish the difference to the last version that this publisher published.
+
+        Raises SnapshotError when there is none or the ranks disagree about it, AlreadyPublished when the
+        version exists, StoreError when the store fails or a rank's receipt does not come in time.
+        """
+        start = time.monotonic()
+        with self._lock:
+            base, self._base = self._base, None
+            if base is None or self._held is None:
+                raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
+            self._check(shards)
+            part = self._write_file(version, base, self._held, shards)
+            size, full = part.file.size, self._shard_bytes
+            if self._rank == 0:
+                size, full = self._publish_delta(version, base, part)
+            self._held.advance(shards)
+            self._base = version
+            self._delta_bytes += size
+            return PublishReport(version, "delta", size, full, time.monotonic() - start, self.anchor_due)
+
+    # --- every rank ---------------------------------------------------------------------------------------
+
+    def _check(self, shards: Mapping[str, Bits]) -> None:
+        for part in self._slices:
+            got = problem(part, shards.get(part.name))
+            if got is not None:
+                raise SnapshotError(
+                    f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
+                    f"{part.dtype}: pass flat {checkpoint.BITS[part.dtype]} bits"
+                )
+
+    def _write_file(self, version: Version, base: Version, held: Held, shards: Mapping[str, Bits]) -> Part:
+        """Write this rank's delta file, and its receipt above rank 0."""
+        header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
+        data = held.delta(header, self._slices, shards, self._codec, self._threads)
+        name = f"delta-{self._rank:05d}.bin"
+        self._store.create(version_key(self._run, version, name), data)
+        file = File(name, len(data), blake3(data).hexdigest())
+        part = Part(rank=self._rank, base=base, file=file, shard_bytes=self._shard_bytes)
+        if self._rank > 0:
+            self._store.create(version_key(self._run, version, _receipt(self._rank)), dump(part))
+        return part
+
+    # --- rank 0 -------------------------------------------------------------------------------------------
+
+    def _publish_anchor(
+        self,
+        version: Version,
+        parent: Version | None,
+        folder: Path | None,
+        shards: Mapping[str, np.ndarray],
+        kind: Literal["full", "lora"],
+    ) -> int:
+        """Upload the folder and write the manifest; returns the bytes of the snapshot."""
+        if folder is None:
+            raise SnapshotError(
+                "rank 0 got no folder for an anchor: save the whole model and pass its folder"
+            )
+        self._compare(folder, shards)
+        files = []
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = f"model/{path.relative_to(folder).as_posix()}"
+            if why := refused(name):
+                logger.info("%s is left out of %s: %s", path.name, version, why)
+                continue
+            data = without_code(path)
+            self._store.create(version_key(self._run, version, name), data)
+            digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
+            size = len(data) if isinstance(data, bytes) else data.stat().st_size
+            files.append(File(name, size, digest.hexdigest()))
+        total = sum(file.size for file in files)
+        self._finish(version, kind, parent, None, files, total)
+        return total
+
+    def _compare(self, folder: Path, shards: Mapping[str, np.ndarray]) -> None:
+        """The folder must hold this model, and this rank's very bits: deltas are taken from those."""
+        found = checkpoint.fingerprint(folder)
+        if found != self._fingerprint:
+            raise SnapshotError(
+                f"{folder} has fingerprint {found[:12]}, the run's model has {self._fingerprint[:12]}: "
+                "names, shapes or dtypes differ"
+            )
+        places = checkpoint.tensors(folder)
+        self._model_bytes = sum(place.nbytes for place in places.values())
+        arrays = checkpoint.bits(places)
+        for part in self._slices:
+            if not np.array_equal(arrays[part.name][part.start : part.start + part.count], shards[part.name]):
+                raise SnapshotError(
+                    f"{folder} holds other bits of {part.name!r} than rank 0's shard: saved at another step?"
+                )
+
+    def _publish_delta(self, version: Version, base: Version, own: Part) -> tuple[int, int]:
+        """Wait for every rank's file and write the manifest; returns (bytes, bytes of a full snapshot)."""
+        deadline = time.monotonic() + self._timeout
+        parts = [own] + [
+            self._await_part(version, base, rank, deadline) for rank in range(1, self._world_size)
+        ]
+        files = [part.file for part in parts]
+        held = sum(part.shard_bytes for part in parts)
+        if held != self._model_bytes:
+            raise SnapshotError(
+                f"the slices of all {self._world_size} ranks hold {held} bytes, the model "
+                f"{self._model_bytes}: every element belongs to exactly one rank"
+            )
+        self._finish(version, "delta", self._parent, base, files, self._full_bytes)
+        return sum(file.size for file in files), self._full_bytes
+
+    def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
+        key = version_key(self._run, version, _receipt(rank))
+        pause, longest = _POLL
+        while not self._store.exists(key):
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"rank {rank} of {self._world_size} left no receipt of {version} within "
+                    f"{self._timeout:g} s: it died, or the store is slow (weights.timeout_seconds)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        part = load(read_small(self._store, key), Part, key)
+        if (part.rank, part.base) != (rank, base):
+            raise SnapshotError(
+                f"{key} is a delta on {part.base}, rank 0 has {base}: every rank must publish every version"
+            )
+        return part
+
+    def _finish(
+        self,
+        version: Version,
+        kind: Literal["full", "delta", "lora"],
+        parent: Version | None,
+        base: Version | None,
+        files: list[File],
+        full: int,
+    ) -> None:
+        manifest = Manifest(
+            run=self._run,
+            run_id=self._run_id,
+            version=version,
+            kind=kind,
+            parent=parent,
+            base=base,
+            fingerprint=self._fingerprint,
+            files=files,
+            bytes=sum(file.size for file in files),
+            full_bytes=full,
+            created=time.time(),
+        )
+        self._store.create(manifest_key(self._run, version), dump(manifest))
+        self._store.replace(latest_key(self._run), f"{version}\n".encode())
+        logger.info("published %s (%s, %d of %d bytes)", version, manifest.kind, manifest.bytes, full)
+
+
+def _receipt(rank: int) -> str:
+    return f"part-{rank:05d}.json"

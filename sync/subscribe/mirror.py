@@ -1,0 +1,194 @@
+"""A replica's local copy of the weights: one checkpoint folder is live while another is brought forward.
+
+    MIRROR/a/  b/          Hugging Face checkpoint folders (see `sync.subscribe.slots`)
+           deltas/         verified downloads that the other slot will need as well
+
+The live folder is never written. The spare takes the first road that verifies: the deltas since the version
+it holds, else a copy of the live folder and the deltas since; else the newest anchor at or before the wanted
+version and the deltas since. Files are checked against the manifest before anything changes, and every
+tensor against the trainer's digest before the spare counts as good.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sync.errors import SnapshotError, StoreError
+from sync.stores.base import Store
+from sync.snapshots import checkpoint
+from sync.snapshots.checkpoint import digests
+from sync.delta.file import apply_chain
+from sync.subscribe.download import Deltas, fetch_folder
+from sync.snapshots.leases import lease
+from sync.snapshots.manifest import Manifest, read_chain
+from sync.subscribe.slots import Slots
+from sync.wire import Version
+
+__all__ = ["Mirror", "Staged", "digests", "read_chain"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A verified version in the spare slot."""
+
+    version: Version
+    path: Path
+    """Checkpoint folder; it stays as it is until `stage` is called after another promotion."""
+    bytes_read: int
+    """From the store."""
+    seconds: float
+
+
+class Mirror:
+    """One per replica, in one process, one call at a time. Use it inside `with`, or `close()` it."""
+
+    def __init__(
+        self, folder: Path, store: Store, run: str, fingerprint: str | None = None, threads: int = 1
+    ) -> None:
+        """Open or make the mirror of `run` in `folder`.
+
+        `fingerprint` is the model's; None: that of the first version that is staged. Staging decodes and
+        verifies `threads` tensors at once.
+        Raises SnapshotError when another process holds the folder, or it mirrors another run or model.
+        """
+        self._store, self._run = store, run
+        self._slots = Slots(folder, run, fingerprint)
+        self._fingerprint, self._threads = fingerprint, threads
+        self._run_id: str | None = None
+
+    def follow(self, run_id: str | None) -> None:
+        """Take versions of the run with this id alone, and forget what is held of another; None: of any."""
+        self._run_id = run_id
+        if run_id is not None:
+            self._slots.follow(run_id)
+
+    def close(self) -> None:
+        """Let another process own the folder."""
+        self._slots.close()
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> Version | None:
+        """Of the live slot; None before the first promotion."""
+        return self._slots.version(self._slots.live)
+
+    @property
+    def path(self) -> Path | None:
+        """The live slot's checkpoint folder; None before the first promotion."""
+        return None if self._slots.live is None else self._slots.path(self._slots.live)
+
+    def stage(self, version: Version) -> Staged:
+        """Bring the spare slot to `version` and verify it; the live slot is only read.
+
+        Raises SnapshotError when the version is live already, is of another run or model, or verifies on no
+        road; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
+        recovers.
+        """
+        start = time.monotonic()
+        if version == self.version:
+            raise SnapshotError(f"{version} is live already: nothing is applied twice")
+        read = 0
+        if self._slots.version(self._slots.spare) != version:
+            try:
+                read = self._bring_forward(version)
+            except OSError as error:
+                raise StoreError(
+                    f"mirror {self._slots.folder} cannot be written: {error}; "
+                    "it needs room for two checkpoints"
+                ) from error
+        return Staged(version, self._slots.path(self._slots.spare), read, time.monotonic() - start)
+
+    def promote(self, staged: Staged) -> None:
+        """Make the staged slot live; the other becomes the spare.
+
+        Raises SnapshotError unless `staged` is what the spare slot holds now.
+        """
+        held = self._slots.version(self._slots.spare)
+        if staged.version != held or staged.path != self._slots.path(self._slots.spare):
+            raise SnapshotError(f"{staged.version} was staged, the spare slot holds {held}: stage it again")
+        self._slots.promote()
+
+    def _bring_forward(self, version: Version) -> int:
+        """Take the first road to `version` that verifies; returns the bytes read from the store."""
+        deltas = Deltas(self._store, self._slots.folder / "deltas")
+        for slot in (self._slots.spare, self._slots.live):
+            chain = self._chain_from(self._slots.version(slot), version)
+            if slot is None or not chain:
+                continue
+            try:
+                self._take(slot, chain, deltas)
+                return deltas.bytes_read
+            except (SnapshotError, StoreError) as error:
+                logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
+        with lease(self._store, self._run, version):
+            self._take(None, read_chain(self._store, self._run, version), deltas)
+        return deltas.bytes_read
+
+    def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:
+        """Deltas that lead from `held` to `version`; none when there is no such chain."""
+        if held is None:
+            return []
+        try:
+            chain = read_chain(self._store, self._run, version, frozenset([held]))
+        except SnapshotError as error:
+            logger.info("no deltas from %s to %s: %s", held, version, error)
+            return []
+        return chain if chain[0].base == held else []
+
+    def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
+        """Bring the spare along one road: deltas on what `slot` holds, or from the anchor (None).
+
+        Raises SnapshotError when a file or the end of the road is not what the trainer had.
+        """
+        self._check_model(chain)
+        links = [link for link in chain if link.base is not None]
+        spare = self._slots.path(self._slots.spare)
+        if slot is None:
+            self._slots.spoil()
+            shutil.rmtree(spare, ignore_errors=True)
+            deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
+        places = checkpoint.tensors(spare if slot is None else self._slots.path(slot))
+        if checkpoint.fingerprint_of(places) != chain[-1].fingerprint:
+            raise SnapshotError(
+                f"the files of {chain[0].version} are of another model than its manifest says"
+            )
+        for link in links:
+            deltas.fetch(link, places)
+        self._slots.spoil()
+        if slot is not None and slot == self._slots.live:
+            shutil.rmtree(spare, ignore_errors=True)
+            shutil.copytree(self._slots.path(slot), spare)
+        apply_chain(spare, (deltas.open(link, places) for link in links), self._threads)
+        self._slots.hold(chain[-1].version, chain[-1].fingerprint)
+        deltas.keep(self._needed_again(chain))
+
+    def _needed_again(self, chain: list[Manifest]) -> set[Version]:
+        """Deltas of `chain` that the live slot will need, once it is the spare."""
+        bases = [link.base for link in chain]
+        start = bases.index(self.version) if self.version and self.version in bases else len(chain)
+        return {link.version for link in chain[start:] if link.base is not None}
+
+    def _check_model(self, chain: list[Manifest]) -> None:
+        known = self._slots.fingerprint or self._fingerprint or chain[0].fingerprint
+        for link in chain:
+            if self._run_id is not None and link.run_id not in (None, self._run_id):
+                raise SnapshotError(
+                    f"{link.version} in the store is of another run {self._run!r} (id {link.run_id}), this "
+                    f"one has id {self._run_id}: remove the old run from the store, or use another name"
+                )
+            if link.fingerprint != known:
+                raise SnapshotError(
+                    f"{link.version} is of model {link.fingerprint[:12]}, this mirror holds {known[:12]}: "
+                    "names, shapes or dtypes differ"
+                )

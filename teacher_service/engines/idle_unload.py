@@ -1,0 +1,117 @@
+"""An engine that gives its memory back while nobody needs it.
+
+awake ──(idle_seconds without work, or its seat is wanted)──▶ resting ──(work comes, a seat)──▶ awake
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from sync.wire import Head
+from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
+from teacher_service.engines.gpu_slots import POLL_SECONDS, Seat
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+
+
+class RestingEngine:
+    """Loads an engine when work comes, and closes it after `idle_seconds` without work.
+
+    It is loaded once at the start, so that a teacher that cannot serve says so, and for its facts. With a
+    `seat` it is loaded only while it holds one, and closes early when another teacher wants that. It never
+    closes while a text is written: whoever writes holds the model until the last step.
+    """
+
+    def __init__(self, load: Callable[[], Engine], idle_seconds: float, seat: Seat | None = None) -> None:
+        self._load, self._idle_seconds, self._seat = load, idle_seconds, seat
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._engine: Engine | None = None
+        self._used = time.monotonic()
+        self._texts = 0
+        """Batches of texts under way."""
+        self.facts = self._wake().facts
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @property
+    def awake(self) -> bool:
+        """Whether the engine is loaded."""
+        return self._engine is not None
+
+    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+        """See `Engine.score`; the first batch after a rest waits for the engine to load."""
+        return self._while_awake(lambda engine: engine.score(items, asked))
+
+    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+        """See `Writer.write`; it is no time without work until the last step."""
+        with self._lock:
+            if self._wanted:
+                self._rest("for another teacher")
+            self._texts += 1
+        try:
+            steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
+            yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
+        finally:
+            self._texts -= 1
+
+    def head(self) -> Head | None:
+        """See `Engine.head`."""
+        return self._while_awake(lambda engine: engine.head())
+
+    def _while_awake(self, work: Callable[[Engine], R]) -> R:
+        with self._lock:
+            try:
+                return work(self._wake())
+            finally:
+                self._used = time.monotonic()
+                if self._seat is not None:
+                    self._seat.used()
+
+    def _wake(self) -> Engine:
+        if self._engine is None:
+            if self._seat is not None:
+                self._seat.take()
+            started = time.monotonic()
+            try:
+                self._engine = self._load()
+            finally:
+                if self._engine is None and self._seat is not None:
+                    self._seat.leave()
+            seconds = time.monotonic() - started
+            if self._seat is not None:
+                self._seat.keep_for(seconds)
+            log.info("loaded in %.1f s", seconds)
+        return self._engine
+
+    def _watch(self) -> None:
+        """Close the engine when it was idle for long, or when its seat is wanted; between two batches."""
+        while not self._over.wait(min(POLL_SECONDS, self._idle_seconds)):
+            idle = time.monotonic() - self._used >= self._idle_seconds
+            if self._engine is not None and (idle or self._wanted):
+                with self._lock:
+                    if not self._texts:
+                        self._rest("without work" if idle else "for another teacher")
+
+    @property
+    def _wanted(self) -> bool:
+        return self._seat is not None and self._seat.wanted
+
+    def _rest(self, why: str) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            log.info("released %s", why)
+        if self._seat is not None:
+            self._seat.leave()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._over.set()
+        self._thread.join()
+        with self._lock:
+            self._rest("at the end")
