@@ -8,9 +8,6 @@ from typing import Any, TypeVar
 
 from sync.errors import Unreachable
 
-
-import asyncio
-
 T = TypeVar("T")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distill.evaluation.schedule import Evaluations
+from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Concluded
-from distill.rollout.replica_pool import Fleet
 from sync.errors import DistillError
 from sync.wire import FinalDigests, Version
 
 
 async def conclude(
-    final: FinalDigests | None, fleet: Fleet, evaluations: Evaluations | None, seconds: float | None
+    final: FinalDigests | None, pool: ReplicaPool, evaluations: Evaluations | None, seconds: float | None
 ) -> Concluded:
     """The proof of equal weights, and the evaluation of the last version; `final`: the trainer's last word.
 
@@ -20,7 +20,7 @@ async def conclude(
     goes on later; it owes no proof until then, but weights that differ are wrong all the same.
     """
     version = None if final is None else final.version
-    weights = {} if final is None else await fleet.hold_exactly(final.version, final.digests, seconds or 0.0)
+    weights = {} if final is None else await pool.hold_exactly(final.version, final.digests, seconds or 0.0)
     if seconds is None:
         differing = {name: equal for name, equal in weights.items() if equal is False}
         return Concluded(version, weights, end_problems(version, differing, None, 0.0) if differing else [])

@@ -33,7 +33,7 @@ class RunConfigSection(Settings):
     """Time from a stop signal to the last child's end: the step, a checkpoint, an orderly exit."""
     start_seconds: float = Field(900.0, gt=0)
     """Time every role has to come up."""
-    awake_teachers: int | None = Field(None, ge=1)
+    max_loaded_teachers: int | None = Field(None, ge=1)
     """Teachers with idle_unload_seconds, started on this machine, that may be loaded at once; one more makes
     the one that was used the longest time ago give its memory back. None: all."""
     health_timeout_seconds: float = Field(120.0, ge=0)
@@ -79,8 +79,8 @@ class JsonlPrompts(Settings):
     source_field: str | None = None
     """Field that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
-    """Field with a reference answer, which `judge` reads; None: the rows have none."""
-    judge: str | None = None
+    """Field with a reference answer, which `reward_fn` reads; None: the rows have none."""
+    reward_fn: str | None = None
     """Who gives the task's reward and the pass rate. "exact": 1 when the completion is the answer, else 0;
     "contains": when the answer stands in it as words of its own; "number": when both end on the same number.
     "package.module:function": what function(prompt, completion) returns, a bool or a finite number, of
@@ -109,8 +109,8 @@ class DatasetPrompts(Settings):
     source_field: str | None = None
     """Column that names the data source, for routing to teachers; None: every row is "default"."""
     answer_field: str | None = None
-    """Column of reference answers, which `judge` reads; None: the rows have none."""
-    judge: str | None = None
+    """Column of reference answers, which `reward_fn` reads; None: the rows have none."""
+    reward_fn: str | None = None
     """Who gives the task's reward and the pass rate: as for type = "jsonl"."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the student's chat template, applied once. plain: the text as it is."""
@@ -141,16 +141,16 @@ class RolloutConfig(Settings):
     """Prompts in one request to a replica."""
     max_in_flight: int = Field(1024, ge=1)
     """Completions that one replica works on at once."""
-    straggler_seconds: float | None = Field(None, gt=0)
+    completion_timeout_seconds: float | None = Field(None, gt=0)
     """Seconds from its sending that a completion may take; None: no limit."""
-    silent_seconds: float = Field(240.0, ge=0)
+    stall_timeout_seconds: float = Field(240.0, ge=0)
     """Seconds without a new token after which a replica with work (completions or an update) is hung, though
     it answers: its prompts are asked elsewhere, and its process, if it was started here, is killed and
     started again (one of run.restarts). Keep it below weights.timeout_seconds. 0: never."""
-    stragglers: AtLimit = "requeue"
-    """What becomes of a completion that `straggler_seconds` ends. keep: the part written is trained on,
-    marked truncated; drop: it is quarantined; requeue: its prompt is asked again."""
-    at_max_tokens: AtLimit = "keep"
+    on_timeout: AtLimit = "requeue"
+    """What becomes of a completion that `completion_timeout_seconds` ends. keep: the part generated is
+    trained on, marked truncated; drop: it is quarantined; requeue: its prompt is generated again."""
+    on_max_tokens: AtLimit = "keep"
     """What becomes of a completion that `max_tokens` ends. keep: it is trained on, marked truncated; drop: it
     is quarantined; requeue: its prompt is asked again."""
     max_attempts: int = Field(5, ge=1)
@@ -225,7 +225,7 @@ class GuardConfig(Settings):
     bad_answers: int = Field(8, ge=1)
     """Unusable answers of one server (a replica, a teacher's URL, the evaluator), one after the other, after
     which it is asked nothing any more; when none of its kind is left the run stops with an error. Failures of
-    a judge or a prompt_transform are counted the same way."""
+    a reward_fn or a prompt_transform are counted the same way."""
 
 
 class EvaluationConfig(Settings):

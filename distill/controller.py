@@ -19,34 +19,31 @@ from typing import Any
 
 import msgspec
 
-from distill.config import RunConfig
-from distill.scoring.on_policy_mix import authors
+from distill.aio import Signal, cancel, until
+from distill.batching.batcher import Hold, StepBatcher
 from distill.batching.packing import Shape
-from distill.run_log.run_log import Books
-from distill.rollout.broadcasts import Broadcasts
-from distill.batching.batcher import Composer, Hold
-from distill.conclusion import conclude
-from distill.trainer_api.session import Desk, Listener
-from distill.evaluation.schedule import Evaluations
-from distill.trainer_api.http_api import application, listen, serving
-from distill.trainer_api.guard import Guard, retreat, unfit
 from distill.buffer.late import rules, seconds_of_waiting
-from distill.rollout.membership import Members
-from distill.interfaces import Hooks, Parts, Quarantined
-from distill.run_log.provenance import may_exist
-from distill.run_log.records import Concluded, DropReason, Rollout, VersionApplied
-from distill.rollout.replica_pool import Fleet
-from distill.rollout.dispatcher import Feeder, Holder
-from distill.scoring.scorer import Finished, Scoring
-from distill.aio import Signal
-from distill.rollout.replica_pool import Heartbeats
-from distill.run_log.soundness import soundness
+from distill.conclusion import conclude
+from distill.config import RunConfig
+from distill.evaluation.schedule import Evaluations
+from distill.interfaces import Components, Hooks, Quarantined
 from distill.metrics.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.rollout.bad_answers import Trust
-from distill.aio import cancel, until
-from distill.scoring.on_policy_mix import Writing
 from distill.prompts.stream import Prompt
+from distill.rollout.bad_answers import Trust
+from distill.rollout.broadcasts import Broadcasts
+from distill.rollout.dispatcher import Dispatcher, Holder
+from distill.rollout.membership import Members
+from distill.rollout.replica_pool import Heartbeats, ReplicaPool
+from distill.run_log.provenance import may_exist
+from distill.run_log.records import Concluded, DropReason, Rollout, VersionApplied
+from distill.run_log.run_log import RunLog
+from distill.run_log.soundness import soundness
+from distill.scoring.on_policy_mix import Writing, authors
+from distill.scoring.scorer import PendingScore, Scoring
+from distill.trainer_api.guard import Guard, retreat, unusable
+from distill.trainer_api.http_api import application, listen, serving
+from distill.trainer_api.session import Listener, TrainerSession
 from sync.errors import Overloaded
 from sync.wire import Audience, Published, StepReport, TrainerWelcome, unpack
 
@@ -63,13 +60,13 @@ class Controller:
     """
 
     def __init__(
-        self, config: RunConfig, parts: Parts, hooks: Hooks = Hooks(), token: str | None = None
+        self, config: RunConfig, parts: Components, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.trust = Trust(config.guard.bad_answers, self._fail)
-        self.sound = soundness(config.rollout, parts, lambda: self.books.state)
-        self.books = Books.open(
+        self.sound = soundness(config.rollout, parts, lambda: self.run_log.state)
+        self.run_log = RunLog.open(
             parts.journal,
             parts.prompts,
             run=config.run.name,
@@ -77,7 +74,7 @@ class Controller:
             rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
             sift=self.sound.sift,
-            put_aside=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
+            quarantine=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
         )
         self._hooks = hooks
         self._teachers = parts.teachers
@@ -86,35 +83,35 @@ class Controller:
         self._stop_reason: str | None = None
         self._failure: str | None = None
         self._claim, self._end = parts.claim, Concluded(None, {}, [])
-        self._claim.run = self.books.run
+        self._claim.run = self.run_log.run
         self._began = time.monotonic()
-        self.fleet = self._make_fleet(parts)
-        self.broadcasts = Broadcasts(self.fleet, config.run.start_seconds)
+        self.pool = self._make_pool(parts)
+        self.broadcasts = Broadcasts(self.pool, config.run.start_seconds)
         self.scoring = self._make_scoring(parts)
-        given = (self._put_aside, self.timeline, self.sound, self.trust)
-        self.writing = Writing(parts, config, lambda one: self.feeder.take(one), *given)
-        self.feeder = Feeder(
-            self.books,
-            self.fleet,
+        given = (self._quarantine, self.timeline, self.sound, self.trust)
+        self.writing = Writing(parts, config, lambda one: self.dispatcher.take(one), *given)
+        self.dispatcher = Dispatcher(
+            self.run_log,
+            self.pool,
             config.rollout,
             config.run.steps,
             self._finished,
             self.timeline,
             self.sound,
-            unfit=lambda answer: unfit(answer, config.guard),
-            put_aside=self._put_aside,
+            unusable=lambda answer: unusable(answer, config.guard),
+            quarantine=self._quarantine,
             write=self.writing.put,
             quarantined=hooks.quarantined,
         )
         self._guard = Guard(config.guard)
         self.heartbeats = Heartbeats(config.run.health_timeout_seconds, self._hung)
-        self.desk = self._make_desk(parts)
-        self.composer = self._make_composer()
+        self.session = self._make_session(parts)
+        self.batcher = self._make_batcher()
         self._set_back()
         self.evaluations = self._make_evaluations(parts)
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(
-            self.desk, parts.teachers, self.metrics, token, Members(self.fleet, parts.connect), parts.claim
+            self.session, parts.teachers, self.metrics, token, Members(self.pool, parts.connect), parts.claim
         )
 
     # --- what the launcher calls --------------------------------------------------------------------------
@@ -130,7 +127,7 @@ class Controller:
         logger.info("stopping: %s", reason)
         self._interrupted = True
         self._stop(reason, checkpoint)
-        if not self.desk.live:
+        if not self.session.live:
             self.trainer_left()
 
     def trainer_left(self) -> None:
@@ -141,22 +138,22 @@ class Controller:
 
     def withhold(self) -> None:
         """Hand out no batch until `allow`: rollouts are made meanwhile."""
-        self.desk.withheld = True
+        self.session.withheld = True
 
     def allow(self) -> None:
         """Training may begin."""
-        self.desk.withheld = False
+        self.session.withheld = False
         self._changed.wake()
 
     def hold(self, who: Holder, reason: str) -> None:
         """Start no further rollouts until everybody who holds them has let go."""
         logger.warning("no rollouts are started: %s", reason)
-        self.feeder.holders.add(who)
+        self.dispatcher.holders.add(who)
 
     def release(self, who: Holder) -> None:
         """`who` no longer holds them."""
-        self.feeder.holders.discard(who)
-        self.fleet.wake.wake()
+        self.dispatcher.holders.discard(who)
+        self.pool.wake.wake()
 
     # --- the run ------------------------------------------------------------------------------------------
 
@@ -167,53 +164,53 @@ class Controller:
                 workers = [asyncio.create_task(part) for part in self._parts()]
                 try:
                     await until(self._watch_end(), workers)
-                    self.feeder.holders.add("end")
+                    self.dispatcher.holders.add("end")
                     await self._conclude()
                 finally:
                     await cancel(workers)
                     await self.broadcasts.close()
         finally:
-            await self.books.journal.commit(durable=True)
-            self.books.journal.close()
+            await self.run_log.journal.commit(durable=True)
+            self.run_log.journal.close()
         return self.summary()
 
     def close(self) -> None:
         """Let go of port and journal; for a controller that is not run."""
         self._socket.close()
-        self.books.journal.close()
+        self.run_log.journal.close()
 
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
-        parts = [self.fleet.run(), self.feeder.run(), self.writing.run(), self.scoring.run()]
+        parts = [self.pool.run(), self.dispatcher.run(), self.writing.run(), self.scoring.run()]
         parts += [self.evaluations.run()] if self.evaluations else []
-        return [*parts, self.composer.run(), self._keep_tidy(), self.heartbeats.run()]
+        return [*parts, self.batcher.run(), self._keep_tidy(), self.heartbeats.run()]
 
     async def _watch_end(self) -> None:
         """Until the trainer said its last word, or has left without one."""
-        while self.desk.final is None and not self._left:
+        while self.session.final is None and not self._left:
             await self._changed.wait()
 
     async def _keep_tidy(self) -> None:
         while True:
             await self._tidy.wait()
-            await self.books.tidy(self.config.trainer.keep_checkpoints)
+            await self.run_log.tidy(self.config.trainer.keep_checkpoints)
 
     async def _conclude(self) -> None:
         seconds = None if self._interrupted else self.config.weights.timeout_seconds
-        self._end = await conclude(self.desk.final, self.fleet, self.evaluations, seconds)
-        self.books.write(self._end)
+        self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
+        self.run_log.write(self._end)
 
     # --- what the parts call ------------------------------------------------------------------------------
 
     def _stop(self, reason: str, checkpoint: bool = True) -> None:
         self._stop_reason = self._stop_reason or reason
-        self.desk.stop(reason, checkpoint)
+        self.session.stop(reason, checkpoint)
 
-    def _finished(self, finished: Finished) -> None:
+    def _finished(self, finished: PendingScore) -> None:
         self.scoring.put(finished)
-        self.composer.note_waiting()
+        self.batcher.note_waiting()
 
     async def _scored(self, rollouts: list[Rollout]) -> None:
-        await self.books.admit(rollouts)
+        await self.run_log.admit(rollouts)
         self._changed.wake()
 
     def _fail(self, problem: str) -> None:
@@ -221,17 +218,17 @@ class Controller:
         self._failure = self._failure or problem
         self.request_stop(problem)
 
-    def _put_aside(self, finished: Finished, reason: DropReason, detail: str) -> None:
+    def _quarantine(self, finished: PendingScore, reason: DropReason, detail: str) -> None:
         prompt, tokens = finished.asked.prompt, finished.answer.token_ids
         logger.warning("rollout %s is put aside, %s: %s", prompt.id, reason, detail)
-        self.books.drop([prompt.id], reason, detail, tokens.shape[0])
+        self.run_log.drop([prompt.id], reason, detail, tokens.shape[0])
         self._hooks.quarantined(Quarantined(prompt, reason, detail, unpack(tokens).tolist()))
-        self.fleet.wake.wake()
+        self.pool.wake.wake()
         self._changed.wake()
 
     def _distrust(self, problem: str) -> None:
         """Too many bad steps: go back to a checkpoint before them, or hold."""
-        state, guard, back = self.books.state, self.config.guard, None
+        state, guard, back = self.run_log.state, self.config.guard, None
         if guard.action == "rollback" and state.rollbacks < guard.max_rollbacks and self._hooks.set_back:
             back = retreat(state, self._guard.since, self.config.trainer.keep_checkpoints, problem)
         if back is None:
@@ -239,13 +236,13 @@ class Controller:
             self.hold("guard", f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
-        self.books.write(back)
+        self.run_log.write(back)
         self._set_back()
 
     def _set_back(self) -> None:
         """Have the next trainer begin where the guard said last, unless one has; after a restart too."""
-        if (back := self.books.state.rolled_back) is not None:
-            self.desk.roll_back(back)
+        if (back := self.run_log.state.rolled_back) is not None:
+            self.session.roll_back(back)
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
 
@@ -255,7 +252,7 @@ class Controller:
         self._hooks.stuck(TRAINER)
 
     def _applied(self, record: VersionApplied) -> None:
-        self.books.write(record)
+        self.run_log.write(record)
         end = time.time()
         self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
 
@@ -263,17 +260,17 @@ class Controller:
         self._guard.forget()
         self._claim.run = welcome.run
         self.heartbeats.forget()
-        if self.books.state.lineages[welcome.version.lineage].origin is None:
+        if self.run_log.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()
         self._hooks.opened(welcome)
-        self.fleet.published()
+        self.pool.published()
         if self.evaluations is not None and welcome.version.step == 0:
             self.evaluations.due(welcome.version)
 
     def _reported(self, report: StepReport) -> None:
         self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
-        figures = of_step(self.books.state, report)
+        figures = of_step(self.run_log.state, report)
         self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
         if problem := self._guard.look(report.version.step, report.metrics):
             self._distrust(problem)
@@ -286,39 +283,39 @@ class Controller:
             self.evaluations.due(event.version)
         if event.kind == "broadcast":
             return self.broadcasts.seat(event)
-        self.fleet.published()
+        self.pool.published()
         return None
 
     # --- figures ------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Where the run stands, by name."""
-        return gauges(self.books.state, self.fleet, self.timeline, self._teachers)
+        return gauges(self.run_log.state, self.pool, self.timeline, self._teachers)
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        reached = self.books.state.reached
+        reached = self.run_log.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
-            **summarise(self.books.state, self.timeline, metric),
+            **summarise(self.run_log.state, self.timeline, metric),
             "completed": done,
             "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": time.monotonic() - self._began},
             "version": str(reached) if reached else None,
-            "run": msgspec.to_builtins(self.books.run),
+            "run": msgspec.to_builtins(self.run_log.run),
             "problems": self._end.problems,
             **identity(self._end.weights),
-            "weights_digest": digest_of_all(self.desk.final.digests) if self.desk.final else None,
-            "replica_joins": {name: one.joined for name, one in self.fleet.replicas.items()},
+            "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
+            "replica_joins": {name: one.joined for name, one in self.pool.replicas.items()},
         }
 
     # --- putting together ---------------------------------------------------------------------------------
 
-    def _make_fleet(self, parts: Parts) -> Fleet:
-        state = self.books.state
-        fleet = Fleet(
+    def _make_pool(self, parts: Components) -> ReplicaPool:
+        state = self.run_log.state
+        pool = ReplicaPool(
             target=lambda: state.target.version if state.target else None,
             step_of=state.step_of,
             may_exist=partial(may_exist, state=state),
@@ -327,33 +324,33 @@ class Controller:
             kv_on_swap=self.config.weights.kv_on_swap,
             update_seconds=self.config.weights.timeout_seconds,
             stranded=self._changed.wake,
-            silent_seconds=self.config.rollout.silent_seconds,
+            stall_timeout_seconds=self.config.rollout.stall_timeout_seconds,
             stuck=self._hooks.stuck,
             trust=self.trust,
         )
         for name, engine in parts.replicas.items():
-            fleet.add(name, engine)
-        return fleet
+            pool.add(name, engine)
+        return pool
 
-    def _make_scoring(self, parts: Parts) -> Scoring:
+    def _make_scoring(self, parts: Components) -> Scoring:
         return Scoring(
             parts.teachers,
             parts.route,
             self.sound,
             self.config.buffer.score_batch,
             scored=self._scored,
-            refused=self._put_aside,
+            refused=self._quarantine,
             timeline=self.timeline,
             trust=self.trust,
             attempts=self.config.rollout.max_attempts,
             transforms=parts.transforms,
-            judge=parts.judge,
+            reward_fn=parts.reward_fn,
         )
 
-    def _make_desk(self, parts: Parts) -> Desk:
+    def _make_session(self, parts: Components) -> TrainerSession:
         config = self.config
-        return Desk(
-            self.books,
+        return TrainerSession(
+            self.run_log,
             Shape(
                 config.trainer.micro_batch_tokens,
                 list(parts.teachers),
@@ -366,31 +363,31 @@ class Controller:
                 saved=self._tidy.wake,
                 heard=self.heartbeats.heard,
                 wants_broadcast=self.broadcasts.wanted,
-                lost_seats=self.broadcasts.lost_seats,
+                lost_members=self.broadcasts.lost_members,
             ),
             steps=config.run.steps,
             changed=self._changed,
         )
 
-    def _make_composer(self) -> Composer:
-        return Composer(
-            self.books,
-            self.desk,
+    def _make_batcher(self) -> StepBatcher:
+        return StepBatcher(
+            self.run_log,
+            self.session,
             Hold(seconds_of_waiting(self.config)),
             self.config.run.steps,
             changed=self._changed,
-            composed=self.fleet.wake,
+            composed=self.pool.wake,
             in_scoring=lambda: self.scoring.open,
             timeline=self.timeline,
         )
 
-    def _make_evaluations(self, parts: Parts) -> Evaluations | None:
+    def _make_evaluations(self, parts: Components) -> Evaluations | None:
         if parts.evaluator is None or self.config.evaluation is None:
             return None
         return Evaluations(
             parts.evaluator,
             self.config.evaluation,
-            self.books,
+            self.run_log,
             self.timeline,
             self._hooks.evaluated,
             self._stop,

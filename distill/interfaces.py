@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.evaluation.schedule import Evaluator
+from distill.metrics.timeline import Span
+from distill.prompts.rewards import RewardFn
+from distill.prompts.stream import Prompt, PromptStream
+from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
 from distill.run_log.records import DropReason
-from distill.rollout.replica_client import ReplicaEngine
 from distill.scoring.scorer import Teacher, Transform
-from distill.metrics.timeline import Span
-from distill.prompts.rewards import Judge
-from distill.prompts.stream import Prompt, PromptStream
 from sync.claims import Claim
 from sync.wire import EvalReport, TrainerWelcome, Version, Want
 from sync.wire.checks import ANY_ID
@@ -56,7 +56,7 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """Everything the controller works with; each can be replaced by one in memory."""
 
     replicas: dict[str, ReplicaEngine]
@@ -75,7 +75,7 @@ class Parts:
     vocab_size: int = ANY_ID
     """Of the student's tokenizer: every id is below it."""
     evaluator: Evaluator | None = None
-    judge: Judge | None = None
+    reward_fn: RewardFn | None = None
     """Gives every rollout its reward; None: they have none."""
     transforms: dict[str, Transform] | None = None
     """Per teacher: what it sees instead of the prompt."""

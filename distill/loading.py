@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -18,6 +18,17 @@ from sync.errors import ConfigError
 from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
+
+RENAMED: Final = {
+    "awake_teachers": "max_loaded_teachers",
+    "silent_seconds": "stall_timeout_seconds",
+    "straggler_seconds": "completion_timeout_seconds",
+    "stragglers": "on_timeout",
+    "at_max_tokens": "on_max_tokens",
+    "judge": "reward_fn",
+    "road": "transport",
+}
+"""Keys of earlier configurations, and what they are called now."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -110,6 +121,8 @@ def _explain(detail: ErrorDetails) -> str:
 
 def _nearest(key: str, section: type[Settings]) -> str:
     known = sorted(section.model_fields)
+    if RENAMED.get(key) in known:
+        return f": it is now called {RENAMED[key]!r}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(known)}"
 

@@ -11,9 +11,9 @@ from typing import Any
 from distill.config import RunConfig
 from distill.loading import load_run_dir
 from sync.errors import SnapshotError
-from sync.stores import Store, open_store
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
+from sync.stores import Store, open_store
 from sync.wire import Version
 
 

@@ -28,8 +28,8 @@ from blake3 import blake3
 
 from student_trainer import checkpoint_files as files
 from student_trainer import repartition
-from student_trainer.ranks import Ranks
 from student_trainer.disk_full import all_done, full_disk_later
+from student_trainer.ranks import Ranks
 from sync import durable
 from sync.errors import DataError
 from sync.wire import Version

@@ -13,7 +13,17 @@ from typing import Final, Protocol
 
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
 from sync.transport import BlockingPeer
-from sync.wire import Audience, Head, Heartbeat, Message, Ok, Published, Seats, TrainerHello, TrainerWelcome
+from sync.wire import (
+    Audience,
+    BroadcastMembers,
+    Head,
+    Heartbeat,
+    Message,
+    Ok,
+    Published,
+    TrainerHello,
+    TrainerWelcome,
+)
 
 log = logging.getLogger(__name__)
 _SEATS_SECONDS: Final = 1.0
@@ -98,7 +108,7 @@ class HttpController:
 
     def lost(self, group: str) -> str | None:
         try:
-            seats = self._peer.call(f"/v1/broadcasts/{group}", None, Seats, _SEATS_SECONDS)
+            seats = self._peer.call(f"/v1/broadcasts/{group}", None, BroadcastMembers, _SEATS_SECONDS)
         except RemoteError as error:
             return str(error)
         except Unreachable:  # it says nothing about the replicas

@@ -24,9 +24,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from sync.disk_full import append, until_disk_space
 from sync.durable import force, make_folder
 from sync.errors import DataError
-from sync.disk_full import append, until_room
 from sync.wire import Version
 
 _NAME: Final = re.compile(r"L(\d{3,})-rank(\d+)\.jsonl")
@@ -68,7 +68,7 @@ class Ledger:
                 "and every start of the trainer needs a new one"
             )
         first = _First(start.lineage, parent, start.step, rank)
-        until_room(lambda: self._write(first), str(self._path))
+        until_disk_space(lambda: self._write(first), str(self._path))
         force(folder)
 
     def record(self, step: int, ids: list[str], weights: str) -> None:

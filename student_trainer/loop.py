@@ -17,12 +17,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from student_trainer.batch_client import BatchSource
 from student_trainer.controller_client import Controller
+from student_trainer.disk_full import all_done
 from student_trainer.ledger import Ledger
 from student_trainer.ranks import Ranks
-from student_trainer.transports import Road
-from student_trainer.disk_full import all_done
-from student_trainer.batch_client import BatchSource
+from student_trainer.transports import WeightTransport
 from sync.errors import DataError
 from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
 
@@ -56,7 +56,7 @@ class Trainer:
     """Checksum of this rank's shards as they are now."""
     source: BatchSource
     controller: Controller
-    road: Road
+    transport: WeightTransport
     ledger: Ledger
     ranks: Ranks
     interrupted: threading.Event
@@ -148,13 +148,13 @@ def record(trainer: Trainer, ids: list[str]) -> None:
 
 def publish(trainer: Trainer) -> None:
     """Send the weights on their way once the version before has arrived or failed. Collective."""
-    trainer.road.publish(trainer.version, settle(trainer))
+    trainer.transport.publish(trainer.version, settle(trainer))
 
 
 def arrived(trainer: Trainer) -> bool:
     """Whether the newest version is out, once all that was sent has arrived or failed. Collective."""
     settle(trainer)
-    missing = trainer.ranks.rank == 0 and trainer.road.arrived != trainer.version
+    missing = trainer.ranks.rank == 0 and trainer.transport.arrived != trainer.version
     return not trainer.ranks.highest(missing)
 
 
@@ -163,14 +163,14 @@ def settle(trainer: Trainer) -> bool:
 
     Ranks that wait for one whose disk is full stay in touch: no collective runs into its time-out.
     """
-    while (vote := trainer.ranks.highest(_settled(trainer.road))) == _UNSETTLED:
+    while (vote := trainer.ranks.highest(_settled(trainer.transport))) == _UNSETTLED:
         log.info("a version up to %s is still on its way", trainer.version)
     return bool(vote)
 
 
-def _settled(road: Road) -> float:
+def _settled(transport: WeightTransport) -> float:
     """Whether an anchor is due, or that a version is still on its way."""
-    return float(road.anchor_due) if road.settle(SETTLE_SECONDS) else _UNSETTLED
+    return float(transport.anchor_due) if transport.settle(SETTLE_SECONDS) else _UNSETTLED
 
 
 def checkpoint_due(trainer: Trainer) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from student_trainer import checkpoint, schedule
+from student_trainer.batch_client import HttpSource
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import LAST_WORDS_SECONDS, Controller, HttpController, beat
 from student_trainer.engine import Loaded, load
@@ -33,19 +34,18 @@ from student_trainer.model import check_head
 from student_trainer.objectives.needs import needs, teacher_temperature
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
-from student_trainer.transports import BroadcastRoad, Road, SnapshotRoad
 from student_trainer.signals import StopSignals, die_with_parent
-from student_trainer.batch_client import HttpSource
-from student_trainer.step import Aim, train_step
+from student_trainer.step import LossSpec, train_step
+from student_trainer.transports import BroadcastTransport, SnapshotTransport, WeightTransport
 from student_trainer.weights import Weights
+from sync.broadcast.broadcast import BroadcastSender, own_address
 from sync.claims import Claim
 from sync.errors import DataError, StoreError
-from sync.stores import open_store
-from sync.stores.retry_on_full import PatientStore
-from sync.transport import BlockingPeer, token_from_environment
-from sync.snapshots.admin import gc
-from sync.broadcast.broadcast import BroadcastSender, own_address
 from sync.publish.publisher import Publisher
+from sync.snapshots.admin import gc
+from sync.stores import open_store
+from sync.stores.retry_on_full import RetryOnFullStore
+from sync.transport import BlockingPeer, token_from_environment
 from sync.wire import (
     FinalDigests,
     Head,
@@ -85,8 +85,8 @@ def run(config: TrainerConfig) -> None:
     source = HttpSource(BlockingPeer(url, token, _POLL_SECONDS, claim), ranks.rank, ranks.world_size)
     source.expect(welcome.version)
     export = partial(weights.save_folder, tokenizer=loaded.tokenizer)
-    road = open_road(config, weights, export, controller, welcome.run.id, ranks, stopping.is_set)
-    road.start(welcome.version, welcome.parent)
+    transport = open_transport(config, weights, export, controller, welcome.run.id, ranks, stopping.is_set)
+    transport.start(welcome.version, welcome.parent)
     signals = StopSignals(int(os.environ.get("LOCAL_SIZE", "1")), stopping)
     trainer = Trainer(
         version=welcome.version,
@@ -95,7 +95,7 @@ def run(config: TrainerConfig) -> None:
         shown=weights.shown,
         source=source,
         controller=controller,
-        road=road,
+        transport=transport,
         ledger=Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank),
         ranks=ranks,
         interrupted=stopping,
@@ -168,7 +168,7 @@ def step_function(
         sent = [controller.head(name) for name in welcome.teachers]
         heads = tuple(teacher_head(head, vocab, ranks.device, temperature) for head in sent)
     objective = config.objective
-    aim = Aim(
+    spec = LossSpec(
         build(objective),
         discount(objective),
         heads,
@@ -182,7 +182,7 @@ def step_function(
         now = schedule.share(config.trainer, batch.version.step, config.steps)
         for optimizer in loaded.optimizers:
             schedule.apply(optimizer.param_groups, loaded.hyperparameters, now)
-        return train_step(loaded.engine, batch, aim, ranks)
+        return train_step(loaded.engine, batch, spec, ranks)
 
     return step
 
@@ -202,7 +202,7 @@ def teacher_head(head: Head, vocab: int, device: torch.device, temperature: floa
     return HeadWeights(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, shape)
 
 
-def open_road(
+def open_transport(
     config: TrainerConfig,
     weights: Weights,
     export: Any,
@@ -210,18 +210,18 @@ def open_road(
     run_id: str | None,
     ranks: Ranks,
     stopping: Callable[[], bool],
-) -> Road:
+) -> WeightTransport:
     """The configured way for new versions."""
     settings = config.weights
-    if settings.road == "broadcast":
+    if settings.transport == "broadcast":
         sender = None
         if ranks.rank == 0:
             controller_at = urlsplit(config.controller_url)
             host = own_address(controller_at.hostname or "127.0.0.1", controller_at.port or 80)
             token = token_from_environment()
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
-        return BroadcastRoad(sender, weights, controller, stopping)
-    store = PatientStore(open_store(settings.store, config.run_dir / "store"))
+        return BroadcastTransport(sender, weights, controller, stopping)
+    store = RetryOnFullStore(open_store(settings.store, config.run_dir / "store"))
     publisher = Publisher(
         store,
         config.run,
@@ -235,7 +235,7 @@ def open_road(
         run_id=run_id,
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
-    return SnapshotRoad(publisher, weights, export, scratch, controller, ranks.rank, collect)
+    return SnapshotTransport(publisher, weights, export, scratch, controller, ranks.rank, collect)
 
 
 def save(
@@ -259,10 +259,10 @@ def finish(config: TrainerConfig, trainer: Trainer, weights: Weights, export: An
     all that unless the run was interrupted: another start publishes it from its checkpoint, newly named.
     """
     trainer.source.close()
-    if trainer.road.newest != trainer.version:
+    if trainer.transport.newest != trainer.version:
         publish(trainer)
     is_out = arrived(trainer)
-    trainer.road.close()
+    trainer.transport.close()
     digests = weights.digests()
     if is_out and trainer.ranks.rank == 0:
         trainer.controller.tell(FinalDigests(version=trainer.version, digests=digests))

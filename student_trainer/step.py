@@ -24,7 +24,7 @@ _COUNTED: Final = ("rows", "tokens", "truncated", "age", "padded")
 
 
 @dataclass(frozen=True)
-class Aim:
+class LossSpec:
     """What is optimised, for the whole run."""
 
     objective: Objective
@@ -41,7 +41,7 @@ class Aim:
     """Whether rollouts' rewards are part of the loss."""
 
 
-def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[str, float]:
+def train_step(engine: Any, batch: TrainBatch, spec: LossSpec, ranks: Ranks) -> dict[str, float]:
     """Train on this rank's share of `batch`; metrics of the whole step, the same on every rank. Collective.
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
@@ -54,18 +54,18 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
             "micro-batches: a step needs at least one supervised token and one (maybe empty) micro-batch"
         )
     scale = ranks.world_size / batch.denominator
-    rewards = rewards_of(batch, ranks) if aim.task else None
-    stats, counts = torch.zeros(RHO_MAX + 1 + 2 * told_apart(aim)), []
+    rewards = rewards_of(batch, ranks) if spec.task else None
+    stats, counts = torch.zeros(RHO_MAX + 1 + 2 * num_tracked_teachers(spec)), []
     for index, rows in enumerate(batch.micro_batches):
-        micro = collate(rows, batch.version.step, aim.vocab)
-        micro = weighed(micro, rows, aim, rewards, batch.denominator).to(ranks.device)
+        micro = collate(rows, batch.version.step, spec.vocab)
+        micro = weighed(micro, rows, spec, rewards, batch.denominator).to(ranks.device)
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
-        loss, part = engine(micro.tokens_RL, micro.positions_C, job(micro, aim))
+        loss, part = engine(micro.tokens_RL, micro.positions_C, job(micro, spec))
         engine.backward(loss * scale)
         stats = merge(stats, part.cpu())
         counts.append(micro.counts)
     engine.step()
-    metrics = summarise(stats, counts, batch.denominator, ranks, aim.teachers)
+    metrics = summarise(stats, counts, batch.denominator, ranks, spec.teachers)
     if rewards is not None and rewards.mean is not None:
         metrics["reward_mean"] = rewards.mean
     applied = bool(engine.was_step_applied())
@@ -78,19 +78,21 @@ def train_step(engine: Any, batch: TrainBatch, aim: Aim, ranks: Ranks) -> dict[s
     return metrics | norm | {"skipped": float(not applied)}
 
 
-def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, denominator: int) -> MicroBatch:
+def weighed(
+    micro: MicroBatch, rows: Rows, spec: LossSpec, rewards: Rewards | None, denominator: int
+) -> MicroBatch:
     """`micro` with what each token counts for: λ·c and the task's credit, both times the row's weight.
 
     Raises DataError for an unknown teacher.
     """
     highest = int(micro.teacher_C.max()) if micro.teacher_C.numel() else 0
-    known = len(aim.heads) or len(aim.teachers)
+    known = len(spec.heads) or len(spec.teachers)
     if known and highest >= known:
         raise DataError(
             f"a row was scored by teacher {highest}, the trainer knows {known}: "
             "Rows.teacher must index TrainerWelcome.teachers"
         )
-    coefficient_C = torch.tensor(aim.coefficients)[micro.teacher_C] if aim.coefficients else None
+    coefficient_C = torch.tensor(spec.coefficients)[micro.teacher_C] if spec.coefficients else None
     advantage_C = None if rewards is None else advantages(rows, rewards, denominator)
     if rows.weight is not None:
         weight_C = torch.tensor(unpack(rows.weight))[micro.row_C]
@@ -100,14 +102,14 @@ def weighed(micro: MicroBatch, rows: Rows, aim: Aim, rewards: Rewards | None, de
     return replace(micro, targets=targets)
 
 
-def told_apart(aim: Aim) -> int:
+def num_tracked_teachers(spec: LossSpec) -> int:
     """Teachers whose reverse KL is summed one by one: none when there is only one."""
-    return len(aim.teachers) if len(aim.teachers) > 1 else 0
+    return len(spec.teachers) if len(spec.teachers) > 1 else 0
 
 
-def job(micro: MicroBatch, aim: Aim) -> Job:
+def job(micro: MicroBatch, spec: LossSpec) -> Job:
     """What the head is asked to do with one micro-batch."""
-    return Job(micro, aim.objective, aim.discount, aim.heads, told_apart(aim))
+    return Job(micro, spec.objective, spec.discount, spec.heads, num_tracked_teachers(spec))
 
 
 def merge(left: Tensor, right: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from typing import Any, Final, Literal, Protocol
 
 from student_trainer.controller_client import Controller
 from student_trainer.weights import Weights
-from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.broadcast.broadcast import BroadcastSender
+from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish.publisher import Publisher, PublishReport
 from sync.snapshots.tensors import meta_of
 from sync.wire import Published, Version
@@ -38,7 +38,7 @@ _PAUSE_SECONDS: Final = 0.5
 """Before another try: whoever died on the way is missed by then."""
 
 
-class Road(Protocol):
+class WeightTransport(Protocol):
     """One way to publish. `start` first, `close` last; every method is called on all ranks alike."""
 
     @property
@@ -106,7 +106,7 @@ class Background:
             self.failures, self.arrived = 0, version
 
 
-class SnapshotRoad:
+class SnapshotTransport:
     """Versions in a store; every rank writes its own shards, rank 0 the manifest."""
 
     def __init__(
@@ -197,7 +197,7 @@ class SnapshotRoad:
         self.settle()
 
 
-class BroadcastRoad:
+class BroadcastTransport:
     """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks.
 
     A replica that is lost ends the broadcast at once; the same tensors then go to those that are left.
@@ -271,7 +271,7 @@ class BroadcastRoad:
             self._sender = None
 
 
-class NoRoad:
+class NullTransport:
     """Nothing is published, only remembered: for tests of training alone."""
 
     anchor_due = False

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from student_trainer.checksum import checksum
+from student_trainer.disk_full import all_done
 from student_trainer.layout import alone, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
-from student_trainer.disk_full import all_done
-from sync.errors import ConfigError
-from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
 from sync.delta.codec import Bits
+from sync.errors import ConfigError
 from sync.publish.publisher import Slice
+from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}

@@ -58,7 +58,7 @@ def append(path: Path, data: bytes, durable: bool = False) -> bool:
         os.close(handle)
 
 
-def until_room(work: Callable[[], T], what: str, pause: float = RETRY_SECONDS) -> T:
+def until_disk_space(work: Callable[[], T], what: str, pause: float = RETRY_SECONDS) -> T:
     """What `work` returns, repeated while the disk is full, which is said once. `work` is all or nothing."""
     waiting = False
     while True:

@@ -86,7 +86,7 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
     engine = build(config, vocab_size(tokenizer), claim)
     service = TeacherService(
         engine,
-        describe(name, engine.facts, tokenizer),
+        describe(name, engine.engine_info, tokenizer),
         batch_tokens=config.batch_tokens,
         queue_tokens=config.queue_tokens,
         wire_dtype=config.wire_dtype,

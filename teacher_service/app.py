@@ -1,6 +1,7 @@
 """The teacher's HTTP routes (docs/architecture.md), over one engine.
 
-    POST /v1/score   ScoreRequest → ScoreReply         POST /v1/write   WriteRequest → WriteReply
+    POST /v1/score       ScoreRequest → ScoreReply
+    POST /v1/generate    TeacherGenerateRequest → TeacherGenerateReply
     GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
     GET  /health     200 while batches are computed        GET /metrics   Prometheus
 
@@ -35,10 +36,10 @@ from sync.wire import (
     ScoreRefused,
     ScoreReply,
     ScoreRequest,
+    TeacherCompletion,
+    TeacherGenerateReply,
+    TeacherGenerateRequest,
     TeacherInfo,
-    WriteReply,
-    WriteRequest,
-    Written,
     checks,
     decode,
 )
@@ -47,17 +48,24 @@ from teacher_service.admission import (
     BadRequest,
     admit,
     admit_prompt,
-    asked_of,
     check_reply_size,
     check_request,
     check_write,
+    options_of,
 )
 from teacher_service.batching import STUCK_SECONDS, Batcher
 from teacher_service.body_limit import BodyGate
-from teacher_service.engines.base import Draft, Engine, Item, Manner, Marks, Text
+from teacher_service.engines.base import (
+    Engine,
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+)
 from teacher_service.metrics import Metrics
 from teacher_service.replies import Small, scored, written
-from teacher_service.request_queue import Ticket
+from teacher_service.request_queue import QueuedRequest
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
@@ -75,7 +83,7 @@ class _Work(NamedTuple):
     sound: int
     """Those that something is computed for."""
     deadline: float | None
-    submit: Callable[[], Ticket]
+    submit: Callable[[], QueuedRequest]
     reply: Callable[[Sequence[object]], Message]
 
 
@@ -99,13 +107,13 @@ class TeacherService:
         `claim`: of a teacher that follows a run; None: it may serve many.
         """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
-        self._engine, self._facts, self._queue_tokens = engine, engine.facts, queue_tokens
+        self._engine, self._facts, self._queue_tokens = engine, engine.engine_info, queue_tokens
         self._small: Small = "f2" if wire_dtype == "float16" else "f4"
         self._batcher = Batcher(engine, batch_tokens, queue_tokens, self.metrics)
         self._gate = BodyGate()
         routes = [
             Route("/v1/score", self._counted(self.score), methods=["POST"]),
-            Route("/v1/write", self._counted(self.write), methods=["POST"]),
+            Route("/v1/generate", self._counted(self.write), methods=["POST"]),
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
@@ -117,7 +125,7 @@ class TeacherService:
             middleware=[
                 Middleware(TokenGuard, token=token),
                 Middleware(
-                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/write"), model=info.fingerprint
+                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/generate"), model=info.fingerprint
                 ),
             ],
         )
@@ -159,7 +167,7 @@ class TeacherService:
         return await self._answer(request, self._scores)
 
     async def write(self, request: Request) -> Response:
-        """POST /v1/write"""
+        """POST /v1/generate"""
         return await self._answer(request, self._texts)
 
     async def _answer(self, request: Request, read: Callable[[bytes], _Work]) -> Response:
@@ -179,23 +187,25 @@ class TeacherService:
 
     def _scores(self, body: bytes) -> _Work:
         message = decode(body, ScoreRequest)
-        want, facts = message.want, self._facts
-        check_request(message, facts)
-        admitted = [admit(sequence, want, facts) for sequence in message.sequences]
+        want, engine_info = message.want, self._facts
+        check_request(message, engine_info)
+        admitted = [admit(sequence, want, engine_info) for sequence in message.sequences]
         items = [
-            (i, item, asked_of(item, want, facts))
+            (i, item, options_of(item, want, engine_info))
             for i, item in enumerate(admitted)
             if isinstance(item, Item)
         ]
-        check_reply_size([item for _, item, _ in items], want, facts)
+        check_reply_size([item for _, item, _ in items], want, engine_info)
         self._check_tokens(sum(len(item.token_ids_L) for _, item, _ in items), "sequences")
         ids = [sequence.id for sequence in message.sequences]
 
         def make(id_: str, item: object, outcome: object) -> Scored | Problem | None:
-            if not (isinstance(item, Item) and isinstance(outcome, Marks)):
+            if not (isinstance(item, Item) and isinstance(outcome, EngineScores)):
                 return None
-            answer, gather = scored(id_, outcome, self._small), asked_of(item, want, facts).gather
-            wrong = checks.scored(answer, item.positions, gather, want, facts.vocab_size, facts.hidden_size)
+            answer, gather = scored(id_, outcome, self._small), options_of(item, want, engine_info).gather
+            wrong = checks.scored(
+                answer, item.positions, gather, want, engine_info.vocab_size, engine_info.hidden_size
+            )
             return wrong or checks.without_bad_diagnostics(answer, item.positions)
 
         return _Work(
@@ -209,28 +219,36 @@ class TeacherService:
         )
 
     def _texts(self, body: bytes) -> _Work:
-        message = decode(body, WriteRequest)
+        message = decode(body, TeacherGenerateRequest)
         check_write(message, self._facts)
         admitted = [admit_prompt(prompt, message.max_tokens, self._facts) for prompt in message.prompts]
-        drafts = [(i, draft) for i, draft in enumerate(admitted) if isinstance(draft, Draft)]
-        tokens = sum(len(draft.token_ids_P) + message.max_tokens for _, draft in drafts)
+        engine_prompts = [
+            (i, engine_prompt)
+            for i, engine_prompt in enumerate(admitted)
+            if isinstance(engine_prompt, EnginePrompt)
+        ]
+        tokens = sum(
+            len(engine_prompt.token_ids_P) + message.max_tokens for _, engine_prompt in engine_prompts
+        )
         self._check_tokens(tokens, "prompts")
         ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
-        manner = Manner(message.max_tokens, message.temperature, ends)
+        generation = GenerationParams(message.max_tokens, message.temperature, ends)
         ids = [prompt.id for prompt in message.prompts]
 
-        def make(id_: str, _: object, outcome: object) -> Written | Problem | None:
-            if not isinstance(outcome, Text):
+        def make(id_: str, _: object, outcome: object) -> TeacherCompletion | Problem | None:
+            if not isinstance(outcome, EngineCompletion):
                 return None
             answer = written(id_, outcome)
             return checks.written(answer, message.max_tokens, self._facts.vocab_size) or answer
 
         return _Work(
             results=len(ids),
-            sound=len(drafts),
+            sound=len(engine_prompts),
             deadline=message.deadline,
-            submit=lambda: self._batcher.submit_drafts(drafts, manner, len(ids), message.deadline),
-            reply=lambda outcomes: WriteReply(
+            submit=lambda: self._batcher.submit_engine_prompts(
+                engine_prompts, generation, len(ids), message.deadline
+            ),
+            reply=lambda outcomes: TeacherGenerateReply(
                 teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
             ),
         )
@@ -241,7 +259,7 @@ class TeacherService:
                 413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer {what}"
             )
 
-    async def _wait(self, ticket: Ticket, request: Request, deadline: float | None) -> None:
+    async def _wait(self, ticket: QueuedRequest, request: Request, deadline: float | None) -> None:
         """Until every outcome is there. Raises BadRequest when the caller gives up first."""
         finished = asyncio.ensure_future(ticket.done.wait())
         left = asyncio.ensure_future(request.receive())  # the body is read: only a disconnect can come

@@ -20,10 +20,18 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from sync.errors import DataError, Overloaded, Unreachable
-from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Writer
+from teacher_service.engines.base import (
+    Engine,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    Writer,
+)
 from teacher_service.metrics import Metrics
-from teacher_service.request_queue import Line, Outcome, Ticket, Waiting
-from teacher_service.writing import Scribe
+from teacher_service.request_queue import Outcome, QueuedItem, QueuedRequest, RequestQueue
+from teacher_service.writing import GenerationQueue
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
@@ -47,9 +55,9 @@ class Batcher:
     def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
-        self._items: Line[Asked, Item] = Line(metrics.dropped.inc)
-        self._drafts: Line[Manner, Draft] = Line(metrics.dropped.inc)
-        self._scribe = Scribe(engine, batch_tokens) if isinstance(engine, Writer) else None
+        self._items: RequestQueue[ScoreOptions, Item] = RequestQueue(metrics.dropped.inc)
+        self._drafts: RequestQueue[GenerationParams, EnginePrompt] = RequestQueue(metrics.dropped.inc)
+        self._generation_queue = GenerationQueue(engine, batch_tokens) if isinstance(engine, Writer) else None
         self._held = 0
         self._dead = 0
         self._rate = 0.0
@@ -97,31 +105,39 @@ class Batcher:
         self._last = last
         return await asyncio.wrap_future(last)
 
-    def submit(self, items: Sequence[tuple[int, Item, Asked]], slots: int, deadline: float | None) -> Ticket:
+    def submit(
+        self, items: Sequence[tuple[int, Item, ScoreOptions]], slots: int, deadline: float | None
+    ) -> QueuedRequest:
         """Queue `items`: (index of the outcome, item, what is asked); `slots` counts the outcomes in all.
 
         Raises Overloaded when the queue has no room for them.
         """
         sizes = [len(item.token_ids_L) for _, item, _ in items]
         ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
-        for (index, item, asked), size in zip(items, sizes, strict=True):
-            self._items.put(asked, Waiting(ticket, index, item, size, now))
+        for (index, item, options), size in zip(items, sizes, strict=True):
+            self._items.put(options, QueuedItem(ticket, index, item, size, now))
         self._wake.set()
         return ticket
 
-    def submit_drafts(
-        self, drafts: Sequence[tuple[int, Draft]], manner: Manner, slots: int, deadline: float | None
-    ) -> Ticket:
+    def submit_engine_prompts(
+        self,
+        engine_prompts: Sequence[tuple[int, EnginePrompt]],
+        generation: GenerationParams,
+        slots: int,
+        deadline: float | None,
+    ) -> QueuedRequest:
         """Queue `drafts`: (index of the outcome, draft), counted with all it may become; see `submit`."""
-        assert self._scribe is not None, "the engine cannot write"
-        sizes = [len(draft.token_ids_P) + manner.max_tokens for _, draft in drafts]
+        assert self._generation_queue is not None, "the engine cannot write"
+        sizes = [
+            len(engine_prompt.token_ids_P) + generation.max_tokens for _, engine_prompt in engine_prompts
+        ]
         ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
-        for (index, draft), size in zip(drafts, sizes, strict=True):
-            self._drafts.put(manner, Waiting(ticket, index, draft, size, now))
+        for (index, engine_prompt), size in zip(engine_prompts, sizes, strict=True):
+            self._drafts.put(generation, QueuedItem(ticket, index, engine_prompt, size, now))
         self._wake.set()
         return ticket
 
-    def _enter(self, sizes: Sequence[int], slots: int, deadline: float | None) -> Ticket:
+    def _enter(self, sizes: Sequence[int], slots: int, deadline: float | None) -> QueuedRequest:
         """A ticket for work of these sizes, in tokens. Raises Overloaded when there is no room for it."""
         tokens = sum(sizes)
         if self._held and self._held + tokens > self._queue_tokens:
@@ -133,9 +149,9 @@ class Batcher:
         self._held += tokens
         self._metrics.held_tokens.set(self._held)
         expires = time.monotonic() + (deadline or float("inf"))
-        return Ticket([None] * slots, len(sizes), expires, tokens)
+        return QueuedRequest([None] * slots, len(sizes), expires, tokens)
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: QueuedRequest) -> None:
         """The caller has its answer, or has left: exactly once per ticket."""
         ticket.gone = True
         self._held -= ticket.tokens
@@ -163,9 +179,9 @@ class Batcher:
         """Mark the next batch; whether there was one."""
         if (taken := self._items.take(self._batch_tokens)) is None:
             return False
-        asked, batch = taken
+        options, batch = taken
         started = time.monotonic()
-        outcomes = await self.in_engine_thread(functools.partial(self._compute, batch, asked))
+        outcomes = await self.in_engine_thread(functools.partial(self._compute, batch, options))
         for waiting, outcome in zip(batch, outcomes, strict=True):
             waiting.ticket.settle(waiting.index, outcome)
         self._observe(batch, time.monotonic() - started)
@@ -173,48 +189,50 @@ class Batcher:
 
     async def _write_slice(self) -> bool:
         """Write on for a while; whether there was anything to write."""
-        if self._scribe is None or not self._scribe.ready(self._drafts):
+        if self._generation_queue is None or not self._generation_queue.ready(self._drafts):
             return False
         started = time.monotonic()
-        outcomes = await self.in_engine_thread(self._scribe.advance)
+        outcomes = await self.in_engine_thread(self._generation_queue.advance)
         self._metrics.busy.inc(time.monotonic() - started)
         if outcomes is not None:
-            self._metrics.written.inc(self._scribe.settle(outcomes))
+            self._metrics.written.inc(self._generation_queue.settle(outcomes))
         return True
 
-    def _compute(self, batch: list[Waiting[Item]], asked: Asked) -> list[Outcome]:
+    def _compute(self, batch: list[QueuedItem[Item]], options: ScoreOptions) -> list[Outcome]:
         """Outcomes of a batch, in order; runs in the engine's thread."""
         try:
-            marks = self._engine.score([w.work for w in batch], asked)
-            return split(marks, [w.work.positions for w in batch])
+            scores = self._engine.score([w.work for w in batch], options)
+            return split(scores, [w.work.positions for w in batch])
         except Unreachable as error:
             return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
-            return self._after_failure(batch, asked, error)
+            return self._after_failure(batch, options, error)
 
-    def _after_failure(self, batch: list[Waiting[Item]], asked: Asked, error: Exception) -> list[Outcome]:
+    def _after_failure(
+        self, batch: list[QueuedItem[Item]], options: ScoreOptions, error: Exception
+    ) -> list[Outcome]:
         """Each half on its own, so that a sequence that cannot be marked fails alone."""
         if len(batch) > 1:
             middle = len(batch) // 2
-            return self._compute(batch[:middle], asked) + self._compute(batch[middle:], asked)
+            return self._compute(batch[:middle], options) + self._compute(batch[middle:], options)
         log.error("a sequence of %d tokens failed", len(batch[0].work.token_ids_L), exc_info=error)
         return [f"the engine failed on this sequence: {type(error).__name__}: {error}"]
 
-    def _observe(self, batch: list[Waiting[Item]], seconds: float) -> None:
+    def _observe(self, batch: list[QueuedItem[Item]], seconds: float) -> None:
         tokens = sum(w.tokens for w in batch)
         rate = tokens / max(seconds, 1e-6)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         self._metrics.batch(len(batch), tokens, sum(w.work.positions for w in batch), seconds)
 
 
-def split(marks: Marks, counts: Sequence[int]) -> list[Outcome]:
+def split(scores: EngineScores, counts: Sequence[int]) -> list[Outcome]:
     """Marks of a batch cut into those of its items. Raises DataError for columns of another length."""
     ends = np.cumsum(counts, dtype=np.int64).tolist()
-    columns = {name: value for name in Marks.__slots__ if (value := getattr(marks, name)) is not None}
+    columns = {name: value for name in EngineScores.__slots__ if (value := getattr(scores, name)) is not None}
     for name, value in columns.items():
         if len(value) != ends[-1]:
             raise DataError(f"the engine gave {name} of {len(value)} rows for {ends[-1]} positions")
     return [
-        Marks(**{name: value[end - count : end] for name, value in columns.items()})
+        EngineScores(**{name: value[end - count : end] for name, value in columns.items()})
         for end, count in zip(ends, counts, strict=True)
     ]

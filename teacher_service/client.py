@@ -22,12 +22,12 @@ from sync.wire import (
     ScoreReply,
     ScoreRequest,
     ScoreSequence,
+    TeacherCompletion,
+    TeacherGenerateReply,
+    TeacherGenerateRequest,
     TeacherInfo,
+    TeacherPrompt,
     Want,
-    WritePrompt,
-    WriteReply,
-    WriteRequest,
-    Written,
     decode,
     encode,
 )
@@ -141,7 +141,7 @@ class TeacherClient:
             peer.model = infos[0].fingerprint
         return infos[0]
 
-    async def facts(self) -> TeacherInfo:
+    async def first_info(self) -> TeacherInfo:
         """What the first replica that answers says about itself."""
         expires = time.monotonic() + self._timeout
         return decode((await self.replicas.exchange("/v1/info", None, 0, expires)).body, TeacherInfo)
@@ -154,7 +154,7 @@ class TeacherClient:
         """Ask the replica at this URL nothing more; whether another is left."""
         return self.replicas.leave_out(server)
 
-    def _note(self, sent: Sequence[ScoreSequence | WritePrompt], url: str) -> None:
+    def _note(self, sent: Sequence[ScoreSequence | TeacherPrompt], url: str) -> None:
         """Who answered, until it is asked; callers that never ask cost no more than MOST_NOTED notes."""
         if len(self._answered) > MOST_NOTED:
             self._answered.clear()
@@ -193,21 +193,21 @@ class TeacherClient:
 
     async def write(
         self,
-        prompts: Sequence[WritePrompt],
+        prompts: Sequence[TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int] = (),
         deadline: float | None = None,
         temperature: float = 1.0,
-    ) -> list[Written | ScoreRefused]:
+    ) -> list[TeacherCompletion | ScoreRefused]:
         """Completions of `prompts`, in their order; raises as `score` does.
 
         One request after the other, each of no more than `request_tokens` with all that it may become.
         """
         expires = time.monotonic() + (deadline or self._timeout)
-        results: list[Written | ScoreRefused] = []
+        results: list[TeacherCompletion | ScoreRefused] = []
         sizes = [_tokens(prompt) + max_tokens for prompt in prompts]
         for part, tokens in in_parts(prompts, sizes, self._request_tokens):
-            request = WriteRequest(
+            request = TeacherGenerateRequest(
                 prompts=part,
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -216,9 +216,9 @@ class TeacherClient:
             )
             body = encode(request)
             started = time.monotonic()
-            answer, url = await self.replicas.exchange("/v1/write", body, tokens, expires)
+            answer, url = await self.replicas.exchange("/v1/generate", body, tokens, expires)
             self._note(part, url)
-            found = decode(answer, WriteReply).results
+            found = decode(answer, TeacherGenerateReply).results
             self._check_ids([one.id for one in found], [prompt.id for prompt in part])
             refused = sum(isinstance(one, ScoreRefused) for one in found)
             self._count(len(answer), tokens, time.monotonic() - started, len(found), refused)
@@ -292,8 +292,8 @@ class TeacherClient:
         self._check_ids([result.id for result in results], [sequence.id for sequence in sequences])
         return results
 
-    def _check_ids(self, found: list[str], asked: list[str]) -> None:
-        if found != asked:
+    def _check_ids(self, found: list[str], options: list[str]) -> None:
+        if found != options:
             raise WireError(f"teacher {self.name!r} answered {len(found)} results for others than asked")
 
     def _count(self, received: int, tokens: int, seconds: float, results: int, refused: int) -> None:
@@ -319,6 +319,6 @@ def in_parts(work: Sequence[W], sizes: Sequence[int], limit: int) -> list[tuple[
     return parts
 
 
-def _tokens(sent: ScoreSequence | WritePrompt) -> int:
+def _tokens(sent: ScoreSequence | TeacherPrompt) -> int:
     """As many as its bytes hold: whether it is sound is for the teacher to say."""
     return len(sent.token_ids.data) // 4

@@ -1,4 +1,4 @@
-"""What a teacher says about itself: its engine's facts and its tokenizer's fingerprints."""
+"""What a teacher says about itself: its engine's description and its tokenizer's fingerprints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sync.errors import ConfigError
 from sync.settings import ModelSource
 from sync.tokenizers import chat_template_fingerprint, fingerprint
 from sync.wire import TeacherInfo
-from teacher_service.engines.base import Facts
+from teacher_service.engines.base import EngineInfo
 
 _SAMPLES: Final = 64
 """Blocks that are read of each weight file for a fingerprint, evenly spaced: another training changes all."""
@@ -49,29 +49,31 @@ def _read(path: str) -> str:
         raise ConfigError(f"chat_template {path!r} cannot be read: {error}") from error
 
 
-def describe(name: str, facts: Facts, tokenizer: Any) -> TeacherInfo:
+def describe(name: str, engine_info: EngineInfo, tokenizer: Any) -> TeacherInfo:
     """TeacherInfo of the teacher called `name`, whose model folder is read for its fingerprint."""
     return TeacherInfo(
         name=name,
-        model=facts.model,
-        revision=facts.revision,
-        dtype=facts.dtype,
-        engine=facts.engine,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        max_length=facts.max_length,
+        model=engine_info.model,
+        revision=engine_info.revision,
+        dtype=engine_info.dtype,
+        engine=engine_info.engine,
+        vocab_size=engine_info.vocab_size,
+        hidden_size=engine_info.hidden_size,
+        max_length=engine_info.max_length,
         tokenizer_fingerprint=fingerprint(tokenizer),
         chat_template_fingerprint=chat_template_fingerprint(tokenizer),
-        fingerprint=_model_fingerprint(facts),
-        can=list(facts.can),
+        fingerprint=_model_fingerprint(engine_info),
+        can=list(engine_info.can),
     )
 
 
-def _model_fingerprint(facts: Facts) -> str:
+def _model_fingerprint(engine_info: EngineInfo) -> str:
     """BLAKE3 hex over the model's name and samples of its weight files, where it is a folder here."""
-    hasher = blake3(repr((facts.model, facts.revision, facts.dtype, facts.engine)).encode())
+    hasher = blake3(
+        repr((engine_info.model, engine_info.revision, engine_info.dtype, engine_info.engine)).encode()
+    )
     for path in sorted(
-        path for path in Path(facts.model).glob("*") if path.suffix in (".safetensors", ".bin")
+        path for path in Path(engine_info.model).glob("*") if path.suffix in (".safetensors", ".bin")
     ):
         size = path.stat().st_size
         hasher.update(f"\0{path.name}\0{size}\0".encode())

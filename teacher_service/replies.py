@@ -6,31 +6,31 @@ from typing import Literal
 
 import numpy as np
 
-from sync.wire import Array, Scored, Written, pack
-from teacher_service.engines.base import Marks, Text
+from sync.wire import Array, Scored, TeacherCompletion, pack
+from teacher_service.engines.base import EngineCompletion, EngineScores
 
 Small = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
 
 
-def scored(id_: str, marks: Marks, small: Small) -> Scored:
+def scored(id_: str, scores: EngineScores, small: Small) -> Scored:
     """Wire form of one sequence's marks."""
     return Scored(
         id=id_,
-        logprob=pack(marks.logprob_C, "f4"),
-        topk_ids=_packed(marks.topk_ids_CK, "i4"),
-        topk_logprob=_packed(marks.topk_logprob_CK, small),
-        tail=_packed(marks.tail_C, "f4"),
-        gathered=_packed(marks.gathered_CK, small),
-        entropy=_packed(marks.entropy_C, "f4"),
-        hidden=_hidden(marks.hidden_CH),
+        logprob=pack(scores.logprob_C, "f4"),
+        topk_ids=_packed(scores.topk_ids_CK, "i4"),
+        topk_logprob=_packed(scores.topk_logprob_CK, small),
+        tail=_packed(scores.tail_C, "f4"),
+        gathered=_packed(scores.gathered_CK, small),
+        entropy=_packed(scores.entropy_C, "f4"),
+        hidden=_hidden(scores.hidden_CH),
     )
 
 
-def written(id_: str, text: Text) -> Written:
+def written(id_: str, text: EngineCompletion) -> TeacherCompletion:
     """Wire form of one completion."""
     reason: Literal["stop", "length"] = "stop" if text.ended else "length"
-    return Written(id_, pack(text.token_ids_T, "i4"), pack(text.logprob_T, "f4"), reason)
+    return TeacherCompletion(id_, pack(text.token_ids_T, "i4"), pack(text.logprob_T, "f4"), reason)
 
 
 def _packed(array: np.ndarray | None, dtype: str) -> Array | None:

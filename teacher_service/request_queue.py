@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from sync.errors import Unreachable
-from teacher_service.engines.base import Marks, Text
+from teacher_service.engines.base import EngineCompletion, EngineScores
 
-Outcome = Marks | Text | str | Unreachable
+Outcome = EngineScores | EngineCompletion | str | Unreachable
 """Of one item or draft: its marks or its text, or why it has none; Unreachable: what computes is gone."""
 W = TypeVar("W")
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(eq=False)
-class Ticket:
+class QueuedRequest:
     """One caller's work; `done` fires when every outcome is there."""
 
     outcomes: list[Outcome | None]
@@ -43,10 +43,10 @@ class Ticket:
 
 
 @dataclass(eq=False, slots=True)
-class Waiting(Generic[W]):
+class QueuedItem(Generic[W]):
     """One item to mark, or one draft to complete, in a queue."""
 
-    ticket: Ticket
+    ticket: QueuedRequest
     index: int
     """Of its outcome in the ticket."""
     work: W
@@ -55,18 +55,18 @@ class Waiting(Generic[W]):
     arrived: float
 
 
-class Line(Generic[K, W]):
+class RequestQueue(Generic[K, W]):
     """What waits, the oldest first; only what is of one kind shares a batch."""
 
     def __init__(self, dropped: Callable[[int], None]) -> None:
         """`dropped` hears how many were let go because nobody waited for them any more."""
-        self._queues: dict[K, deque[Waiting[W]]] = {}
+        self._queues: dict[K, deque[QueuedItem[W]]] = {}
         self._dropped = dropped
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def put(self, kind: K, waiting: Waiting[W]) -> None:
+    def put(self, kind: K, waiting: QueuedItem[W]) -> None:
         """Queue it."""
         self._queues.setdefault(kind, deque()).append(waiting)
 
@@ -79,7 +79,7 @@ class Line(Generic[K, W]):
             if not live:
                 del self._queues[kind]
 
-    def take(self, budget: int) -> tuple[K, list[Waiting[W]]] | None:
+    def take(self, budget: int) -> tuple[K, list[QueuedItem[W]]] | None:
         """The oldest that somebody waits for, and those behind it of its kind, up to `budget` tokens.
 
         At least one whatever its tokens; None: nobody waits.
@@ -93,7 +93,7 @@ class Line(Generic[K, W]):
             return None
         kind = min(self._queues, key=lambda k: self._queues[k][0].arrived)
         queue, tokens = self._queues[kind], 0
-        batch: list[Waiting[W]] = []
+        batch: list[QueuedItem[W]] = []
         while queue and (not batch or tokens + queue[0].tokens <= budget):
             tokens += queue[0].tokens
             batch.append(queue.popleft())
@@ -101,7 +101,7 @@ class Line(Generic[K, W]):
         return kind, batch
 
 
-def _skip_dead(queue: deque[Waiting[W]], now: float) -> int:
+def _skip_dead(queue: deque[QueuedItem[W]], now: float) -> int:
     """Take what nobody waits for off the front of `queue`; how many there were."""
     count = 0
     while queue and not queue[0].ticket.live(now):

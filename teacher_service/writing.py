@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from sync.errors import DataError, Unreachable
-from teacher_service.engines.base import Draft, Manner, Text, Writer
-from teacher_service.request_queue import Line, Outcome, Waiting
+from teacher_service.engines.base import EngineCompletion, EnginePrompt, GenerationParams, Writer
+from teacher_service.request_queue import Outcome, QueuedItem, RequestQueue
 
 log = logging.getLogger(__name__)
 SLICE_SECONDS: Final = 0.1
@@ -23,21 +23,21 @@ SLICE_SECONDS: Final = 0.1
 
 
 class _Batch(NamedTuple):
-    manner: Manner
-    waiting: list[Waiting[Draft]]
+    generation: GenerationParams
+    waiting: list[QueuedItem[EnginePrompt]]
 
 
-class Scribe:
+class GenerationQueue:
     """Writes one batch at a time. Order of use: `ready`, and while it is true `advance`, then `settle`."""
 
     def __init__(self, engine: Writer, budget: int) -> None:
         self._engine, self._budget = engine, budget
         self._batch: _Batch | None = None
-        self._steps: Iterator[list[Text] | None] | None = None
+        self._steps: Iterator[list[EngineCompletion] | None] | None = None
         self._again: deque[_Batch] = deque()
         """Halves of batches that failed."""
 
-    def ready(self, line: Line[Manner, Draft]) -> bool:
+    def ready(self, line: RequestQueue[GenerationParams, EnginePrompt]) -> bool:
         """Whether there is something to advance; a batch that nobody waits for is given up."""
         now = time.monotonic()
         if self._batch is not None and not any(w.ticket.live(now) for w in self._batch.waiting):
@@ -63,7 +63,7 @@ class Scribe:
 
     def _slice(self, batch: _Batch) -> list[Outcome] | None:
         if self._steps is None:
-            self._steps = self._engine.write([waiting.work for waiting in batch.waiting], batch.manner)
+            self._steps = self._engine.write([waiting.work for waiting in batch.waiting], batch.generation)
         end = time.monotonic() + SLICE_SECONDS
         while (texts := next(self._steps)) is None:
             if time.monotonic() >= end:
@@ -79,7 +79,7 @@ class Scribe:
             return [f"the engine failed on this prompt: {type(error).__name__}: {error}"]
         middle = len(batch.waiting) // 2
         for half in (batch.waiting[:middle], batch.waiting[middle:]):
-            self._again.append(_Batch(batch.manner, half))
+            self._again.append(_Batch(batch.generation, half))
         self._batch = self._steps = None
         return None
 
@@ -89,4 +89,4 @@ class Scribe:
         for waiting, outcome in zip(self._batch.waiting, outcomes, strict=True):
             waiting.ticket.settle(waiting.index, outcome)
         self._batch = self._steps = None
-        return sum(len(one.token_ids_T) for one in outcomes if isinstance(one, Text))
+        return sum(len(one.token_ids_T) for one in outcomes if isinstance(one, EngineCompletion))

@@ -13,10 +13,11 @@ COMMANDS = (
     "sync teacher train version"
 )
 MESSAGES = (
-    "Audience BatchRequest CheckpointSaved EvalReport EvalRequest FinalDigests GenerateFailed "
-    "GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published ReplicaJoins "
-    "ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest Seats StepReport Stop TeacherInfo "
-    "TrainBatch TrainerHello TrainerWelcome UpdateReply UpdateRequest Wait WriteReply WriteRequest"
+    "Audience BatchRequest BroadcastMembers CheckpointSaved EvalReport EvalRequest FinalDigests "
+    "GenerateFailed GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published "
+    "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest StepReport Stop "
+    "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TrainBatch TrainerHello TrainerWelcome "
+    "UpdateReply UpdateRequest Wait"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from distill.run_log.run_log import Books
-from distill.trainer_api.session import Desk
 from distill.aio import Signal
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.run_log.run_log import RunLog
+from distill.trainer_api.session import TrainerSession
 
 LATE_POLL_SECONDS = 0.2
 """Between two looks whether a late rollout that a batch waits for has come to nothing."""
@@ -39,13 +39,13 @@ class Hold:
         return left
 
 
-class Composer:
+class StepBatcher:
     """Composes the batches of `steps`; `run()` is a task of its own, which `changed` wakes."""
 
     def __init__(
         self,
-        books: Books,
-        desk: Desk,
+        run_log: RunLog,
+        session: TrainerSession,
         hold: Hold,
         steps: int,
         *,
@@ -55,8 +55,8 @@ class Composer:
         timeline: Timeline,
     ) -> None:
         """`composed`: woken when the buffer has room. `in_scoring`: rollouts that are being marked."""
-        self._books, self._desk, self._hold, self._steps = books, desk, hold, steps
-        self._changed, self._composed = changed, composed
+        self._run_log, self._session, self._hold, self._steps = run_log, session, hold, steps
+        self._changed, self._batch_formed = changed, composed
         self._in_scoring, self._timeline = in_scoring, timeline
 
     @property
@@ -66,32 +66,32 @@ class Composer:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        state, desk = self._books.state, self._desk
+        state, session = self._run_log.state, self._session
         while True:
-            while desk.live and state.next_step <= desk.asked and self._possible():
+            while session.live and state.next_step <= session.asked and self._possible():
                 if left := self._hold.left(state.next_step, state.expiring()):
                     self.note_waiting()
                     await self._changed.wait(min(left, LATE_POLL_SECONDS))
                     continue
-                batch = await self._books.compose()
-                self._composed.wake()
+                batch = await self._run_log.compose()
+                self._batch_formed.wake()
                 if batch is None:
                     break
-                await desk.prepare(batch.version.step)
+                await session.prepare(batch.version.step)
             self.note_waiting()
             await self._changed.wait()
 
     def note_waiting(self) -> None:
         """For whom the trainer waits, if it does."""
-        state, desk = self._books.state, self._desk
-        waits = desk.live and desk.ready < desk.asked < self._steps
+        state, session = self._run_log.state, self._session
+        waits = session.live and session.ready < session.asked < self._steps
         written = len(state.buffer) + self._in_scoring() >= state.rules.batch
         whom = LATE if self.holding else TEACHERS if written else REPLICAS
         self._timeline.waits(TRAINER, whom if waits else None)
 
     def _possible(self) -> bool:
         """Whether it is worth looking: there is a batch, or nothing comes before the old is dropped."""
-        state = self._books.state
+        state = self._run_log.state
         if state.trials.next_part(state.buffer) and state.reached is not None:  # one at a time
             return state.next_step == state.reached.step < self._steps
         return state.next_step < self._steps and (

@@ -34,7 +34,7 @@ class Shape:
     """Tokens of each completion that are trained on, from its beginning; None: all."""
 
 
-class Marks(NamedTuple):
+class LossWeights(NamedTuple):
     """What the batch says of its rollouts, by id."""
 
     weights: Mapping[str, float] = {}
@@ -60,7 +60,7 @@ def compose(
     world_size: int,
     shape: Shape,
     step_of: StepOf,
-    marks: Marks = Marks(),
+    loss_weights: LossWeights = LossWeights(),
 ) -> list[TrainBatch]:
     """One TrainBatch per rank; the same rollouts give the same bytes.
 
@@ -76,7 +76,7 @@ def compose(
             version=version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, rollouts[0], index, step_of, version.step, marks)
+                rows_of(micro, rollouts[0], index, step_of, version.step, loss_weights)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -88,7 +88,7 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout with no more than `tokens` tokens of its completion; its reward stays that of the whole."""
     if tokens is None or rollout.length <= tokens:
         return rollout
-    marks = {
+    loss_weights = {
         name: _first(array, tokens)
         for name in rollout.scored.__struct_fields__
         if isinstance(array := getattr(rollout.scored, name), Array)
@@ -103,7 +103,7 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         tokens=_first(rollout.tokens, tokens),
         logprob=_first(rollout.logprob, tokens),
         spans=spans,
-        scored=msgspec.structs.replace(rollout.scored, **marks),
+        scored=msgspec.structs.replace(rollout.scored, **loss_weights),
         topk_ids=None if rollout.topk_ids is None else _first(rollout.topk_ids, tokens),
     )
 
@@ -121,15 +121,21 @@ def _tokens(rollout: Rollout) -> int:
 def _widths(rollout: Rollout) -> tuple[int, ...]:
     """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
 
-    A run may be taken up with a judge that it began without.
+    A run may be taken up with a reward_fn that it began without.
     """
     sizes = (0 if array is None else array.shape[-1] for array in _optional(rollout))
     return (*sizes, int(rollout.reward is not None))
 
 
 def _optional(rollout: Rollout) -> tuple[Array | None, ...]:
-    marks = rollout.scored
-    return marks.topk_ids, marks.topk_logprob, rollout.topk_ids, marks.gathered, marks.hidden
+    loss_weights = rollout.scored
+    return (
+        loss_weights.topk_ids,
+        loss_weights.topk_logprob,
+        rollout.topk_ids,
+        loss_weights.gathered,
+        loss_weights.hidden,
+    )
 
 
 def _deal(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
@@ -163,13 +169,13 @@ def rows_of(
     teachers: dict[str, int],
     step_of: StepOf,
     step: int,
-    given: Marks = Marks(),
+    given: LossWeights = LossWeights(),
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
     `template` says which optional arrays there are when there are no rollouts.
     """
-    marks = [rollout.scored for rollout in rollouts]
+    loss_weights = [rollout.scored for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
     rewarded = (rollouts[0] if rollouts else template).reward is not None
@@ -182,13 +188,13 @@ def rows_of(
         behavior_logprob=_join([r.logprob for r in rollouts], template.logprob),
         token_step=_token_steps(rollouts, step_of, step),
         teacher=_i4([teachers[rollout.teacher] for rollout in rollouts]),
-        teacher_logprob=_join([m.logprob for m in marks], kind.logprob),
-        teacher_topk_ids=_join_optional([m.topk_ids for m in marks], kind.topk_ids),
-        teacher_topk_logprob=_join_optional([m.topk_logprob for m in marks], kind.topk_logprob),
+        teacher_logprob=_join([m.logprob for m in loss_weights], kind.logprob),
+        teacher_topk_ids=_join_optional([m.topk_ids for m in loss_weights], kind.topk_ids),
+        teacher_topk_logprob=_join_optional([m.topk_logprob for m in loss_weights], kind.topk_logprob),
         student_topk_ids=_join_optional([r.topk_ids for r in rollouts], template.topk_ids),
-        student_topk_teacher_logprob=_join_optional([m.gathered for m in marks], kind.gathered),
-        teacher_hidden=_join_optional([m.hidden for m in marks], kind.hidden),
-        teacher_entropy=_join_where_all_have_it([m.entropy for m in marks], kind.entropy),
+        student_topk_teacher_logprob=_join_optional([m.gathered for m in loss_weights], kind.gathered),
+        teacher_hidden=_join_optional([m.hidden for m in loss_weights], kind.hidden),
+        teacher_entropy=_join_where_all_have_it([m.entropy for m in loss_weights], kind.entropy),
         reward=_f4(rewards) if rewarded else None,
         truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
         weight=_f4([given.weights[r.id] for r in rollouts]) if given.weights else None,

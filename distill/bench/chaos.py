@@ -34,13 +34,13 @@ from typing import Any
 
 from distill import quickstart
 from distill.bench.full_disk import keep, mount
-from distill.bench.kill_target import CONTROLLER, Patient, kind_of
-from distill.run_log.audit import VIOLATIONS, AuditReport, audit
+from distill.bench.kill_target import CONTROLLER, KillTarget, kind_of
 from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
-from distill.metrics.trackers import Lines
 from distill.metrics.plot import read_lines
+from distill.metrics.trackers import Lines
+from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.errors import ConfigError, DistillError
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
@@ -50,7 +50,7 @@ LONGEST_CALM_SECONDS = 4.0
 HEALTH_SECONDS = 20.0
 """run.health_timeout_seconds, unless it is overridden: what is stopped is found so late."""
 SILENT_SECONDS = 60.0
-"""rollout.silent_seconds, likewise: an engine that is stopped behind its server is."""
+"""rollout.stall_timeout_seconds, likewise: an engine that is stopped behind its server is."""
 PAUSE_SECONDS = 1.5 * HEALTH_SECONDS
 """For which the controller is stopped: by the clock it would take everybody for hung."""
 FAULT_SECONDS = 5.0
@@ -67,7 +67,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 def run(
-    patient: Patient,
+    kill_target: KillTarget,
     events: int,
     seed: int,
     kinds: Sequence[str] = KINDS,
@@ -77,23 +77,23 @@ def run(
 
     Raises DistillError when it does not go on.
     """
-    rng, lines = random.Random(f"{seed} moments"), patient.run_dir / "chaos.jsonl"
+    rng, lines = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
     done = read_lines(lines)
     before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
     began = time.monotonic()
-    with patient:
-        newest = patient.step()
-        patient.start(resume=(patient.run_dir / "journal").is_dir())
-        patient.wait(lambda: patient.over() or patient.step() > newest, "a step")
-        patient.wait_at_work(patient.roles())
-        targets = _targets(random.Random(seed), kinds, patient.roles(), patient.helpers())
+    with kill_target:
+        newest = kill_target.step()
+        kill_target.start(resume=(kill_target.run_dir / "journal").is_dir())
+        kill_target.wait(lambda: kill_target.over() or kill_target.step() > newest, "a step")
+        kill_target.wait_at_work(kill_target.roles())
+        targets = _targets(random.Random(seed), kinds, kill_target.roles(), kill_target.helpers())
         left_over = itertools.islice(targets, len(done), events)
         for number, (kind, target) in enumerate(left_over, len(done) + 1):
             time.sleep(rng.uniform(0.0, LONGEST_CALM_SECONDS))
-            if patient.over():
+            if kill_target.over():
                 break
-            step, took = patient.step(), STRIKES[kind](patient, rng, target)
-            elapsed, orphans = before + time.monotonic() - began, left + patient.orphans()
+            step, took = kill_target.step(), STRIKES[kind](kill_target, rng, target)
+            elapsed, orphans = before + time.monotonic() - began, left + kill_target.orphans()
             event = {"kind": kind, "target": target, "step": step, "seconds": took}
             done.append({**event, "elapsed": elapsed, "orphans": orphans})
             _append(lines, done[-1])
@@ -101,14 +101,14 @@ def run(
                 f"{number:>3} of {events}, {elapsed / 60:.1f} min: {kind} {target} at step {step}, "
                 f"at work after {took:.1f} s"
             )
-        patient.end()
+        kill_target.end()
     seconds: Seconds = defaultdict(lambda: defaultdict(list))
     for line in done:
         seconds[line["kind"]][kind_of(line["target"])].append(line["seconds"])
-    return figures(audit(patient.run_dir), seconds, patient.summary()) | {
+    return figures(audit(kill_target.run_dir), seconds, kill_target.summary()) | {
         "events_asked": events,
         "seed": seed,
-        "orphans": left + patient.orphans(),
+        "orphans": left + kill_target.orphans(),
         "seconds": before + time.monotonic() - began,
     }
 
@@ -127,9 +127,9 @@ def chosen(kinds: str) -> list[str]:
     return found
 
 
-def patient(
+def kill_target(
     config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str] = KINDS
-) -> Patient:
+) -> KillTarget:
     """The run to strike, of a file or the quickstart's; it may restart often enough. Raises ConfigError."""
     if config is None:
         path, ours = quickstart.source(0)
@@ -137,7 +137,10 @@ def patient(
     else:
         path, ours = config, []
     ours += [f"run.restarts={2 * events + 10}", "tracking.wandb=disabled", "run.min_free_disk_gib=0"]
-    ours += [f"run.health_timeout_seconds={HEALTH_SECONDS}", f"rollout.silent_seconds={SILENT_SECONDS}"]
+    ours += [
+        f"run.health_timeout_seconds={HEALTH_SECONDS}",
+        f"rollout.stall_timeout_seconds={SILENT_SECONDS}",
+    ]
     settings = load(path, [*ours, *overrides])
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
     ours += [*overrides, f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
@@ -146,7 +149,7 @@ def patient(
     command = [sys.executable, "-P", "-m", relayed, "run", str(path)]
     for override in ours:
         command += ["--set", override]
-    return Patient(command, settings.run_dir, patience=PATIENCE * settings.run.start_seconds)
+    return KillTarget(command, settings.run_dir, patience=PATIENCE * settings.run.start_seconds)
 
 
 def mount_disk(run_dir: Path, gib: float) -> None:
@@ -169,12 +172,12 @@ def _targets(
 ) -> Iterator[tuple[str, str]]:
     """Without end: rounds of every kind with every target, shuffled; of alike processes one."""
     names = sorted([*roles, *helpers])
-    players = sorted({kind_of(role) for role in roles})
-    servers = [one for one in players if one != kind_of(TRAINER)]
+    role_processes = sorted({kind_of(role) for role in roles})
+    servers = [one for one in role_processes if one != kind_of(TRAINER)]
     struck = {
-        "kill": [*players, CONTROLLER, ALL],
-        "stop": [*players, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
-        "slow": [*players, CONTROLLER],
+        "kill": [*role_processes, CONTROLLER, ALL],
+        "stop": [*role_processes, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
+        "slow": [*role_processes, CONTROLLER],
         "cut": [*servers, CONTROLLER],
         "malformed": [one for one in servers if one != EVALUATOR],
         "disk": [DISK],
@@ -189,46 +192,48 @@ def _targets(
 # --- how: each strikes, waits for the recovery, and returns its seconds -----------------------------------
 
 
-def _kill(patient: Patient, rng: random.Random, target: str) -> float:
-    roles, began = patient.roles(), time.monotonic()
+def _kill(kill_target: KillTarget, rng: random.Random, target: str) -> float:
+    roles, began = kill_target.roles(), time.monotonic()
     if target in (CONTROLLER, ALL):
-        patient.kill_launcher(everything=target == ALL)
-        patient.start(resume=True)
-        patient.wait_at_work(roles)
+        kill_target.kill_launcher(everything=target == ALL)
+        kill_target.start(resume=True)
+        kill_target.wait_at_work(roles)
     else:
-        patient.wait(lambda: target in patient.roles(), f"a process of {target}")
-        patient.kill(target, rng)
-        patient.wait_at_work([target])
+        kill_target.wait(lambda: target in kill_target.roles(), f"a process of {target}")
+        kill_target.kill(target, rng)
+        kill_target.wait_at_work([target])
     return time.monotonic() - began
 
 
-def _stop(patient: Patient, rng: random.Random, target: str) -> float:
+def _stop(kill_target: KillTarget, rng: random.Random, target: str) -> float:
     """Raises DistillError when the controller, on waking, kills what did nothing."""
     if target == CONTROLLER:
-        before = patient.processes()
-        seconds = _passing(patient, target, lambda: patient.pause(target, PAUSE_SECONDS))
-        if gone := before - patient.processes():
+        before = kill_target.processes()
+        seconds = _passing(kill_target, target, lambda: kill_target.pause(target, PAUSE_SECONDS))
+        if gone := before - kill_target.processes():
             raise DistillError(f"the controller was stopped for a while, and on waking it killed {gone}")
         return seconds
-    patient.wait(lambda: target in [*patient.roles(), *patient.helpers()], f"a process of {target}")
+    kill_target.wait(
+        lambda: target in [*kill_target.roles(), *kill_target.helpers()], f"a process of {target}"
+    )
     began = time.monotonic()
-    patient.suspend(target, rng)
+    kill_target.suspend(target, rng)
     if target == DEEPSPEED:
-        patient.kill(TRAINER, rng)
-    patient.wait_at_work([TRAINER if target == DEEPSPEED else target.removeprefix(ENGINE_OF)])
+        kill_target.kill(TRAINER, rng)
+    kill_target.wait_at_work([TRAINER if target == DEEPSPEED else target.removeprefix(ENGINE_OF)])
     return time.monotonic() - began
 
 
-def _passing(patient: Patient, target: str, fault: Callable[[], None]) -> float:
+def _passing(kill_target: KillTarget, target: str, fault: Callable[[], None]) -> float:
     """Of a fault that costs no process: seconds from its end on."""
-    roles = patient.roles()
+    roles = kill_target.roles()
     fault()
     began = time.monotonic()
-    patient.wait_at_work([target] if target in roles else roles, anew=False)
+    kill_target.wait_at_work([target] if target in roles else roles, anew=False)
     return time.monotonic() - began
 
 
-STRIKES: dict[str, Callable[[Patient, random.Random, str], float]] = {
+STRIKES: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
     "kill": _kill,
     "stop": _stop,
     "slow": lambda one, rng, target: _passing(one, target, lambda: one.slow(target, FAULT_SECONDS)),
@@ -281,7 +286,7 @@ def table(figures: dict[str, Any]) -> str:
         f"| {kind} | {target} | {one['times']} | {one['median']:.1f} | {one['max']:.1f} |"
         for kind, target, one in events
     ]
-    facts = {
+    engine_info = {
         "events": f"{sum(one['times'] for *_, one in events)} of {figures['events_asked']}",
         "rollouts trained": figures["trained"],
         "lost": figures["lost"],
@@ -294,4 +299,4 @@ def table(figures: dict[str, Any]) -> str:
         "minutes": f"{figures['seconds'] / 60:.1f}",
     }
     head = ["| fault | of | times | back at work, median s | max s |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", *(f"{name:<18} {value}" for name, value in facts.items())])
+    return "\n".join([*head, *rows, "", *(f"{name:<18} {value}" for name, value in engine_info.items())])

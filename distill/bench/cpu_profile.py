@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from distill.launch.process_tree import descendants, players
+from distill.launch.process_tree import descendants, role_processes
 from sync.errors import DistillError
 
 CONTROLLER = "controller"
@@ -88,7 +88,7 @@ def _actors(pid: int) -> dict[str, list[psutil.Process]]:
         found = {CONTROLLER: [psutil.Process(pid)]}
     except psutil.NoSuchProcess:
         return {}
-    for role, processes in players(pid).items():
+    for role, processes in role_processes(pid).items():
         found[role] = [*processes, *(child for one in processes for child in descendants(one.pid))]
     return found
 

@@ -12,7 +12,7 @@ from distill.evaluation.service import Weights, build
 from sync.wire import Version
 
 
-class Mark(NamedTuple):
+class CurvePoint(NamedTuple):
     """One version on held-out prompts."""
 
     step: int
@@ -30,7 +30,7 @@ class Folders:
         return self._folders[version.step]
 
 
-def marks(config: RunConfig, weights: Weights, steps: Sequence[int]) -> list[Mark]:
+def curve_points(config: RunConfig, weights: Weights, steps: Sequence[int]) -> list[CurvePoint]:
     """Versions of the first lineage, oldest first; step 0 is the student's own folder.
 
     Always the same prompts with the same randomness, and the default ones when the run evaluated nothing.
@@ -41,8 +41,8 @@ def marks(config: RunConfig, weights: Weights, steps: Sequence[int]) -> list[Mar
     bench, found = build(config, weights), []
     for step in steps:
         report = bench.evaluate(Version(0, step)).report
-        assert report.pass_rate is not None, "every task has a judge"
-        found.append(Mark(step, report.reverse_kl, report.pass_rate))
+        assert report.pass_rate is not None, "every task has a reward_fn"
+        found.append(CurvePoint(step, report.reverse_kl, report.pass_rate))
     return found
 
 

@@ -22,22 +22,22 @@ from sync.wire import (
     ScoreReply,
     ScoreRequest,
     ScoreSequence,
+    TeacherGenerateReply,
+    TeacherGenerateRequest,
+    TeacherPrompt,
     Version,
     Want,
-    WritePrompt,
-    WriteReply,
-    WriteRequest,
     decode,
     encode,
     pack,
 )
 
-Question = ScoreRequest | WriteRequest
+Question = ScoreRequest | TeacherGenerateRequest
 Maker = Callable[[random.Random, Any], bytes]
 """A malformed body, made from a good question of the kind that the maker knows."""
-ROUTES: Final[dict[type[Question], tuple[str, type[ScoreReply | WriteReply]]]] = {
+ROUTES: Final[dict[type[Question], tuple[str, type[ScoreReply | TeacherGenerateReply]]]] = {
     ScoreRequest: ("/v1/score", ScoreReply),
-    WriteRequest: ("/v1/write", WriteReply),
+    TeacherGenerateRequest: ("/v1/generate", TeacherGenerateReply),
 }
 
 
@@ -130,15 +130,15 @@ def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
     return encode(ScoreRequest(sequences=[broken, *good.sequences[1:]]))
 
 
-def _odd_prompt(rng: random.Random, good: WriteRequest) -> bytes:
+def _odd_prompt(rng: random.Random, good: TeacherGenerateRequest) -> bytes:
     broken = msgspec.structs.replace(good.prompts[0], token_ids=_array(rng))
     return encode(msgspec.structs.replace(good, prompts=[broken, *good.prompts[1:]]))
 
 
-def _odd_manner(rng: random.Random, good: WriteRequest) -> bytes:
+def _odd_params(rng: random.Random, good: TeacherGenerateRequest) -> bytes:
     """Well-formed requests that nothing is written for: lengths, temperatures, seeds, stops, deadlines."""
     replace, nan, inf = msgspec.structs.replace, float("nan"), float("inf")
-    long = WritePrompt("long", pack(np.zeros(rng.choice([10_000, 200_000]), np.int32)), 0)
+    long = TeacherPrompt("long", pack(np.zeros(rng.choice([10_000, 200_000]), np.int32)), 0)
     seeded = replace(good.prompts[0], seed=rng.choice([-1, 2**32, -(2**63), 2**63]))
     return encode(
         rng.choice(
@@ -185,7 +185,7 @@ ANY: tuple[Maker, ...] = (
 )
 MAKERS: Final[dict[type[Question], tuple[Maker, ...]]] = {
     ScoreRequest: (*ANY, _odd_array, _odd_question),
-    WriteRequest: (*ANY, _odd_prompt, _odd_manner),
+    TeacherGenerateRequest: (*ANY, _odd_prompt, _odd_params),
 }
 
 
@@ -223,7 +223,7 @@ async def _send(
     http: httpx.AsyncClient,
     route: str,
     body: bytes,
-    kind: type[ScoreReply | WriteReply],
+    kind: type[ScoreReply | TeacherGenerateReply],
     report: FuzzReport,
 ) -> None:
     report.requests += 1
@@ -242,7 +242,7 @@ def _count(statuses: dict[int, int], status: int) -> None:
     statuses[status] = statuses.get(status, 0) + 1
 
 
-def _unexplained(answer: httpx.Response, kind: type[ScoreReply | WriteReply]) -> str | None:
+def _unexplained(answer: httpx.Response, kind: type[ScoreReply | TeacherGenerateReply]) -> str | None:
     """What is wrong with an answer, or None: it is a reply, or a refusal that says why."""
     try:
         if answer.status_code == 200:

@@ -14,10 +14,10 @@ from typing import Literal, cast
 import msgspec
 import numpy as np
 
-from distill.trainer_api.session import Desk
-from distill.rollout.replica_client import Answer
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
+from distill.rollout.replica_client import Answer
+from distill.trainer_api.session import TrainerSession
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
@@ -36,7 +36,9 @@ from sync.wire import (
     ScoreSequence,
     StepReport,
     Stop,
+    TeacherCompletion,
     TeacherInfo,
+    TeacherPrompt,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -46,8 +48,6 @@ from sync.wire import (
     VersionSpan,
     Wait,
     Want,
-    WritePrompt,
-    Written,
     decode,
     pack,
 )
@@ -205,31 +205,31 @@ class MemoryTeacher:
 
     async def write(
         self,
-        prompts: list[WritePrompt],
+        prompts: list[TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[Written | ScoreRefused]:
+    ) -> list[TeacherCompletion | ScoreRefused]:
         """Tokens made from each prompt's seed."""
         await asyncio.sleep(0)
         if not self.up:
             raise Unreachable("the teacher is dead")
         return [self._text(prompt, max_tokens) for prompt in prompts]
 
-    def _text(self, prompt: WritePrompt, max_tokens: int) -> Written | ScoreRefused:
+    def _text(self, prompt: TeacherPrompt, max_tokens: int) -> TeacherCompletion | ScoreRefused:
         if self.refuses(prompt.id):
             return ScoreRefused(prompt.id, "too long for this teacher")
         rng = np.random.default_rng(prompt.seed)
         count = int(rng.integers(1, max_tokens + 1))
         self.wrote.append(prompt.id)
         tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
-        return Written(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
+        return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 
     async def head(self) -> Head:
         return Head(teacher="memory", weight=pack(np.zeros((50, 4), "f4")))
 
-    async def facts(self) -> TeacherInfo:
+    async def first_info(self) -> TeacherInfo:
         return TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
             hidden_size=4, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
@@ -263,7 +263,7 @@ class MemoryEvaluator:
 class MemoryTrainer:
     """All ranks in one task; "trains" by remembering what it was given."""
 
-    desk: Desk
+    session: TrainerSession
     ranks: int = 1
     publish_every: int = 1
     checkpoint_every: int = 0
@@ -289,9 +289,9 @@ class MemoryTrainer:
     async def run(self) -> Stop:
         """From hello to the last word. Cancel it to kill it."""
         hello = TrainerHello(
-            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.desk.run.name
+            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.session.run.name
         )
-        welcome = await self.desk.hello(hello)
+        welcome = await self.session.hello(hello)
         self.welcomes.append(welcome)
         version = welcome.version
         await self._publish(version, "full")
@@ -307,7 +307,7 @@ class MemoryTrainer:
     async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
         request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
         while True:
-            body = await self.desk.batch(request)
+            body = await self.session.batch(request)
             answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
             if not isinstance(answer, Wait):
                 return answer
@@ -325,7 +325,7 @@ class MemoryTrainer:
         if self.checkpoint_every and after.step % self.checkpoint_every == 0:
             await self._save(after)
         seconds = {"wait": 0.0, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
-        await self.desk.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
+        await self.session.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:
@@ -334,18 +334,18 @@ class MemoryTrainer:
             event = msgspec.structs.replace(event, kind="broadcast", rendezvous="nowhere:1")
         while True:
             try:
-                await self.desk.event(event)
+                await self.session.event(event)
                 return
             except Overloaded as error:  # nobody listens to a broadcast yet
                 await asyncio.sleep(error.retry_after)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version
-        await self.desk.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))
+        await self.session.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))
 
     async def _leave(self, version: Version, stop: Stop) -> None:
         if version.step % self.publish_every:
             await self._publish(version, "delta")
         if stop.checkpoint:
             await self._save(version)
-        await self.desk.event(FinalDigests(version=version, digests=weights_of(version)))
+        await self.session.event(FinalDigests(version=version, digests=weights_of(version)))

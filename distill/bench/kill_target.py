@@ -30,7 +30,7 @@ from distill.launch.process_tree import (
     guarded_role,
     helpers,
     lives,
-    players,
+    role_processes,
 )
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
@@ -44,7 +44,7 @@ ORPHAN_SECONDS = 15.0
 """Time for the processes of a killed launcher to be gone; after it they are orphans."""
 
 
-class Patient:
+class KillTarget:
     """One run: `command` starts it, with --resume put behind it goes on."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, patience: float = 300.0) -> None:
@@ -61,7 +61,7 @@ class Patient:
         self._worked_until: dict[tuple[str, str], float] = {}
         """End of the last span of work, by role and kind."""
 
-    def __enter__(self) -> Patient:
+    def __enter__(self) -> KillTarget:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -254,7 +254,7 @@ class Patient:
     def _players(self) -> dict[str, list[psutil.Process]]:
         assert self._launcher is not None, "started before"
         self._seen |= descendants(self._launcher.pid)
-        return players(self._launcher.pid)
+        return role_processes(self._launcher.pid)
 
     def _named(self, role: str) -> list[psutil.Process]:
         """Processes of a role, of a helper, or the launcher, which is the controller."""

@@ -16,7 +16,16 @@ import msgspec
 import numpy as np
 import torch
 
-from distill.bench.toy import Delayed, World, Written, copy_of, mark, rows_of, wire_bytes, write
+from distill.bench.toy import (
+    Delayed,
+    TeacherCompletion,
+    World,
+    copy_of,
+    rows_of,
+    score_hidden,
+    wire_bytes,
+    write,
+)
 from distill.bench.trials import Point, Result, Setup, Trial
 from distill.evaluation.evaluation import LanguageModel, evaluate
 from student_trainer.batch import MicroBatch, collate
@@ -77,16 +86,16 @@ class Learner:
         with self.clock.measure("generate"):
             written = self._write()
         with self.clock.measure("score"):
-            marks = self._mark(written)
+            scores = self._mark(written)
         with self.clock.measure("train"):
-            rows = rows_of(written, marks, max(0, self.steps - self._trial.lag))
+            rows = rows_of(written, scores, max(0, self.steps - self._trial.lag))
             authors = np.full(len(rows.ids), self._by_teacher, np.uint8)
             self._train(msgspec.structs.replace(rows, by_teacher=pack(authors)))
         self.steps += 1
         self.tokens += len(written.logp_C)
-        self.bytes += wire_bytes(marks)
+        self.bytes += wire_bytes(scores)
 
-    def _write(self) -> Written:
+    def _write(self) -> TeacherCompletion:
         first, count = self.steps * self._setup.rows, self._setup.rows
         made = (self._world.task.prompt(self._trial.seed, first + i) for i in range(count))
         prompts = [list(prompt.token_ids or ()) for prompt in made]
@@ -97,10 +106,10 @@ class Learner:
     def _by_teacher(self) -> bool:
         return isinstance(self._config, SFT)
 
-    def _mark(self, written: Written) -> Scored:
+    def _mark(self, written: TeacherCompletion) -> Scored:
         if self._by_teacher:  # it knows what it thought of its own tokens
             return Scored(id="all", logprob=pack(written.logp_C))
-        return mark(self._world.engine, written, self._config)
+        return score_hidden(self._world.engine, written, self._config)
 
     def _train(self, rows: Rows) -> None:
         micro = collate(rows, self.steps, self._world.vocab)
@@ -153,9 +162,9 @@ def evaluated(world: World, student: LanguageModel, tokens: int) -> Point:
         world.held_out,
         world.limits,
         route=lambda source: _TEACHER,
-        judge=world.task.passes,
+        reward_fn=world.task.passes,
     ).report
-    assert report.pass_rate is not None, "every task has a judge"
+    assert report.pass_rate is not None, "every task has a reward_fn"
     return Point(tokens, report.reverse_kl, report.pass_rate)
 
 

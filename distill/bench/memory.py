@@ -23,7 +23,7 @@ from sync.errors import DistillError
 
 log = logging.getLogger(__name__)
 FULL_ARRAYS: Final = 6
-"""[tokens, vocabulary] fp32 arrays that full logits may need at once, to judge what fits."""
+"""[tokens, vocabulary] fp32 arrays that full logits may need at once, to reward_fn what fits."""
 FREE_SHARE: Final = 0.35
 """Of the free memory that a measurement may take."""
 KEEPING: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

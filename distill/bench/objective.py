@@ -98,9 +98,9 @@ def compare(
 
     rate = rate_of(best_rung(final_kl, 0, REACH))
     rates = {f"{rate_of(rung):g}": kl for rung, kl in sorted(tried.items())}
-    asked = lags[:1] if objective == "sft" else lags
+    options = lags[:1] if objective == "sft" else lags
     rows = []
-    for lag in asked:
+    for lag in options:
         results = [result_of(Trial(objective, rate, seed, lag)) for seed in range(seeds)]
         rows.append(
             {"objective": objective, "lag": lag, "rate": rate, "rates_tried": rates}

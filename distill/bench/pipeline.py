@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Final
 
 from distill.bench import cpu_profile as watched
-from distill.bench.eval_curve import Mark, crossing, marks
+from distill.bench.eval_curve import CurvePoint, crossing, curve_points
 from distill.loading import load_run_dir
 from distill.metrics.plot import read_lines
 from distill.metrics.results import versions
@@ -196,13 +196,13 @@ def rise(lines: Sequence[Mapping[str, float]], name: str) -> float:
     return lines[-1][name] - lines[0][name]
 
 
-def evaluated(run_dir: Path, last: int) -> list[Mark]:
+def evaluated(run_dir: Path, last: int) -> list[CurvePoint]:
     """Every EVERYth version of a finished run, and its last one."""
     from distill.evaluation.service import follow
     from distill.preflight.machine import claim_of
 
     config = load_run_dir(run_dir)
-    return marks(config, follow(config, claim_of(config)), [*range(0, last, EVERY), last])
+    return curve_points(config, follow(config, claim_of(config)), [*range(0, last, EVERY), last])
 
 
 def at_step(step: int, lines: Sequence[Mapping[str, float]]) -> float:

@@ -20,16 +20,22 @@ from typing import Any, Final
 
 import msgspec
 
-from distill.config import RunConfig
-from distill.run_log.audit import audit
-from distill.run_log.run_log import Books
-from distill.controller import Controller
-from distill.run_log.journal import Journal
+from distill.bench.in_memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 from distill.buffer.late import rules
-from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.interfaces import Hooks, Parts
-from distill.prompts.stream import PromptStream
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.interfaces import Components, Hooks
 from distill.metrics.trackers import JsonLines, Spans
+from distill.prompts.stream import PromptStream
+from distill.run_log.audit import audit
+from distill.run_log.journal import Journal
+from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
 from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TrainBatch, Version, Want
@@ -169,7 +175,7 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
     replicas = {f"student-{i}": MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
     teacher = _Teacher()
     teacher.width = size.width
-    parts = Parts(
+    parts = Components(
         replicas=dict(replicas),
         teachers={"t": teacher},
         route=lambda source: "t",
@@ -179,7 +185,7 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
         evaluator=MemoryEvaluator(),
     )
     controller = Controller(config, parts, Hooks(step=step, span=spans.write))
-    trainer = _Trainer(controller.desk, checkpoint_every=size.checkpoint_every, folder=folder)
+    trainer = _Trainer(controller.session, checkpoint_every=size.checkpoint_every, folder=folder)
     with blocks.watched():
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
         for at in range(1, MARKS + 1):
@@ -194,7 +200,7 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
 
 
 def _reached(controller: Controller) -> int:
-    reached = controller.books.state.reached
+    reached = controller.run_log.state.reached
     return reached.step if reached else 0
 
 
@@ -256,7 +262,7 @@ def replay_seconds(folder: Path, size: Size) -> float:
     config, began = configuration(folder, size), time.monotonic()
     prompts = PromptStream(MemoryPrompts(), config.run.seed)
     journal = Journal(folder / "journal")
-    Books.open(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    RunLog.open(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
     journal.close()
     return time.monotonic() - began
 

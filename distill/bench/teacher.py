@@ -27,9 +27,17 @@ import numpy as np
 from distill.bench.fuzz import Question, flood, fuzz
 from sync.replica.plugin import PLUGIN
 from sync.transport import Peer
-from sync.wire import ScoreRequest, ScoreSequence, TeacherInfo, Want, WritePrompt, WriteRequest, pack
+from sync.wire import (
+    ScoreRequest,
+    ScoreSequence,
+    TeacherGenerateRequest,
+    TeacherInfo,
+    TeacherPrompt,
+    Want,
+    pack,
+)
 from teacher_service.client import TeacherClient
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 
 QUEUE_TOKENS = 1 << 18
 VLLM_FLAGS = (
@@ -122,7 +130,7 @@ async def _measure(
     if malformed:
         marked = ScoreRequest(sequences=_sequences(items[:2], 2, info.vocab_size), want=Want(topk=2))
         prompt = pack(items[0].token_ids_L[: setting.prompt])
-        written = WriteRequest(prompts=[WritePrompt("0", prompt, 0)], max_tokens=4)
+        written = TeacherGenerateRequest(prompts=[TeacherPrompt("0", prompt, 0)], max_tokens=4)
         questions: dict[str, Question] = {"malformed": marked, "malformed_to_write": written}
         for name, good in questions.items():
             report = await fuzz(url, malformed, good)
@@ -225,22 +233,22 @@ def _stock(
         yield {}
         return
     from teacher_service.config import TeacherConfig
-    from teacher_service.engines.http_engine import Upstream
+    from teacher_service.engines.http_engine import HttpEngine
     from teacher_service.engines.vllm import ByUrl
 
-    upstream = Upstream(url)
+    upstream = HttpEngine(url)
     engine = ByUrl(upstream, TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
 
-    def turn(asked: Asked) -> Turn:
+    def turn(options: ScoreOptions) -> Turn:
         async def ask() -> int:
             before = upstream.received_bytes
-            await asyncio.to_thread(engine.score, items, asked)
+            await asyncio.to_thread(engine.score, items, options)
             return upstream.received_bytes - before
 
         return ask
 
     try:
-        yield {"vLLM sampled": turn(Asked()), f"vLLM topk {k}": turn(Asked(topk=k))}
+        yield {"vLLM sampled": turn(ScoreOptions()), f"vLLM topk {k}": turn(ScoreOptions(topk=k))}
     finally:
         engine.close()
 

@@ -28,7 +28,7 @@ from student_trainer.objectives.config import ObjectiveConfig
 from student_trainer.objectives.needs import needs
 from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.head import find_head
 from teacher_service.engines.sampling import Sampled
 from teacher_service.engines.transformers import TransformersEngine
@@ -74,7 +74,7 @@ def _prompt(made: TaskPrompt, index: int) -> Prompt:
     return Prompt(str(index), list(made.token_ids or ()), text=made.text)
 
 
-class Written(NamedTuple):
+class TeacherCompletion(NamedTuple):
     """Completions, with what the sampler knew of them."""
 
     prompt_B: np.ndarray
@@ -96,7 +96,7 @@ def write(
     limits: Limits,
     generator: torch.Generator,
     topk: int = 0,
-) -> Written:
+) -> TeacherCompletion:
     """One completion of every prompt, and at each place the author's `topk` most likely ids."""
     logp_TB: list[Tensor] = []
     ids_TBK: list[Tensor] = []
@@ -108,7 +108,7 @@ def write(
 
     sampled = sample(author, prompts, limits, generator, watch)
     completion_BT = sampled.completion_BL[:, -len(logp_TB) :]
-    return Written(
+    return TeacherCompletion(
         prompt_B=np.array([len(prompt) for prompt in prompts], np.int32),
         completion_B=completion_BT.sum(1).int().numpy(),
         tokens=_flat(sampled),
@@ -121,18 +121,20 @@ def _flat(sampled: Sampled) -> np.ndarray:
     return sampled.tokens_BL[sampled.attended_BL.bool()].int().numpy()
 
 
-def mark(engine: TransformersEngine, written: Written, objective: ObjectiveConfig) -> Scored:
+def score_hidden(
+    engine: TransformersEngine, written: TeacherCompletion, objective: ObjectiveConfig
+) -> Scored:
     """What a teacher sends for all completions, one after the other; hidden states in bf16, top-k in fp16."""
     want = needs(objective)
     width = 0 if written.topk_CK is None else written.topk_CK.shape[1]
-    marks = engine.score(items(written), Asked(want.topk, width, want.entropy, want.hidden))
-    if marks.hidden_CH is not None:
-        bits_CH = torch.from_numpy(marks.hidden_CH).bfloat16().view(torch.uint16).numpy()
-        marks = replace(marks, hidden_CH=bits_CH)
-    return scored("all", marks, "f2")
+    scores = engine.score(items(written), ScoreOptions(want.topk, width, want.entropy, want.hidden))
+    if scores.hidden_CH is not None:
+        bits_CH = torch.from_numpy(scores.hidden_CH).bfloat16().view(torch.uint16).numpy()
+        scores = replace(scores, hidden_CH=bits_CH)
+    return scored("all", scores, "f2")
 
 
-def items(written: Written) -> list[Item]:
+def items(written: TeacherCompletion) -> list[Item]:
     """One sequence per completion, with the ids to gather where there are any."""
     rows = np.split(written.tokens, np.cumsum(written.prompt_B + written.completion_B)[:-1])
     cuts = np.cumsum(written.completion_B)[:-1]
@@ -145,7 +147,7 @@ def items(written: Written) -> list[Item]:
     ]
 
 
-def rows_of(written: Written, marks: Scored, step: int) -> Rows:
+def rows_of(written: TeacherCompletion, scores: Scored, step: int) -> Rows:
     """What a trainer rank is sent: completions written by the weights of `step`, with their marks."""
     count = len(written.prompt_B)
     return Rows(
@@ -156,19 +158,19 @@ def rows_of(written: Written, marks: Scored, step: int) -> Rows:
         behavior_logprob=pack(written.logp_C),
         token_step=pack(np.full(len(written.logp_C), step, np.int32)),
         teacher=pack(np.zeros(count, np.int32)),
-        teacher_logprob=marks.logprob,
-        teacher_topk_ids=marks.topk_ids,
-        teacher_topk_logprob=marks.topk_logprob,
+        teacher_logprob=scores.logprob,
+        teacher_topk_ids=scores.topk_ids,
+        teacher_topk_logprob=scores.topk_logprob,
         student_topk_ids=None if written.topk_CK is None else pack(written.topk_CK),
-        student_topk_teacher_logprob=marks.gathered,
-        teacher_hidden=marks.hidden,
-        teacher_entropy=marks.entropy,
+        student_topk_teacher_logprob=scores.gathered,
+        teacher_hidden=scores.hidden,
+        teacher_entropy=scores.entropy,
     )
 
 
-def wire_bytes(marks: Scored) -> int:
+def wire_bytes(scores: Scored) -> int:
     """Bytes of all arrays of a teacher's marks."""
-    values = msgspec.structs.asdict(marks).values()
+    values = msgspec.structs.asdict(scores).values()
     return sum(len(value.data) for value in values if isinstance(value, Array))
 
 

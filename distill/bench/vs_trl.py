@@ -26,7 +26,7 @@ from typing import Any, Final
 from distill import quickstart
 from distill.bench import cpu_profile as watched
 from distill.bench import pipeline
-from distill.bench.eval_curve import Folders, crossing, marks
+from distill.bench.eval_curve import Folders, crossing, curve_points
 from distill.config import RunConfig
 from distill.loading import load
 from distill.metrics.plot import read_lines
@@ -231,7 +231,7 @@ def _theirs(
     began, settled = lines[0]["time"], lines[size.settled :]
     wall, times = settled[-1]["time"] - settled[0]["time"], [line["time"] for line in settled]
     folders = Folders({step: output / f"step-{step}" for step in save_at})
-    held_out = marks(config, folders, [0, *save_at]) if size.learns else []
+    held_out = curve_points(config, folders, [0, *save_at]) if size.learns else []
     curve = [(pipeline.at_step(mark.step, lines) - began, *mark[1:]) for mark in held_out]
     return Trial(
         "trl",

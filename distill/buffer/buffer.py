@@ -1,7 +1,7 @@
 """Scored rollouts that wait to be trained on. Pure.
 
-It is bounded by the capacity rule of `distill.buffer.staleness`: nothing is started that it could not hold. What
-is picked depends on the entries and their order of admission alone.
+It is bounded by the capacity rule of `distill.buffer.staleness`: nothing is started that it could not hold.
+What is picked depends on the entries and their order of admission alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from distill.buffer.staleness import Bound
-from distill.run_log.records import Rollout
 from distill.prompts.stream import group_of
+from distill.run_log.records import Rollout
 from sync.wire import Version, VersionSpan
 
 StepOf = Callable[[Version], int]

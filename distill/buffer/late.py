@@ -11,8 +11,8 @@ step s + 1. The capacity rule leaves at most one batch of those: whatever comes 
 
 from __future__ import annotations
 
-from distill.config import RunConfig, WaitForLate, WeighLate
 from distill.buffer.staleness import Bound, check_pace
+from distill.config import RunConfig, WaitForLate, WeighLate
 from distill.run_log.state import Rules
 from sync.errors import ConfigError
 

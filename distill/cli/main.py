@@ -272,11 +272,11 @@ def chaos(
     from distill.bench import chaos as bench
 
     chosen = bench.chosen(kinds)
-    patient = bench.patient(config, overrides, events, seed, chosen)
+    kill_target = bench.kill_target(config, overrides, events, seed, chosen)
     if "disk" in chosen:
-        bench.mount_disk(patient.run_dir, disk_gib)
-    figures = bench.run(patient, events, seed, chosen, typer.echo)
-    bench.keep_run(patient.run_dir)
+        bench.mount_disk(kill_target.run_dir, disk_gib)
+    figures = bench.run(kill_target, events, seed, chosen, typer.echo)
+    bench.keep_run(kill_target.run_dir)
     typer.echo(bench.table(figures))
     write_figures(json_file, figures)
     if not bench.holds(figures):

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 
-from distill.rollout.replica_pool import until_silent
 from distill.aio import cancel
+from distill.rollout.replica_pool import until_stalled
 from sync.claims import Claim
 from sync.errors import Unreachable
 from sync.transport import Peer
@@ -29,19 +29,19 @@ class HttpEvaluator:
         self,
         url: str,
         token: str | None = None,
-        silent_seconds: float = SILENT_SECONDS,
+        stall_timeout_seconds: float = SILENT_SECONDS,
         claim: Claim | None = None,
     ) -> None:
-        self._peer, self._silent_seconds = Peer(url, token, claim=claim), silent_seconds
+        self._peer, self._stall_timeout_seconds = Peer(url, token, claim=claim), stall_timeout_seconds
 
     async def evaluate(self, version: Version) -> EvalReport:
         """Evaluate a published version, however long it takes: asked again only when the connection is lost.
 
-        Raises Unreachable when the evaluator's /health has not answered for `silent_seconds`, RemoteError.
+        Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
         """
-        asked = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
-        silent = until_silent(self._peer.alive, self._silent_seconds)
-        work, watch = asyncio.create_task(asked), asyncio.create_task(silent)
+        options = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
+        silent = until_stalled(self._peer.alive, self._stall_timeout_seconds)
+        work, watch = asyncio.create_task(options), asyncio.create_task(silent)
         began, first = time.monotonic(), asyncio.FIRST_COMPLETED
         try:
             while not (await asyncio.wait({work, watch}, timeout=SAY_SECONDS, return_when=first))[0]:
@@ -50,8 +50,8 @@ class HttpEvaluator:
             if work.done():
                 return work.result()
             raise Unreachable(
-                f"{self._peer.url}/health has not answered for {self._silent_seconds:.0f} s while {version} "
-                "was evaluated: is the process running?"
+                f"{self._peer.url}/health has not answered for {self._stall_timeout_seconds:.0f} s "
+                f"while {version} was evaluated: is the process running?"
             )
         finally:
             await cancel([work, watch])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distill.prompts.rewards import Judge
+from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt
 from sync.wire import EvalReport, Version
 from teacher_service.engines.head import OutputHead
@@ -90,15 +90,15 @@ def evaluate(
     limits: Limits,
     *,
     route: Callable[[str], str],
-    judge: Judge | None = None,
+    reward_fn: RewardFn | None = None,
     seed: int = 0,
     version: Version = Version(0, 0),
     tails: int = 0,
 ) -> Evaluation:
     """Sample one completion per prompt and compare the student with the teacher that each is routed to.
 
-    `route`: a prompt's source → name of its teacher. `judge` None: no pass rate. The same seed and batch give
-    the same completions. `version` only names the report.
+    `route`: a prompt's source → name of its teacher. `reward_fn` None: no pass rate. The same seed and
+    batch give the same completions. `version` only names the report.
     """
     started, figures = time.monotonic(), Figures()
     passed = cut = 0
@@ -109,12 +109,12 @@ def evaluate(
             figures = figures.plus(compare(student, teachers[name], sampled, limits.chunk, tails))
             for prompt, completion in zip(batch, completions(sampled), strict=True):
                 cut += completion[-1] not in limits.end_ids
-                passed += judge is not None and judge(prompt, completion) > 0
+                passed += reward_fn is not None and reward_fn(prompt, completion) > 0
     tokens = max(1, figures.tokens)
     report = EvalReport(
         version=version,
         reverse_kl=figures.kl / tokens,
-        pass_rate=None if judge is None else passed / len(prompts),
+        pass_rate=None if reward_fn is None else passed / len(prompts),
         completions=len(prompts),
         tokens=figures.tokens,
         truncated=cut / len(prompts),

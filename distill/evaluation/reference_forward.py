@@ -19,7 +19,7 @@ from student_trainer.objectives.config import SFT, ForwardTopK, ObjectiveConfig,
 from student_trainer.objectives.needs import teacher_temperature
 from student_trainer.objectives.registry import build
 from student_trainer.objectives.terms import Objective, Targets, at
-from sync.wire import PlainMarks, ProbeReply, ProbeRequest, ScoreSequence, pack, unpack
+from sync.wire import ProbeReply, ProbeRequest, ReferenceScores, ScoreSequence, pack, unpack
 
 
 class SelfAndTeacher(NamedTuple):
@@ -49,8 +49,8 @@ def probe(
             live_NV = torch.cat([log_probs(student, one, temperature) for one in sequences])
             teacher_NV = (torch.cat(teacher) / teacher_temperature(objective, temperature)).log_softmax(-1)
             figures = objective_figures(build(objective), live_NV, teacher_NV, tokens, ids(objective))
-        marks = [pack(_sampled(one, logq)) for one, logq in zip(sequences, teacher, strict=True)]
-        marked[name] = PlainMarks(marks, *figures)
+        scores = [pack(_sampled(one, logq)) for one, logq in zip(sequences, teacher, strict=True)]
+        marked[name] = ReferenceScores(scores, *figures)
     return ProbeReply(student=[pack(logp) for logp in own], teachers=marked)
 
 

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from distill.config import EvaluationConfig
-from distill.run_log.run_log import Books
-from distill.run_log.provenance import report_problem
-from distill.run_log.records import Evaluated
 from distill.aio import Signal
+from distill.config import EvaluationConfig
 from distill.metrics.timeline import Timeline
 from distill.rollout.bad_answers import Trust
+from distill.run_log.provenance import report_problem
+from distill.run_log.records import Evaluated
+from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import EvalReport, Version, checks
 
@@ -63,7 +63,7 @@ class Evaluations:
         self,
         evaluator: Evaluator,
         config: EvaluationConfig,
-        books: Books,
+        run_log: RunLog,
         timeline: Timeline,
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
@@ -72,7 +72,7 @@ class Evaluations:
     ) -> None:
         self._evaluator = evaluator
         self._config = config
-        self._books = books
+        self._run_log = run_log
         self._timeline = timeline
         self._done = done
         self._stop, self._trust = stop, trust
@@ -90,7 +90,7 @@ class Evaluations:
 
         Versions that the current lineage did not pass, since it was rolled back, do not count as evaluated.
         """
-        state, every = self._books.state, self._config.every
+        state, every = self._run_log.state, self._config.every
         known = [report.version for report in state.evaluations]
         known += [] if self._newest is None else [self._newest]
         last = max((one.step for one in known if state.step_of(one) == one.step), default=-1)
@@ -120,20 +120,20 @@ class Evaluations:
     async def now(self, version: Version) -> EvalReport:
         """The report of `version`: the one that is known, or that is under way, else a new one."""
         async with self._turn:
-            known = [one for one in self._books.state.evaluations if one.version == version]
+            known = [one for one in self._run_log.state.evaluations if one.version == version]
             return known[0] if known else await self._evaluate(version)
 
     async def _evaluate(self, version: Version) -> EvalReport:
         """Evaluate, record the report and look at patience."""
-        metric, reports = self._config.metric, self._books.state.evaluations
+        metric, reports = self._config.metric, self._run_log.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
             report = await self._checked(version)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
-        self._books.write(Evaluated(report))
-        await self._books.journal.commit()
+        self._run_log.write(Evaluated(report))
+        await self._run_log.journal.commit()
         self._done(report, best(reports, metric) is report)
         if exhausted(reports, metric, self._config.patience):
             self._stop(

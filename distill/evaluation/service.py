@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,7 @@ from starlette.routing import Route
 
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.schedule import score
+from distill.launch.roles import followed
 from distill.launch.run_folder import write_json
 from sync.claims import Claim
 from sync.errors import ConfigError, DistillError
@@ -36,6 +38,7 @@ from sync.guard import RunGuard
 from sync.listening import serve_app
 from sync.secrets import redact_process
 from sync.settings import read_settings
+from sync.subscribe.subscriber import Subscriber
 from sync.transport import (
     TokenGuard,
     check_bind,
@@ -45,17 +48,6 @@ from sync.transport import (
     token_from_environment,
 )
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, RunIdentity, Version
-
-
-import shutil
-from pathlib import Path
-
-
-from distill.config import RunConfig
-from distill.launch.roles import followed
-from sync.claims import Claim
-from sync.errors import ConfigError
-from sync.subscribe.subscriber import Followed
 
 log = logging.getLogger("distill.evaluation.service")
 
@@ -163,7 +155,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
             split.held_out,
             limits,
             route=route.route,
-            judge=split.judge,
+            reward_fn=split.reward_fn,
             seed=config.run.seed,
             version=version,
             tails=tails,
@@ -283,14 +275,14 @@ def keep_best(folder: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def follow(config: RunConfig, claim: Claim) -> Followed:
+def follow(config: RunConfig, claim: Claim) -> Subscriber:
     """The versions of the run that claims this process.
 
     Raises ConfigError when they do not go through the store.
     """
-    if config.weights.road != "snapshot":
+    if config.weights.transport != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and the evaluator reads the store: '
-            'set weights.road = "snapshot", or evaluation = false'
+            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
+            'set weights.transport = "snapshot", or evaluation = false'
         )
-    return Followed(followed(config, "evaluator"), claim)
+    return Subscriber(followed(config, "evaluator"), claim)

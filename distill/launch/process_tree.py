@@ -11,7 +11,7 @@ from student_trainer.launch import ranks_of
 DEEPSPEED, ENGINE_OF = "deepspeed launcher", "engine of "
 
 
-def players(launcher: int) -> dict[str, list[psutil.Process]]:
+def role_processes(launcher: int) -> dict[str, list[psutil.Process]]:
     """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
     found = {}
     for guardian in _children(launcher):

@@ -24,14 +24,14 @@ def _keys(names: Mapping[str, str]) -> frozenset[str]:
 
 TAKES_EFFECT: Final = _keys(
     {
-        "run": "folder steps grace_seconds start_seconds health_timeout_seconds awake_teachers restarts "
+        "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
         "min_free_disk_gib",
         "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
         "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
         "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
         "idle_unload_seconds",
-        "rollout": "request_size max_in_flight straggler_seconds silent_seconds stragglers at_max_tokens "
-        "max_attempts",
+        "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
+        "on_max_tokens max_attempts",
         "buffer": "max_staleness order score_batch fsync",
         "buffer.late": "type seconds hard_limit half_life",
         "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
@@ -40,7 +40,7 @@ TAKES_EFFECT: Final = _keys(
         "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
         "keep_checkpoints threads init_timeout_seconds",
         "content": "deepspeed",
-        "weights": "road publish_every anchor_share keep_anchors codec kv_on_swap timeout_seconds",
+        "weights": "transport publish_every anchor_share keep_anchors codec kv_on_swap timeout_seconds",
         "weights.store": "type path bucket prefix create url options",
         "evaluation": "every batch metric patience threads device",
         "evaluation.placement": "urls host port devices env",
@@ -67,7 +67,7 @@ _REASONS: Final[dict[str, dict[str, str]]] = {
         "teachers": "*",
         "teachers.*": "path revision chat_template follow_student_every route route_by prompt_transform",
     },
-    "rewards in the journal were given by it": {"prompts": "judge task options"},
+    "rewards in the journal were given by it": {"prompts": "reward_fn task options"},
     "rollouts in the journal were sampled and cut by it, and evaluations are compared at it": {
         "rollout": "max_tokens temperature top_p stop_token_ids"
     },

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import RunConfig
-from distill.rollout.replica_pool import look_seconds
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
+from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
@@ -22,7 +22,7 @@ from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
 from sync.settings import ModelSource, Placement
 from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
-from teacher_service.engines.gpu_slots import SeatsConfig
+from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
 
@@ -129,9 +129,9 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     environment = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
     if place.follow_student_every is not None:
         environment |= followed(config, f"teacher-{name}-{index}").environment()
-    if place.idle_unload_seconds is not None and config.run.awake_teachers is not None:
-        seats = SeatsConfig(folder=config.run_dir / "seats", seats=config.run.awake_teachers)
-        environment |= seats.environment()
+    if place.idle_unload_seconds is not None and config.run.max_loaded_teachers is not None:
+        slots = GpuSlotsConfig(folder=config.run_dir / "seats", slots=config.run.max_loaded_teachers)
+        environment |= slots.environment()
     return ChildSpec(label, argv, environment, url=url_of(host, port))
 
 

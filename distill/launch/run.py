@@ -22,25 +22,25 @@ from rich.console import Console
 
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.run_log.journal import Journal
-from distill.interfaces import Hooks, Parts, Quarantined
-from distill.rollout.replica_client import HttpReplica
 from distill.evaluation.client import HttpEvaluator
-from distill.preflight import disk
-from distill.preflight import engines as live
-from distill.preflight import checks as preflight
+from distill.interfaces import Components, Hooks, Quarantined
 from distill.launch.ports import Ports
-from distill.preflight.probes import Finding
 from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder, write_json
 from distill.launch.supervise import Supervisor
+from distill.metrics.console import ProgressDisplay
+from distill.metrics.plot import draw
+from distill.metrics.results import complete
+from distill.metrics.trackers import JsonLines, Lines, Sink, Spans, Wandb, log_all
+from distill.preflight import checks as preflight
+from distill.preflight import disk
+from distill.preflight import engines as live
+from distill.preflight.probes import Finding
 from distill.prompts.held_out import PromptSplit
 from distill.prompts.stream import PromptStream
-from distill.metrics.trackers import JsonLines, Lines, Sink, Spans, Wandb, log_all
-from distill.metrics.plot import draw
-from distill.metrics.console import ProgressDisplay
-from distill.metrics.results import complete
+from distill.rollout.replica_client import HttpReplica
+from distill.run_log.journal import Journal
 from student_trainer.objectives.needs import needs, student_topk
 from sync.claims import Claim
 from sync.errors import Interrupted, RemoteError
@@ -256,9 +256,9 @@ class _Launcher:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _make_parts(self, plan: Plan, split: PromptSplit) -> Parts:
+    def _make_parts(self, plan: Plan, split: PromptSplit) -> Components:
         config = self._config
-        return Parts(
+        return Components(
             replicas={name: self._replica(url) for name, url in plan.replicas.items()},
             teachers=dict(self._teachers),
             route=Router(config.teachers).route,
@@ -271,7 +271,7 @@ class _Launcher:
             evaluator=HttpEvaluator(plan.evaluator, self._token, claim=self._claim)
             if plan.evaluator
             else None,
-            judge=split.judge,
+            reward_fn=split.reward_fn,
             transforms=load_transforms(config.teachers),
             claim=self._claim,
         )
@@ -322,7 +322,7 @@ class _Launcher:
 
     async def _close_peers(self) -> None:
         closing = [peer.aclose() for peer in self._teachers.values()]
-        closing += [one.engine.aclose() for one in self._controller.fleet.replicas.values()]
+        closing += [one.engine.aclose() for one in self._controller.pool.replicas.values()]
         if isinstance(self._parts.evaluator, HttpEvaluator):
             closing.append(self._parts.evaluator.aclose())
         await asyncio.gather(*closing, return_exceptions=True)

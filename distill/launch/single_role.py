@@ -12,10 +12,10 @@ from typing import NoReturn
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.preflight.checks import check_folder, check_following, check_secrets
-from distill.preflight.processor import check_processor, check_teacher
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
+from distill.preflight.checks import check_folder, check_following, check_secrets
+from distill.preflight.processor import check_processor, check_teacher
 from student_trainer import launch as trainer_launch
 from sync.errors import ConfigError
 from sync.settings import Placement

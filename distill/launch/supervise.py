@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from distill.rollout.replica_pool import until_silent
 from distill.aio import cancel
 from distill.launch.guardian import adopt_orphans, children_of, kill_adopted
+from distill.rollout.replica_pool import until_stalled
 from sync.endings import how_it_ended
 from sync.errors import DistillError
 from sync.transport import Peer
@@ -284,7 +284,7 @@ class Supervisor:
 
         async with Peer(url) as peer:
             while True:
-                await until_silent(answers, self._health_seconds)
+                await until_stalled(answers, self._health_seconds)
                 log.error(
                     "%s: /health has not answered for run.health_timeout_seconds = %g s, it is hung",
                     child.spec.name,

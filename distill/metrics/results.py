@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from distill.config import RunConfig
-from distill.metrics.timeline import TRAINER
 from distill.metrics.console import dropped_words
+from distill.metrics.timeline import TRAINER
 
 PACKAGES = (
     "onpolicy-distill",

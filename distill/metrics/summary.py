@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from distill.evaluation.schedule import best
-from distill.rollout.replica_pool import Fleet
-from distill.scoring.scorer import Teacher
-from distill.run_log.state import RunState
 from distill.metrics.timeline import Timeline
+from distill.rollout.replica_pool import ReplicaPool
+from distill.run_log.state import RunState
+from distill.scoring.scorer import Teacher
 from sync.wire import EvalReport, StepReport
 
 
@@ -31,20 +31,20 @@ def token_shares(state: RunState) -> dict[str, float]:
 
 
 def gauges(
-    state: RunState, fleet: Fleet, timeline: Timeline, teachers: Mapping[str, Teacher]
+    state: RunState, pool: ReplicaPool, timeline: Timeline, teachers: Mapping[str, Teacher]
 ) -> dict[str, float]:
     """Where the run stands, by name."""
     counters, waited = state.counters, timeline.waited_seconds()
     return {
         "step": float(state.reached.step if state.reached else 0),
         "buffer/ready": float(len(state.buffer)),
-        "rollouts/in_flight": float(sum(replica.in_flight for replica in fleet.replicas.values())),
+        "rollouts/in_flight": float(sum(replica.in_flight for replica in pool.replicas.values())),
         "rollouts/outstanding": float(state.outstanding),
         "rollouts/late": float(counters.late),
-        "replicas/serving": float(len(fleet.serving())),
+        "replicas/serving": float(len(pool.serving())),
         **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
         **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
-        **{f"asked_again/{reason}": float(count) for reason, count in counters.asked_again.items()},
+        **{f"requeued/{reason}": float(count) for reason, count in counters.requeued.items()},
         **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
         **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
         **{f"teachers/{name}/{what}": v for name, t in teachers.items() for what, v in _work(t).items()},
@@ -87,7 +87,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
             "late": counters.late,
             "open": state.outstanding,
             "dropped": dict(counters.dropped),
-            "asked_again": dict(counters.asked_again),
+            "requeued": dict(counters.requeued),
         },
         "staleness": {
             "mean": counters.age_sum / max(1, counters.composed),

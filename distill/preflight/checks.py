@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from distill.config import RunConfig, TaskPrompts
 from distill.buffer import late as lateness
+from distill.config import RunConfig, TaskPrompts
+from distill.launch.student import flag_name
 from distill.preflight.probes import Finding
 from distill.preflight.processor import check_processors
-from distill.launch.student import flag_name
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
@@ -51,7 +51,7 @@ def check(config: RunConfig) -> PromptSplit:
     return split
 
 
-def lacking_marks(config: RunConfig, info: TeacherInfo) -> Finding:
+def missing_scores(config: RunConfig, info: TeacherInfo) -> Finding:
     """What the objective needs and a teacher that answers cannot give."""
     want = needs(config.objective, config.rollout.temperature)
     asked = {
@@ -144,10 +144,10 @@ def _check_combinations(config: RunConfig) -> None:
             f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
             "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
         )
-    if config.evaluation is not None and config.weights.road != "snapshot":
+    if config.evaluation is not None and config.weights.transport != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and evaluation reads versions from the store: '
-            'set weights.road = "snapshot", or evaluation = false'
+            f'weights.transport is "{config.weights.transport}" and evaluation reads versions '
+            'from the store: set weights.transport = "snapshot", or evaluation = false'
         )
     for name, teacher in config.teachers.items():
         if teacher.engine in CANNOT_WRITE and config.objective.on_policy < 1:
@@ -161,10 +161,10 @@ def _check_combinations(config: RunConfig) -> None:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
-    if config.trainer.lora is not None and config.weights.road != "snapshot":
+    if config.trainer.lora is not None and config.weights.transport != "snapshot":
         raise ConfigError(
-            f'weights.road is "{config.weights.road}" and [trainer.lora] publishes adapters, which go '
-            'through a store: set weights.road = "snapshot"'
+            f'weights.transport is "{config.weights.transport}" and [trainer.lora] publishes adapters, '
+            'which go through a store: set weights.transport = "snapshot"'
         )
     for name, teacher in config.teachers.items():
         if teacher.follow_student_every is not None:
@@ -213,7 +213,8 @@ def check_secrets(config: RunConfig) -> None:
 def check_following(config: RunConfig, name: str) -> None:
     """Raises ConfigError when this run gives teacher `name` nothing to follow."""
     rules = {
-        f'weights.road is "{config.weights.road}", and it reads the store': config.weights.road != "snapshot",
+        f'weights.transport is "{config.weights.transport}", and it reads the store': config.weights.transport
+        != "snapshot",
         "trainer.lora is set, and adapters alone are no model": config.trainer.lora is not None,
         "trust_remote_code too, and no code comes from a store": config.teachers[name].trust_remote_code,
         f'objective "{config.objective.type}" keeps its head, which would go out of date': needs(
@@ -236,20 +237,20 @@ def _check_topk(config: RunConfig, vocab: int) -> None:
 
 
 def _check_reward(config: RunConfig, split: PromptSplit) -> None:
-    if config.objective.task is not None and split.judge is None:
+    if config.objective.task is not None and split.reward_fn is None:
         raise ConfigError(
             f'objective.task is set and prompts of type "{config.prompts.type}" have no reward: '
-            "set prompts.judge, take prompts of a task, or leave objective.task out"
+            "set prompts.reward_fn, take prompts of a task, or leave objective.task out"
         )
     if config.objective.task is not None and config.objective.on_policy == 0:
         raise ConfigError(
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.judge is None:
+    if config.evaluation is not None and config.evaluation.metric == "pass_rate" and split.reward_fn is None:
         raise ConfigError(
             f'evaluation.metric is "pass_rate" and nobody judges prompts of type "{config.prompts.type}": '
-            'set prompts.judge, or evaluation.metric = "reverse_kl"'
+            'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
 
 

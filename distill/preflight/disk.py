@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from distill.config import RunConfig
-from distill.preflight.checks import text_config
 from distill.launch.run_folder import GIB
+from distill.preflight.checks import text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk
 from sync.errors import ConfigError
@@ -55,7 +55,7 @@ def estimate(config: RunConfig, rate: float = ASSUMED_RATE) -> Needs:
     mirrors = 2 * (0 if config.student.urls else config.student.replicas) + 2 * (
         config.evaluation is not None
     )
-    store = 0 if weights.road == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
+    store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
     fixed = (trainer.keep_checkpoints + 1) * one + (store + mirrors + 2) * model
     seconds = 60 * trainer.checkpoint_minutes
     steps = trainer.checkpoint_every * config.rollout.batch * config.rollout.max_tokens

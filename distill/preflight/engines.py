@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill.config import RunConfig
-from distill.rollout.replica_client import ReplicaEngine
-from distill.scoring.scorer import Transform, score_sequence
 from distill.preflight import probes
-from distill.preflight.checks import lacking_marks, shares_template, student_limit
+from distill.preflight.checks import missing_scores, shares_template, student_limit
 from distill.preflight.probes import Finding
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
+from distill.rollout.replica_client import ReplicaEngine
+from distill.scoring.scorer import Transform, score_sequence
 from sync import tokenizers
 from sync.errors import ConfigError
 from sync.wire import (
@@ -104,7 +104,7 @@ class _Checks:
     findings: list[Finding] = field(default_factory=list)
     asked: dict[str, list[ScoreSequence]] = field(default_factory=dict)
     """Teacher → sequences that it marked."""
-    marked: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    scored_sequences: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """Teacher → its marks of them."""
     tolerances: dict[str, float] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class _Checks:
             probes.same_template(
                 tokenizers.chat_template_fingerprint(tokenizer), info, needed=shares_template(config, name)
             ),
-            lacking_marks(config, info),
+            missing_scores(config, info),
             probes.fits(
                 "it", longest, config.rollout.max_tokens, info.max_length, "raise the teacher's max_length"
             ),
@@ -173,7 +173,7 @@ class _Checks:
             whole = probes.longest_sequence(prompts, longest, self.config.rollout.max_tokens)
             self._note(await probes.not_truncated(teacher.score, whole, vocab), about)
         self.asked[name], self.tolerances[name] = sequences, tolerance
-        self.marked[name] = await probes.marks(teacher.score, sequences)
+        self.scored_sequences[name] = await probes.scores(teacher.score, sequences)
 
     def _seen(self, name: str) -> list[tuple[Sequence[int], int]]:
         """Prompts as the teacher sees them, each with its length as the student sees it."""
@@ -211,7 +211,8 @@ class _Checks:
         for name, found in reply.teachers.items():
             plain = [unpack(logprob) for logprob in found.logprob]
             self._note(
-                probes.equals_plain(self.marked[name], plain, self.tolerances[name]), f"teacher {name}"
+                probes.equals_plain(self.scored_sequences[name], plain, self.tolerances[name]),
+                f"teacher {name}",
             )
             if found.self_loss is not None and found.self_gradient is not None:
                 self._note(probes.self_teacher(found.self_loss, found.self_gradient), f"teacher {name}")

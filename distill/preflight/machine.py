@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distill.config import RunConfig
-from distill.run_log.records import Opened
-from distill.rollout.replica_client import HttpReplica
-from distill.run_log.segments import read_all
 from distill.evaluation.client import HttpEvaluator
-from distill.preflight import engines as live
 from distill.launch.ports import Ports
-from distill.preflight.probes import Finding
 from distill.launch.roles import Plan, plan_servers, token_of
 from distill.launch.run_folder import RunFolder, check_disk
 from distill.launch.supervise import Supervisor
+from distill.preflight import engines as live
+from distill.preflight.probes import Finding
 from distill.prompts.held_out import PromptSplit
+from distill.rollout.replica_client import HttpReplica
+from distill.run_log.records import Opened
+from distill.run_log.segments import read_all
 from sync.claims import Claim
 from sync.transport import token_from_environment
 from sync.wire import RunIdentity

@@ -82,7 +82,7 @@ def turns(vocab: int) -> list[int]:
     return sorted({1 + i * (vocab - 1) // REPLACEMENTS for i in range(min(REPLACEMENTS, vocab - 1))})
 
 
-async def marks(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarray]:
+async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarray]:
     """Log-probabilities [T] of each sequence; nothing for one that was refused."""
     answers = await score(sequences, Want())
     return [
@@ -124,8 +124,8 @@ def fits(engine: str, prompt: int, tokens: int, limit: int, remedy: str) -> Find
 
 async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: float) -> tuple[Finding, float]:
     """Scores asked together and one by one; the finding, and the largest difference (the teacher's noise)."""
-    together = await marks(score, sequences)
-    alone = [(await marks(score, [sequence]))[0] for sequence in sequences[:2]]
+    together = await scores(score, sequences)
+    alone = [(await scores(score, [sequence]))[0] for sequence in sequences[:2]]
     counts = [sequence.token_ids.shape[0] - sequence.start for sequence in sequences]
     if any(
         len(mark) != count for mark, count in zip([*together, *alone], [*counts, *counts[:2]], strict=True)
@@ -148,7 +148,7 @@ async def not_uniform(score: Score, sequence: ScoreSequence, vocab: int) -> Find
     """Other tokens at one position must get other log-probabilities."""
     last = sequence.token_ids.shape[0] - 1
     tried = [sequence, *(replaced(sequence, last, vocab, turn) for turn in turns(vocab))]
-    found = [float(mark[-1]) for mark in await marks(score, tried)]
+    found = [float(mark[-1]) for mark in await scores(score, tried)]
     spread = max(found) - min(found)
     figure = f"{len(tried)} tokens at one position spread over {spread:.2g} nats"
     problem = (
@@ -163,7 +163,7 @@ async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: 
     count = sequence.token_ids.shape[0] - sequence.start
     place = count // 2
     tried = [replaced(sequence, sequence.start + place, vocab, turn) for turn in turns(vocab)]
-    base, *others = await marks(score, [sequence, *tried])
+    base, *others = await scores(score, [sequence, *tried])
     change = np.max([np.abs(other - base) for other in others], axis=0)
     felt = np.flatnonzero(change > max(SHARPEST_NOISE, 4 * noise))
     first = int(felt[0]) if felt.size else count
@@ -180,7 +180,7 @@ async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Fi
     """The first token of the longest sequence must be felt in the marks of its completion."""
     length, count = sequence.token_ids.shape[0], sequence.token_ids.shape[0] - sequence.start
     tried = [sequence, *(replaced(sequence, 0, vocab, turn) for turn in turns(vocab)[-2:])]
-    base, *others = await marks(score, tried)
+    base, *others = await scores(score, tried)
     if any(len(mark) != count for mark in (base, *others)):
         figure = f"a sequence of {length} tokens came back with {len(base)} of {count} marks"
         return Finding("context is whole", figure, "it was cut or refused: raise the teacher's max_length")

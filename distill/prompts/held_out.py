@@ -10,7 +10,7 @@ import numpy as np
 
 from distill import tasks
 from distill.config import JsonlPrompts, RunConfig, TaskPrompts
-from distill.prompts.rewards import Judge, load_judge, reward, try_judge
+from distill.prompts.rewards import RewardFn, check_reward_fn, load_reward_fn, reward
 from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from sync.errors import ConfigError, DataError
@@ -31,7 +31,7 @@ class PromptSplit(NamedTuple):
 
     train: PromptSource
     held_out: list[Prompt]
-    judge: Judge | None
+    reward_fn: RewardFn | None
     """None: nobody can tell whether a completion is right."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
@@ -93,18 +93,21 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit
     wanted = config.evaluation.prompts if config.evaluation else 0
     if isinstance(config.prompts, TaskPrompts):
         return _task_prompts(config, tokenizer, longest, wanted)
-    encode, judge = text_encoder(tokenizer, config.prompts.template), load_judge(config.prompts, tokenizer)
+    encode, reward_fn = (
+        text_encoder(tokenizer, config.prompts.template),
+        load_reward_fn(config.prompts, tokenizer),
+    )
     if isinstance(config.prompts, JsonlPrompts):
         table = read_jsonl(config.prompts, encode, longest)
     else:
         table = read_dataset(config.prompts, encode, longest)
-    split = split_table(table, wanted, config.run.seed, judge)
-    if judge is not None:
-        try_judge(judge, table[0])
+    split = split_table(table, wanted, config.run.seed, reward_fn)
+    if reward_fn is not None:
+        check_reward_fn(reward_fn, table[0])
     return split
 
 
-def split_table(table: TableSource, wanted: int, seed: int, judge: Judge | None = None) -> PromptSplit:
+def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
     """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
 
     Raises DataError for an empty table.
@@ -114,7 +117,7 @@ def split_table(table: TableSource, wanted: int, seed: int, judge: Judge | None 
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[int(row)] for row in sorted(order[:count])]
-    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, judge)
+    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, reward_fn)
 
 
 def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) -> PromptSplit:
@@ -131,5 +134,5 @@ def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) 
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
         held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
-    judge = partial(reward, f"prompts.task {config.prompts.task!r}, passes()", task.passes)
-    return PromptSplit(TaskSource(task, seed, encode), held_out, judge)
+    reward_fn = partial(reward, f"prompts.task {config.prompts.task!r}, passes()", task.passes)
+    return PromptSplit(TaskSource(task, seed, encode), held_out, reward_fn)

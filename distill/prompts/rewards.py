@@ -25,7 +25,7 @@ from teacher_service.transform import load_function, own_code
 
 Completion = TypeVar("Completion", str, Sequence[int])
 
-Judge = Callable[[Prompt, Sequence[int]], float]
+RewardFn = Callable[[Prompt, Sequence[int]], float]
 """Reward of a completion (token ids, end token included); above 0: it answers its prompt."""
 ReadJudge = Callable[[Prompt, str], Any]
 """The same of the completion's text, before its answer is checked."""
@@ -57,35 +57,35 @@ def number(prompt: Prompt, completion: str) -> bool:
 BUILT_IN: Final[dict[str, ReadJudge]] = {"exact": exact, "contains": contains, "number": number}
 
 
-def answer_problem(judge: str | None, answer: str) -> str | None:
-    """Why `judge` cannot compare with a reference answer; None: it can."""
-    if judge in BUILT_IN and not answer.strip():
-        return f"the reference answer is empty, and prompts.judge = {judge!r} compares with it"
-    if judge == "number" and last_number(answer) is None:
-        return f"the reference answer {answer!r:.80} has no number for prompts.judge = 'number'"
+def answer_problem(reward_fn: str | None, answer: str) -> str | None:
+    """Why `reward_fn` cannot compare with a reference answer; None: it can."""
+    if reward_fn in BUILT_IN and not answer.strip():
+        return f"the reference answer is empty, and prompts.reward_fn = {reward_fn!r} compares with it"
+    if reward_fn == "number" and last_number(answer) is None:
+        return f"the reference answer {answer!r:.80} has no number for prompts.reward_fn = 'number'"
     return None
 
 
-def load_judge(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> Judge | None:
-    """The judge that the config names; None: it names none. Raises ConfigError when it cannot be used.
+def load_reward_fn(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> RewardFn | None:
+    """The reward_fn that the config names; None: it names none. Raises ConfigError when it cannot be used.
 
-    The judge raises DataError when a function of the user's raises, or gives no finite number.
+    The reward_fn raises DataError when a function of the user's raises, or gives no finite number.
     """
-    name = config.judge
+    name = config.reward_fn
     if name is None:
         return None
     if name in BUILT_IN and config.answer_field is None:
         raise ConfigError(
-            f"prompts.judge is {name!r} and compares with a reference answer: name its field in "
+            f"prompts.reward_fn is {name!r} and compares with a reference answer: name its field in "
             "prompts.answer_field"
         )
-    read = BUILT_IN.get(name) or load_function(name, "prompts.judge", tuple(BUILT_IN))
+    read = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
 
-    def judge(prompt: Prompt, completion: Sequence[int]) -> float:
+    def reward_fn(prompt: Prompt, completion: Sequence[int]) -> float:
         text = tokenizer.decode(list(completion), skip_special_tokens=True)
-        return reward(f"prompts.judge {name!r}", read, prompt, text)
+        return reward(f"prompts.reward_fn {name!r}", read, prompt, text)
 
-    return judge
+    return reward_fn
 
 
 def reward(
@@ -96,7 +96,7 @@ def reward(
     Raises DataError with `name`, prompt and completion when it raises, or gives no finite number.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
-    with own_code(name, about, "give 0 for what it cannot judge"):
+    with own_code(name, about, "give 0 for what it cannot reward_fn"):
         found = function(prompt, completion)
     is_number = isinstance(found, bool | int | float | np.bool | np.integer | np.floating)
     if not is_number or not math.isfinite(found):
@@ -104,9 +104,9 @@ def reward(
     return float(found)
 
 
-def try_judge(judge: Judge, prompt: Prompt) -> None:
-    """Let it judge an empty completion. Raises ConfigError when it cannot."""
+def check_reward_fn(reward_fn: RewardFn, prompt: Prompt) -> None:
+    """Let it reward_fn an empty completion. Raises ConfigError when it cannot."""
     try:
-        judge(prompt, [])
+        reward_fn(prompt, [])
     except DataError as error:
         raise ConfigError(f"{error} (tried with a completion of no tokens)") from error

@@ -183,8 +183,8 @@ def _prompts(
             )
         source = "default" if config.source_field is None else str(_field(row, config.source_field, place))
         answer = None if config.answer_field is None else str(_field(row, config.answer_field, place))
-        if answer is not None and (problem := answer_problem(config.judge, answer)):
-            raise DataError(f"{place}: {problem}: correct the row, or choose another judge")
+        if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
+            raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
         yield Prompt(name, ids, source, answer, value if isinstance(value, str) else "")
 
 

@@ -12,8 +12,8 @@ import secrets
 import time
 from typing import Final
 
-from distill.rollout.replica_pool import Fleet, Phase, Replica
 from distill.aio import cancel
+from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
@@ -23,11 +23,11 @@ _DEAF_LOOKS: Final = 8
 
 
 class Broadcasts:
-    """Seats replicas of `fleet`. `close` at the end gives up what is being received."""
+    """BroadcastMembers replicas of `fleet`. `close` at the end gives up what is being received."""
 
-    def __init__(self, fleet: Fleet, start_seconds: float = 900.0) -> None:
+    def __init__(self, pool: ReplicaPool, start_seconds: float = 900.0) -> None:
         """`start_seconds`: how long the first broadcast waits for replicas that are still starting."""
-        self._fleet = fleet
+        self._pool = pool
         self._start_seconds = start_seconds
         self._began = time.monotonic()
         self._count = 0
@@ -40,7 +40,7 @@ class Broadcasts:
         """Whether a replica that came back waits for a broadcast, and none is under way."""
         waiting = (
             one
-            for one in self._fleet.replicas.values()
+            for one in self._pool.replicas.values()
             if one.phase is Phase.CATCHING_UP and one.version is None and not one.lost.is_set()
         )
         return self._count > 0 and not self._receiving and any(waiting)
@@ -48,12 +48,12 @@ class Broadcasts:
     def listening(self) -> bool:
         """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
         starting = self._count == 0 and time.monotonic() - self._began < self._start_seconds
-        return len(self._live()) >= (len(self._fleet.replicas) if starting else 1)
+        return len(self._live()) >= (len(self._pool.replicas) if starting else 1)
 
     def _live(self) -> list[Replica]:
         return [
             one
-            for one in self._fleet.replicas.values()
+            for one in self._pool.replicas.values()
             if one.phase is not Phase.ABSENT and not one.lost.is_set()
         ]
 
@@ -64,20 +64,20 @@ class Broadcasts:
         """
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._count += 1
-        self._fleet.by_broadcast = True
+        self._pool.by_broadcast = True
         live = [replica for replica in self._live() if replica.version != published.version]
         size, lost = 1 + len(live), dict[str, str]()
         group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
         self._group, self._lost = group, lost
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
-            request = self._fleet.request_for(published.version, ticket)
+            request = self._pool.request_for(published.version, ticket)
             task = asyncio.create_task(self._receive(replica, request, lost))
             self._receiving.add(task)
             task.add_done_callback(self._receiving.discard)
         return Audience(group=group, world_size=size)
 
-    def lost_seats(self, group: str) -> dict[str, str]:
+    def lost_members(self, group: str) -> dict[str, str]:
         """Replicas that will not receive the newest broadcast to its end, each with the reason.
 
         Raises RemoteError for any other broadcast: nobody receives it any more.
@@ -90,17 +90,17 @@ class Broadcasts:
         """One seat of a broadcast; whoever does not receive it is noted in `lost` at once."""
         watch = asyncio.create_task(self._watch(replica))
         try:
-            reply = await self._fleet.update(replica, request)
+            reply = await self._pool.update(replica, request)
             if reply is None or not reply.bytes_read:
                 lost[replica.name] = f"it serves {request.version} already"
-            self._fleet.published()
+            self._pool.published()
         except RemoteError as error:
             lost[replica.name] = str(error)
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
         except Unreachable as error:
             lost[replica.name] = str(error)
             logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
-            self._fleet.report_lost(replica)
+            self._pool.report_lost(replica)
         finally:
             await cancel([watch])
 
@@ -108,9 +108,9 @@ class Broadcasts:
         """Report a replica that stays deaf while its connection is open, as when its machine is gone."""
         deaf = 0
         while deaf < _DEAF_LOOKS:
-            await asyncio.sleep(min(0.5, self._fleet.poll_seconds))
+            await asyncio.sleep(min(0.5, self._pool.poll_seconds))
             deaf = 0 if await replica.engine.alive() else deaf + 1
-        self._fleet.report_lost(replica)
+        self._pool.report_lost(replica)
 
     async def close(self) -> None:
         """Wait for nobody any more."""

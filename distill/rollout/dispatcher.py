@@ -12,24 +12,24 @@ from functools import partial
 from typing import Literal
 
 from distill.config import AtLimit, RolloutConfig
-from distill.run_log.run_log import Books
 from distill.interfaces import Quarantined
-from distill.run_log.provenance import span_problem
-from distill.run_log.records import AgainReason, DropReason
-from distill.rollout.replica_client import Answer
-from distill.rollout.replica_pool import Fleet, Replica
-from distill.scoring.scorer import Finished, Refused
-from distill.run_log.soundness import Soundness
-from distill.run_log.state import Asked
 from distill.metrics.timeline import TRAINER, Timeline
+from distill.rollout.replica_client import Answer
+from distill.rollout.replica_pool import Replica, ReplicaPool
+from distill.run_log.provenance import span_problem
+from distill.run_log.records import DropReason, RequeueReason
+from distill.run_log.run_log import RunLog
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import PendingPrompt
+from distill.scoring.scorer import PendingScore, Refused
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Times rollout.straggler_seconds within which a replica must have answered a request. It ends completions at
-that time itself, so one that has not is stuck."""
+"""Times rollout.completion_timeout_seconds within which a replica must have answered a request. It ends
+completions at that time itself, so one that has not is stuck."""
 Holder = Literal["disk", "guard", "end"]
 """Who holds rollouts back: a disk that is nearly full, bad steps, the end of the run."""
 
@@ -39,14 +39,14 @@ class _Request:
     """A request under way."""
 
     replica: Replica
-    prompts: list[Asked]
-    missing: dict[str, Asked]
+    prompts: list[PendingPrompt]
+    missing: dict[str, PendingPrompt]
     """Not answered yet."""
-    reason: AgainReason = "replica_lost"
+    reason: RequeueReason = "replica_lost"
     """Why what is missing at the end was lost."""
 
 
-class Feeder:
+class Dispatcher:
     """Runs for the length of the run. `finished` takes every completion that is worth scoring, at once.
 
     Bounds: `RunState.room` new prompts, `max_in_flight` completions per replica. `steps`: what the run needs
@@ -55,32 +55,33 @@ class Feeder:
 
     def __init__(
         self,
-        books: Books,
-        fleet: Fleet,
+        run_log: RunLog,
+        pool: ReplicaPool,
         config: RolloutConfig,
         steps: int,
-        finished: Callable[[Finished], None],
+        finished: Callable[[PendingScore], None],
         timeline: Timeline,
         sound: Soundness,
-        unfit: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
-        put_aside: Refused | None = None,
-        write: Callable[[Asked], None] | None = None,
+        unusable: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
+        quarantine: Refused | None = None,
+        write: Callable[[PendingPrompt], None] | None = None,
         quarantined: Callable[[Quarantined], None] = lambda one: None,
     ) -> None:
         """`sound`: what is asked of the replicas, and the checks of what they answer; `quarantined` hears of
-        answers that cannot be used. `unfit`: why a sound completion is not worth scoring; `put_aside` takes
-        such ones (None: dropped). `write` takes the prompts that a teacher completes (None: there are none).
+        answers that cannot be used. `unusable`: why a sound completion is not worth scoring; `quarantine`
+        takes such ones (None: dropped). `write` takes the prompts that a teacher completes
+        (None: there are none).
         """
         self._write = write
-        self._books = books
-        self._unfit, self._put_aside = unfit, put_aside or self._drop
-        self._fleet = fleet
+        self._run_log = run_log
+        self._unusable, self._quarantine = unusable, quarantine or self._drop
+        self._pool = pool
         self._config = config
         self._steps = steps
         self._finished = finished
         self._timeline = timeline
         self._sound, self._quarantined = sound, quarantined
-        self._again: deque[Asked] = deque()
+        self._again: deque[PendingPrompt] = deque()
         self._waiting: set[str] = set()
         """Replicas that wait for the trainer."""
         self._closing = False
@@ -89,19 +90,19 @@ class Feeder:
 
     async def run(self) -> None:
         """Feed until cancelled."""
-        waiting = list(self._books.state.asked.values())
-        self._again.extend(self._books.ask_again(waiting, "controller_restarted"))
+        waiting = list(self._run_log.state.asked.values())
+        self._again.extend(self._run_log.requeue(waiting, "controller_restarted"))
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
                     self._feed(group)
                     self._note_waiting()
-                    await self._fleet.wake.wait()
+                    await self._pool.wake.wait()
             finally:
                 self._closing = True
 
     def _feed(self, group: asyncio.TaskGroup) -> None:
-        while not self.holders and (replica := self._fleet.least_busy()) and (count := self._count(replica)):
+        while not self.holders and (replica := self._pool.least_busy()) and (count := self._count(replica)):
             prompts = self._for_student(self._next(count))
             if not prompts:
                 continue
@@ -115,13 +116,13 @@ class Feeder:
 
     def _note_waiting(self) -> None:
         """A replica without work waits for the trainer when the bound is reached, for nobody else."""
-        idle = {replica.name for replica in self._fleet.serving() if replica.in_flight == 0}
-        full = not self._again and not self._books.state.room(self._fleet.slowest())
+        idle = {replica.name for replica in self._pool.serving() if replica.in_flight == 0}
+        full = not self._again and not self._run_log.state.room(self._pool.slowest())
         before, self._waiting = self._waiting, idle if full else set()
         for name in before | self._waiting:  # one that waited may have been removed
             self._timeline.waits(name, TRAINER if name in self._waiting else None)
 
-    def _for_student(self, prompts: list[Asked]) -> list[Asked]:
+    def _for_student(self, prompts: list[PendingPrompt]) -> list[PendingPrompt]:
         """`prompts` without those that a teacher completes, which are handed on."""
         for asked in prompts:
             if asked.by_teacher:
@@ -131,22 +132,22 @@ class Feeder:
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
-        config, state = self._config, self._books.state
+        config, state = self._config, self._run_log.state
         needed = (self._steps - state.next_step) * config.batch - state.outstanding
-        new = max(0, min(needed, state.room(self._fleet.slowest())))
+        new = max(0, min(needed, state.room(self._pool.slowest())))
         size = min(config.request_size, config.max_in_flight, len(self._again) + new)
         return size if replica.in_flight + size <= config.max_in_flight else 0
 
-    def _next(self, count: int) -> list[Asked]:
+    def _next(self, count: int) -> list[PendingPrompt]:
         again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
-        return again + (self._books.issue(count - len(again)) if count > len(again) else [])
+        return again + (self._run_log.issue(count - len(again)) if count > len(again) else [])
 
     async def _ask(self, request: _Request) -> None:
         """One request from its sending to its end; leaves in it what was not answered, and why."""
         replica = request.replica
         try:
-            await self._books.journal.commit()
-            limit = self._config.straggler_seconds
+            await self._run_log.journal.commit()
+            limit = self._config.completion_timeout_seconds
             async with asyncio.timeout(None if limit is None else PATIENCE * limit):
                 async with aclosing(replica.engine.generate(self._message(request.prompts))) as answers:
                     async for answer in answers:
@@ -158,14 +159,14 @@ class Feeder:
             request.reason = "straggler"
         except (Unreachable, WireError, WrongServer) as error:
             logger.warning("%d completions of %s are lost: %s", len(request.missing), replica.name, error)
-            self._fleet.report_lost(replica)
+            self._pool.report_lost(replica)
             if isinstance(error, WireError):
                 request.reason = "unusable"
-                self._fleet.distrust(replica, str(error))
+                self._pool.distrust(replica, str(error))
         except RemoteError as error:
             request.reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
             logger.warning("replica %s refused a request: %s", replica.name, error)
-            self._fleet.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
+            self._pool.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
 
     def _ended(self, request: _Request, task: asyncio.Task[None]) -> None:
         """Called once for every request, also for one that was cancelled before it began."""
@@ -178,17 +179,17 @@ class Feeder:
         replica.in_flight += change
         self._timeline.level(replica.name, "generate", replica.in_flight)
         if change < 0:
-            self._fleet.wake.wake()
+            self._pool.wake.wake()
 
-    def _message(self, prompts: list[Asked]) -> GenerateRequest:
+    def _message(self, prompts: list[PendingPrompt]) -> GenerateRequest:
         return GenerateRequest(
             sampling=self._sound.sampling,
             prompts=[GeneratePrompt(asked.prompt.id, asked.prompt.token_ids) for asked in prompts],
         )
 
-    def _put_back(self, prompts: list[Asked], reason: AgainReason, tokens: int = 0) -> None:
-        self._again.extend(self._books.ask_again(prompts, reason, tokens))
-        self._fleet.wake.wake()
+    def _put_back(self, prompts: list[PendingPrompt], reason: RequeueReason, tokens: int = 0) -> None:
+        self._again.extend(self._run_log.requeue(prompts, reason, tokens))
+        self._pool.wake.wake()
 
     def _answered(self, request: _Request, answer: Answer) -> None:
         replica, asked = request.replica, request.missing.pop(answer.id, None)
@@ -198,53 +199,55 @@ class Feeder:
         self._load(replica, -1)
         problem = self._sound.generated(answer) if isinstance(answer, Generated) else None
         if problem is None:
-            self._fleet.trust.good(replica.server)
+            self._pool.trust.good(replica.server)
             self._take(asked, answer)
             return
         detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
         logger.warning("the completion of %s cannot be used: %s", asked.prompt.id, detail)
         self._quarantined(Quarantined(asked.prompt, "unusable", detail, []))
         self._put_back([asked], "unusable")
-        self._fleet.distrust(replica, str(problem), asked.prompt.id)
+        self._pool.distrust(replica, str(problem), asked.prompt.id)
 
-    def _take(self, asked: Asked, answer: Answer) -> None:
+    def _take(self, asked: PendingPrompt, answer: Answer) -> None:
         prompt = asked.prompt.id
         if isinstance(answer, GenerateFailed):
             logger.warning("prompt %s was refused by its replica: %s", prompt, answer.error)
-            self._books.drop([prompt], "engine_failed", answer.error)
+            self._run_log.drop([prompt], "engine_failed", answer.error)
         elif answer.finish_reason == "abort":
             self._put_back([asked], "aborted", answer.token_ids.shape[0])
         elif not self._at_limit(asked, answer):
-            self.take(Finished(asked, answer))
+            self.take(PendingScore(asked, answer))
 
-    def take(self, finished: Finished) -> None:
+    def take(self, finished: PendingScore) -> None:
         """A completion, of the student or of a teacher: on to its marks, unless it cannot be trained on."""
         answer, prompt = finished.answer, finished.asked.prompt.id
-        if self._books.state.is_broken(prompt):
+        if self._run_log.state.is_broken(prompt):
             self._drop(finished, "group_broken", "another completion of its prompt was dropped")
         elif answer.token_ids.shape[0] == 0:
-            self._put_aside(finished, "empty", "a completion without tokens")
-        elif problem := span_problem(answer.spans, self._books.state):
-            self._put_aside(finished, "impossible_version", problem)
-        elif why := self._unfit(answer):
-            self._put_aside(finished, *why)
+            self._quarantine(finished, "empty", "a completion without tokens")
+        elif problem := span_problem(answer.spans, self._run_log.state):
+            self._quarantine(finished, "impossible_version", problem)
+        elif why := self._unusable(answer):
+            self._quarantine(finished, *why)
         else:
             self._finished(finished)
 
-    def _at_limit(self, asked: Asked, answer: Generated) -> bool:
+    def _at_limit(self, asked: PendingPrompt, answer: Generated) -> bool:
         """Drop or ask again what a limit ended, as its policy says; whether that was done."""
         timed_out, count = answer.finish_reason == "time", answer.token_ids.shape[0]
         if not timed_out and answer.finish_reason != "length":
             return False
-        policy: AtLimit = self._config.stragglers if timed_out else self._config.at_max_tokens
+        policy: AtLimit = self._config.on_timeout if timed_out else self._config.on_max_tokens
         reason: Literal["straggler", "over_long"] = "straggler" if timed_out else "over_long"
         if policy == "drop":
-            limit = "straggler_seconds" if timed_out else "max_tokens"
-            self._put_aside(Finished(asked, answer), reason, f"ended after {count} tokens by rollout.{limit}")
+            limit = "completion_timeout_seconds" if timed_out else "max_tokens"
+            self._quarantine(
+                PendingScore(asked, answer), reason, f"ended after {count} tokens by rollout.{limit}"
+            )
         elif policy == "requeue" or count == 0:
             self._put_back([asked], reason, count)
         return policy != "keep" or count == 0
 
-    def _drop(self, finished: Finished, reason: DropReason, detail: str) -> None:
+    def _drop(self, finished: PendingScore, reason: DropReason, detail: str) -> None:
         tokens = finished.answer.token_ids.shape[0]
-        self._books.drop([finished.asked.prompt.id], reason, detail, tokens)
+        self._run_log.drop([finished.asked.prompt.id], reason, detail, tokens)

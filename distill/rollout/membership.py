@@ -12,25 +12,25 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from distill.rollout.replica_client import ReplicaEngine
-from distill.rollout.replica_pool import Fleet
+from distill.rollout.replica_pool import ReplicaPool
 from sync.errors import RemoteError, Unreachable
 from sync.urls import url_problem
-from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
+from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaStatus
 
 
 class Members:
     """The fleet as people see it. `connect`: a replica by its URL; None: none can join."""
 
-    def __init__(self, fleet: Fleet, connect: Callable[[str], ReplicaEngine] | None) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: ReplicaPool, connect: Callable[[str], ReplicaEngine] | None) -> None:
+        self._pool = pool
         self._connect = connect
 
     def listing(self) -> Replicas:
         """Who belongs to the fleet, in the order of joining."""
         return Replicas(
             replicas=[
-                ReplicaSeat(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
-                for one in self._fleet.replicas.values()
+                ReplicaStatus(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
+                for one in self._pool.replicas.values()
             ]
         )
 
@@ -39,7 +39,7 @@ class Members:
 
         Raises RemoteError for a name or URL that is taken, for no HTTP URL, and for one of another run.
         """
-        url, known = wanted.url.rstrip("/"), self._fleet.replicas
+        url, known = wanted.url.rstrip("/"), self._pool.replicas
         if self._connect is None or url_problem(url):
             raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
         engine = self._connect(url)
@@ -54,13 +54,13 @@ class Members:
             await engine.aclose()
             raise
         name = wanted.name or next(n for i in itertools.count() if (n := f"student-{i}") not in known)
-        self._fleet.add(name, engine)
+        self._pool.add(name, engine)
         return self.listing()
 
     async def leave(self, wanted: ReplicaLeaves) -> Replicas:
         """Let a replica go. Raises RemoteError when there is none of that name."""
-        if wanted.name not in self._fleet.replicas:
-            known = ", ".join(self._fleet.replicas) or "none"
+        if wanted.name not in self._pool.replicas:
+            known = ", ".join(self._pool.replicas) or "none"
             raise RemoteError(f"no replica {wanted.name!r}: there are {known}")
-        await self._fleet.remove(wanted.name)
+        await self._pool.remove(wanted.name)
         return self.listing()

@@ -14,22 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Literal
 
-from distill.run_log.records import VersionApplied
-from distill.rollout.replica_client import ReplicaEngine, state_of, updated
-from distill.aio import Signal
+from distill.aio import Signal, cancel, unless
 from distill.rollout.bad_answers import Trust
-from distill.aio import cancel, unless
+from distill.rollout.replica_client import ReplicaEngine, state_of, updated
+from distill.run_log.records import VersionApplied
 from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
-
-
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +61,14 @@ class Replica:
         """Held during an update."""
 
 
-class Fleet:
+class ReplicaPool:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
     `target`: the newest version in the store. `step_of`: a version as a step of the current lineage.
     `may_exist`: whether a version is on record; a replica that holds another one is brought to the target.
     `applied` is called after every update, `stranded` when a replica begins to wait for a broadcast, `stuck`
-    with a replica that has work and has written nothing for `silent_seconds` (0: never). `wake` is woken by
-    every change.
+    with a replica that has work and has generated nothing for `stall_timeout_seconds` (0: never). `wake` is
+    woken by every change.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class Fleet:
         retry_seconds: float = 1.0,
         may_exist: Callable[[Version], bool] = lambda version: True,
         stranded: Callable[[], None] = lambda: None,
-        silent_seconds: float = 0.0,
+        stall_timeout_seconds: float = 0.0,
         stuck: Callable[[str], None] = lambda name: None,
         trust: Trust = Trust(1 << 30, lambda reason: None),
     ) -> None:
@@ -98,7 +92,7 @@ class Fleet:
         self.wake, self._target = wake, target
         self._step_of, self._may_exist = step_of, may_exist
         self._applied, self._stranded, self.trust = applied, stranded, trust
-        self._silent_seconds, self._stuck = silent_seconds, stuck
+        self._stall_timeout_seconds, self._stuck = stall_timeout_seconds, stuck
         self._kv_on_swap, self._update_seconds = kv_on_swap, update_seconds
         self.poll_seconds = poll_seconds
         self._retry_seconds = retry_seconds
@@ -234,13 +228,13 @@ class Fleet:
             return not works or tokens is None or seen != before
 
         while True:
-            await until_silent(progresses, self._silent_seconds)
+            await until_stalled(progresses, self._stall_timeout_seconds)
             logger.error(
                 "replica %s answers, has %d completions to write or weights to load, and wrote no token for "
-                "rollout.silent_seconds = %g s: it is hung, its prompts are asked elsewhere",
+                "rollout.stall_timeout_seconds = %g s: it is hung, its prompts are asked elsewhere",
                 replica.name,
                 replica.in_flight,
-                self._silent_seconds,
+                self._stall_timeout_seconds,
             )
             self.report_lost(replica)
             self._stuck(replica.name)
@@ -414,7 +408,7 @@ def look_seconds(limit: float) -> float:
     return min(LOOK_SECONDS, limit / 4)
 
 
-async def until_silent(sign: Callable[[], Awaitable[bool]], seconds: float) -> None:
+async def until_stalled(sign: Callable[[], Awaitable[bool]], seconds: float) -> None:
     """Return when `sign`, asked again and again, has said no for `seconds` without a break; 0: never.
 
     The time that it takes to say no counts, up to as much as a pause: a time-out is silence, a stop is not.

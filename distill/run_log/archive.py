@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from distill.run_log.records import AnyRecord
+from sync.disk_full import append
 from sync.durable import force
 from sync.errors import DataError
-from sync.disk_full import append
 
 _MAGIC: Final = b"DJA1"
 _HEAD: Final = struct.Struct("<III")

@@ -19,8 +19,8 @@ from distill.buffer.staleness import Bound
 from distill.run_log.provenance import Provenance
 from distill.run_log.records import (
     AnyRecord,
+    BatchFormed,
     Checkpointed,
-    Composed,
     Dropped,
     Evaluated,
     Issued,
@@ -29,12 +29,12 @@ from distill.run_log.records import (
     Opened,
     RolledBack,
     Rollout,
+    RolloutStub,
     Snapshot,
     Stepped,
-    Trace,
     VersionApplied,
     VersionPublished,
-    trace_of,
+    stub_of,
 )
 from distill.run_log.segments import read_all
 from distill.run_log.snapshot import differs
@@ -121,14 +121,14 @@ class AuditReport:
 
 
 @dataclass
-class _Books:
+class _RunLog:
     """The journal as the audit reads it."""
 
     state: RunState | None = None
     issued: Counter[str] = field(default_factory=Counter)
     for_teacher: set[str] = field(default_factory=set)
     """Prompts that were issued for a teacher to complete."""
-    scored: dict[str, Trace] = field(default_factory=dict)
+    scored: dict[str, RolloutStub] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     composed: dict[Version, list[str]] = field(default_factory=dict)
     opened: list[LineageOpened] = field(default_factory=list)
@@ -154,15 +154,15 @@ def audit(run_dir: Path) -> AuditReport:
     if not (run_dir / "journal").is_dir() and not (run_dir / "ledger").is_dir():
         raise DataError(f"{run_dir} holds neither journal nor ledger: name the folder of a run")
     before = read(run_dir / "ledger")
-    books = _read((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
+    run_log = _read((Location(s, o), record) for s, o, record in read_all(run_dir / "journal"))
     after = read(run_dir / "ledger")
     report = _report(
-        books, {number: lineage.steps for number, lineage in before.items()}, _by_rank(books, after)
+        run_log, {number: lineage.steps for number, lineage in before.items()}, _by_rank(run_log, after)
     )
     report.ledger_damaged = [text for one in after.values() for text in one.damage]
-    if not books.damage:
-        report.ledger_damaged += _strangers(books, before)
-        report.checkpoint_missing = list(_unusable(run_dir / "checkpoints", books))
+    if not run_log.damage:
+        report.ledger_damaged += _strangers(run_log, before)
+        report.checkpoint_missing = list(_unusable(run_dir / "checkpoints", run_log))
     same, other = repeated(before)
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]
     return report
@@ -170,75 +170,75 @@ def audit(run_dir: Path) -> AuditReport:
 
 def check(records: Iterable[tuple[Location, AnyRecord]], ledger: LedgerLines) -> AuditReport:
     """Audit a journal's records against a ledger. Pure."""
-    books = _read(records)
-    return _report(books, ledger, {number: {"": steps.keys()} for number, steps in ledger.items()})
+    run_log = _read(records)
+    return _report(run_log, ledger, {number: {"": steps.keys()} for number, steps in ledger.items()})
 
 
 def _report(
-    books: _Books, ledger: LedgerLines, shown: Mapping[int, Mapping[str, Collection[int]]]
+    run_log: _RunLog, ledger: LedgerLines, shown: Mapping[int, Mapping[str, Collection[int]]]
 ) -> AuditReport:
     """`shown`: lineage → whose line it is → steps that have one."""
-    if books.damage or books.state is None:
-        return AuditReport(journal_damaged=books.damage or ["the journal is empty or missing"])
-    report = AuditReport(prompts=len(books.issued), scored=len(books.scored))
-    report.issued_twice = sorted(i for i, count in books.issued.items() if count > 1)
-    report.open_prompts = sorted(books.issued.keys() - books.scored.keys() - books.dropped.keys())
-    report.dropped = dict(Counter(books.dropped.values()))
-    report.lost = sorted(_lost(books, books.state))
-    report.wrong_weight = sorted(books.wrong_weight)
-    report.late = books.state.counters.late
-    report.impossible_version, report.unproven = books.provenance.impossible, books.provenance.unproven()
-    _check_generators(books, report)
-    known = range(len(books.opened))
+    if run_log.damage or run_log.state is None:
+        return AuditReport(journal_damaged=run_log.damage or ["the journal is empty or missing"])
+    report = AuditReport(prompts=len(run_log.issued), scored=len(run_log.scored))
+    report.issued_twice = sorted(i for i, count in run_log.issued.items() if count > 1)
+    report.open_prompts = sorted(run_log.issued.keys() - run_log.scored.keys() - run_log.dropped.keys())
+    report.dropped = dict(Counter(run_log.dropped.values()))
+    report.lost = sorted(_lost(run_log, run_log.state))
+    report.wrong_weight = sorted(run_log.wrong_weight)
+    report.late = run_log.state.counters.late
+    report.impossible_version, report.unproven = run_log.provenance.impossible, run_log.provenance.unproven()
+    _check_generators(run_log, report)
+    known = range(len(run_log.opened))
     report.unknown_version = [
-        f"lineage {n}" for n in sorted(ledger.keys() | books.shown.keys()) if n not in known
+        f"lineage {n}" for n in sorted(ledger.keys() | run_log.shown.keys()) if n not in known
     ]
-    report.missing_in_ledger = [text for n in known for text in _missing(books, n, shown.get(n, {"": ()}))]
+    report.missing_in_ledger = [text for n in known for text in _missing(run_log, n, shown.get(n, {"": ()}))]
     for lineage in sorted(ledger.keys() & set(known)):
-        _check_lineage(books, books.state, ledger, lineage, report)
-    report.trained = sum(_way(books, ledger, known[-1]).values()) if known else 0
+        _check_lineage(run_log, run_log.state, ledger, lineage, report)
+    report.trained = sum(_way(run_log, ledger, known[-1]).values()) if known else 0
     return report
 
 
-def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _Books:
-    books, bound = _Books(), Bound(0, 0)
+def _read(records: Iterable[tuple[Location, AnyRecord]]) -> _RunLog:
+    run_log, bound = _RunLog(), Bound(0, 0)
     try:
         for location, record in records:
             if isinstance(record, Opened):
                 hard = record.max_staleness if record.hard_limit is None else record.hard_limit
                 bound = Bound(record.max_staleness, hard, record.half_life)
-                books.state = books.state or RunState(Rules(record.batch, bound, group=record.group))
-            if books.state is None:
+                run_log.state = run_log.state or RunState(Rules(record.batch, bound, group=record.group))
+            if run_log.state is None:
                 raise DataError("the journal does not begin with the opening of a run: it is not whole")
-            _apply(books, books.state, record, location, bound)
+            _apply(run_log, run_log.state, record, location, bound)
     except DataError as error:
-        books.damage.append(str(error))
-    return books
+        run_log.damage.append(str(error))
+    return run_log
 
 
-def _apply(books: _Books, state: RunState, record: AnyRecord, at: Location, bound: Bound) -> None:
+def _apply(run_log: _RunLog, state: RunState, record: AnyRecord, at: Location, bound: Bound) -> None:
     """Take a record up. Raises DataError when it contradicts those before it."""
     try:
         _check_order(state, record)
         state.apply(record, at if isinstance(record, Issued | Rollout) else None)
         if isinstance(record, Rollout):
             state.unload(record.id)
-        elif isinstance(record, Composed):
-            books.wrong_weight |= _wrong_weight(state, record, bound)
+        elif isinstance(record, BatchFormed):
+            run_log.wrong_weight |= _wrong_weight(state, record, bound)
     except (LookupError, ValueError, AssertionError) as error:
         raise DataError(
             f"segment {at.segment}, byte {at.offset} of the journal: {type(record).__name__} contradicts the "
             f"records before it ({type(error).__name__}: {error})"
         ) from None
-    books.provenance.note(record, state)
-    _note(books, record, bound)
+    run_log.provenance.note(record, state)
+    _note(run_log, record, bound)
 
 
 def _check_order(state: RunState, record: AnyRecord) -> None:
     """Raise ValueError for a batch, a lineage or a snapshot that cannot come next."""
     if isinstance(record, Snapshot) and differs(record, state):
         raise ValueError(f"the snapshot of {record.checkpoint} holds other prompts, rollouts or counts")
-    if isinstance(record, Composed) and record.version != (state.lineage, state.next_step):
+    if isinstance(record, BatchFormed) and record.version != (state.lineage, state.next_step):
         raise ValueError(f"the batch of {record.version}, and step {state.next_step} is the next one")
     if isinstance(record, LineageOpened):
         start = record.checkpoint or Version(-1, 0)
@@ -246,60 +246,60 @@ def _check_order(state: RunState, record: AnyRecord) -> None:
             raise ValueError(f"lineage {record.lineage} begins at {record.start} from {record.checkpoint}")
 
 
-def _note(books: _Books, record: AnyRecord, bound: Bound) -> None:
+def _note(run_log: _RunLog, record: AnyRecord, bound: Bound) -> None:
     if isinstance(record, Issued):
-        books.issued.update(prompt.id for prompt in record.prompts)
-        books.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
-    elif isinstance(record, Rollout | Trace):
-        books.scored[record.id] = trace_of(record)
+        run_log.issued.update(prompt.id for prompt in record.prompts)
+        run_log.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
+    elif isinstance(record, Rollout | RolloutStub):
+        run_log.scored[record.id] = stub_of(record)
     elif isinstance(record, Dropped):
-        books.dropped.update(dict.fromkeys(record.ids, record.reason))
-    elif isinstance(record, Composed):
-        books.composed[record.version] = record.ids
-        books.bound[record.version] = bound
+        run_log.dropped.update(dict.fromkeys(record.ids, record.reason))
+    elif isinstance(record, BatchFormed):
+        run_log.composed[record.version] = record.ids
+        run_log.bound[record.version] = bound
     elif isinstance(record, LineageOpened):
-        books.opened.append(record)
-        books.dropped.update(dict.fromkeys(record.without, "rolled_back"))
-        _note_shown(books, record.checkpoint)
+        run_log.opened.append(record)
+        run_log.dropped.update(dict.fromkeys(record.without, "rolled_back"))
+        _note_shown(run_log, record.checkpoint)
     elif isinstance(record, Stepped | VersionPublished | VersionApplied | Checkpointed):
-        _note_shown(books, record.version)
+        _note_shown(run_log, record.version)
         if isinstance(record, Stepped):
-            books.reached[record.version.lineage] = record.version.step
+            run_log.reached[record.version.lineage] = record.version.step
         elif isinstance(record, Checkpointed):
-            books.checkpoint = record.version
+            run_log.checkpoint = record.version
     elif isinstance(record, RolledBack):
-        books.checkpoint = record.to
+        run_log.checkpoint = record.to
     elif isinstance(record, Evaluated):
-        _note_shown(books, record.report.version)
+        _note_shown(run_log, record.report.version)
 
 
-def _note_shown(books: _Books, version: Version | None) -> None:
+def _note_shown(run_log: _RunLog, version: Version | None) -> None:
     if version is not None:
-        books.shown[version.lineage] = max(version.step, books.shown.get(version.lineage, 0))
+        run_log.shown[version.lineage] = max(version.step, run_log.shown.get(version.lineage, 0))
 
 
-def _wrong_weight(state: RunState, record: Composed, bound: Bound) -> set[str]:
+def _wrong_weight(state: RunState, record: BatchFormed, bound: Bound) -> set[str]:
     """Rollouts of a batch whose weight is not that of their age, as it was when they were composed."""
     told = record.weights or [1.0] * len(record.ids)
     due = [bound.weight(age) for age in state.batches[record.version].ages]
     return {i for i, one, other in zip(record.ids, told, due, strict=True) if one != other}
 
 
-def _lost(books: _Books, state: RunState) -> set[str]:
+def _lost(run_log: _RunLog, state: RunState) -> set[str]:
     """Scored rollouts that are nowhere."""
-    placed = set(state.buffer.ids()) | books.dropped.keys()
-    if books.opened:
-        last, lineages = books.opened[-1].lineage, state.lineages
-        for version, ids in books.composed.items():
+    placed = set(state.buffer.ids()) | run_log.dropped.keys()
+    if run_log.opened:
+        last, lineages = run_log.opened[-1].lineage, state.lineages
+        for version, ids in run_log.composed.items():
             if lineages.owner(last, version.step) == version.lineage:
                 placed.update(ids)
-    return books.scored.keys() - placed
+    return run_log.scored.keys() - placed
 
 
-def _by_rank(books: _Books, ledger: Mapping[int, Lineage]) -> dict[int, dict[str, set[int]]]:
+def _by_rank(run_log: _RunLog, ledger: Mapping[int, Lineage]) -> dict[int, dict[str, set[int]]]:
     """Lineage → rank, in words → steps of which it has a line."""
     found = {}
-    for opened in books.opened:
+    for opened in run_log.opened:
         shown = ledger.get(opened.lineage, Lineage()).shown
         ranks = opened.ranks or 1 + max((rank for one in shown.values() for rank in one), default=0)
         found[opened.lineage] = {
@@ -308,9 +308,9 @@ def _by_rank(books: _Books, ledger: Mapping[int, Lineage]) -> dict[int, dict[str
     return found
 
 
-def _missing(books: _Books, lineage: int, shown: Mapping[str, Collection[int]]) -> Iterator[str]:
+def _missing(run_log: _RunLog, lineage: int, shown: Mapping[str, Collection[int]]) -> Iterator[str]:
     """Steps of a lineage, as ranges, that the run reached and somebody has no line of."""
-    start, last = books.opened[lineage].start, books.shown.get(lineage, 0)
+    start, last = run_log.opened[lineage].start, run_log.shown.get(lineage, 0)
     for whose, steps in shown.items():
         there = [start, *sorted(step for step in steps if start < step <= last), last + 1]
         for before, after in itertools.pairwise(there):
@@ -319,9 +319,9 @@ def _missing(books: _Books, lineage: int, shown: Mapping[str, Collection[int]]) 
                 yield f"{Version(lineage, before + 1)}{upto}{whose}"
 
 
-def _strangers(books: _Books, ledger: Mapping[int, Lineage]) -> Iterator[str]:
+def _strangers(run_log: _RunLog, ledger: Mapping[int, Lineage]) -> Iterator[str]:
     """Ledger files that are not those of the trainer on record."""
-    for opened in books.opened:
+    for opened in run_log.opened:
         if (lineage := ledger.get(opened.lineage)) is None or not lineage.shown:
             continue
         if (lineage.parent, lineage.start) != (opened.checkpoint, opened.start):
@@ -334,7 +334,7 @@ def _strangers(books: _Books, ledger: Mapping[int, Lineage]) -> Iterator[str]:
             yield f"ledger of lineage {opened.lineage}: rank {rank} of a trainer with {opened.ranks} ranks"
 
 
-def _unusable(folder: Path, books: _Books) -> Iterator[str]:
+def _unusable(folder: Path, run_log: _RunLog) -> Iterator[str]:
     """Why a resume would not find its checkpoint; a folder of checkpoints that was removed whole is none."""
     while True:
         name = latest(folder)
@@ -343,11 +343,11 @@ def _unusable(folder: Path, books: _Books) -> Iterator[str]:
             break
     if problem:
         yield f"{folder / 'latest'} names {name}: {problem}"
-    elif not name and books.checkpoint and saved(folder):
-        yield f"{folder / 'latest'} is missing, and checkpoint {books.checkpoint} is on record"
+    elif not name and run_log.checkpoint and saved(folder):
+        yield f"{folder / 'latest'} is missing, and checkpoint {run_log.checkpoint} is on record"
 
 
-def _way(books: _Books, ledger: LedgerLines, lineage: int) -> Counter[str]:
+def _way(run_log: _RunLog, ledger: LedgerLines, lineage: int) -> Counter[str]:
     """How often the weights of `lineage` were trained on each rollout, its ancestry included."""
     seen: Counter[str] = Counter()
     until, current = 1 << 62, lineage
@@ -355,40 +355,40 @@ def _way(books: _Books, ledger: LedgerLines, lineage: int) -> Counter[str]:
         for step, ids in ledger.get(current, {}).items():
             if step <= until:
                 seen.update(ids)
-        checkpoint = books.opened[current].checkpoint
+        checkpoint = run_log.opened[current].checkpoint
         if checkpoint is None:
             return seen
         until, current = min(until, checkpoint.step), checkpoint.lineage
 
 
 def _check_lineage(
-    books: _Books, state: RunState, ledger: LedgerLines, lineage: int, report: AuditReport
+    run_log: _RunLog, state: RunState, ledger: LedgerLines, lineage: int, report: AuditReport
 ) -> None:
-    twice = [i for i, count in _way(books, ledger, lineage).items() if count > 1]
+    twice = [i for i, count in _way(run_log, ledger, lineage).items() if count > 1]
     report.trained_twice = sorted({*report.trained_twice, *twice})
     for after, ids in ledger[lineage].items():
         version = Version(state.lineages.owner(lineage, after - 1), after - 1)
-        told, trained = Counter(books.composed.get(version, [])), Counter(ids)
-        cut_off = after > books.reached.get(lineage, 0) and trained <= told
+        told, trained = Counter(run_log.composed.get(version, [])), Counter(ids)
+        cut_off = after > run_log.reached.get(lineage, 0) and trained <= told
         if trained != told and not cut_off:
             report.not_as_composed.append(f"{Version(lineage, after)}")
-        bound = books.bound.get(version, Bound(0, 0))
+        bound = run_log.bound.get(version, Bound(0, 0))
         for rollout in ids:
-            _check_age(books, state, rollout, Version(lineage, after - 1), bound.hard, report)
+            _check_age(run_log, state, rollout, Version(lineage, after - 1), bound.hard, report)
 
 
-def _check_generators(books: _Books, report: AuditReport) -> None:
-    for one in books.scored.values():
+def _check_generators(run_log: _RunLog, report: AuditReport) -> None:
+    for one in run_log.scored.values():
         report.tokens += one.length
         report.tokens_by_teacher += one.length if one.by_teacher else 0
-        if one.by_teacher != (one.id in books.for_teacher):
+        if one.by_teacher != (one.id in run_log.for_teacher):
             report.wrong_generator.append(one.id)
 
 
 def _check_age(
-    books: _Books, state: RunState, rollout: str, at: Version, bound: int, report: AuditReport
+    run_log: _RunLog, state: RunState, rollout: str, at: Version, bound: int, report: AuditReport
 ) -> None:
-    one = books.scored.get(rollout)
+    one = run_log.scored.get(rollout)
     if one is None or not (one.spans or one.by_teacher):
         report.not_in_journal.append(rollout)
         return

@@ -27,7 +27,7 @@ DropReason = Literal[
     "poisoned",
     "impossible_version",
 ]
-AgainReason = Literal[
+RequeueReason = Literal[
     "replica_lost",
     "replica_busy",
     "aborted",
@@ -79,11 +79,11 @@ class Issued(Record, frozen=True):
     """Places in `prompts` of those that their teacher completes; the student completes the others."""
 
 
-class AskedAgain(Record, frozen=True):
+class Requeued(Record, frozen=True):
     """Prompts whose completion was lost; they wait to be asked again."""
 
     ids: list[str]
-    reason: AgainReason
+    reason: RequeueReason
     tokens: int = 0
     """Completion tokens that were generated for nothing, as far as they are known."""
 
@@ -116,7 +116,7 @@ class Rollout(Record, frozen=True):
         return self.tokens.shape[0]
 
 
-class Trace(Record, frozen=True):
+class RolloutStub(Record, frozen=True):
     """What stays of a Rollout after a checkpoint covers the step that trained on it."""
 
     id: str
@@ -137,7 +137,7 @@ class Dropped(Record, frozen=True):
     detail: str = ""
 
 
-class Composed(Record, frozen=True):
+class BatchFormed(Record, frozen=True):
     """The batch trained on top of `version`, in order."""
 
     version: Version
@@ -263,11 +263,11 @@ class Snapshot(Record, frozen=True):
 AnyRecord = (
     Opened
     | Issued
-    | AskedAgain
+    | Requeued
     | Rollout
-    | Trace
+    | RolloutStub
     | Dropped
-    | Composed
+    | BatchFormed
     | LineageOpened
     | HandedOut
     | Stepped
@@ -281,15 +281,17 @@ AnyRecord = (
 )
 
 
-def trace_of(record: Rollout | Trace) -> Trace:
+def stub_of(record: Rollout | RolloutStub) -> RolloutStub:
     """The rollout without its arrays."""
-    return Trace(record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher)
+    return RolloutStub(
+        record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher
+    )
 
 
 def compacted(record: AnyRecord) -> AnyRecord:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
-        return trace_of(record)
+        return stub_of(record)
     if isinstance(record, Issued):
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
         return Issued(prompts, record.epoch, record.position, record.by_teacher)

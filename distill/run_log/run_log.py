@@ -9,26 +9,26 @@ from pathlib import Path
 
 import msgspec
 
+from distill.batching.bisection import accused_by_death, is_single, plan_lineage
 from distill.buffer.buffer import Entry
+from distill.prompts.stream import Cursor, PromptStream
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
-    AgainReason,
     AnyRecord,
-    AskedAgain,
-    Composed,
+    BatchFormed,
     Dropped,
     DropReason,
     Issued,
     LineageOpened,
     Opened,
+    Requeued,
+    RequeueReason,
     Rollout,
     Snapshot,
 )
 from distill.run_log.snapshot import base, cover, restore, take
 from distill.run_log.soundness import Sift
-from distill.run_log.state import Asked, Batch, Rules, RunState
-from distill.batching.bisection import accused_by_death, is_single, plan_lineage
-from distill.prompts.stream import Cursor, PromptStream
+from distill.run_log.state import Batch, PendingPrompt, Rules, RunState
 from sync.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
@@ -38,7 +38,7 @@ PutAside = Callable[[str, DropReason, str, list[int]], None]
 logger = logging.getLogger(__name__)
 
 
-class Books:
+class RunLog:
     """Journal, state and prompt cursor of a run. Use `Books.open`."""
 
     def __init__(
@@ -49,14 +49,14 @@ class Books:
         author: Callable[[int], bool],
         name: str,
         sift: Sift,
-        put_aside: PutAside,
+        quarantine: PutAside,
     ) -> None:
         self.journal = journal
         self._name = name
         self.state = state
         self._prompts = prompts
         self._author = author
-        self._sift, self._put_aside = sift, put_aside
+        self._sift, self._quarantine = sift, quarantine
 
     @classmethod
     def open(
@@ -69,13 +69,13 @@ class Books:
         rules: Rules,
         author: Callable[[int], bool] = lambda number: False,
         sift: Sift = lambda rollout: rollout,
-        put_aside: PutAside = lambda rollout, reason, detail, tokens: None,
-    ) -> Books:
+        quarantine: PutAside = lambda rollout, reason, detail, tokens: None,
+    ) -> RunLog:
         """Rebuild the state from the journal (empty: a new run).
 
         `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
         `sift`: every rollout that comes back from the journal goes through it before it is trained on;
-        `put_aside` hears of those that are then quarantined.
+        `quarantine` hears of those that are then quarantined.
         Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
         """
         state, bound = RunState(rules), rules.bound
@@ -93,10 +93,10 @@ class Books:
             _check_same_prompts(journal.folder, state.opened, now)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        books = cls(journal, state, prompts, author, run, sift, put_aside)
-        books.write(msgspec.structs.replace(now, id=books.run.id or secrets.token_hex(8)))
-        books._drop_broken()
-        return books
+        run_log = cls(journal, state, prompts, author, run, sift, quarantine)
+        run_log.write(msgspec.structs.replace(now, id=run_log.run.id or secrets.token_hex(8)))
+        run_log._drop_broken()
+        return run_log
 
     @property
     def run(self) -> RunIdentity:
@@ -108,14 +108,16 @@ class Books:
         """Append to the journal and change the state; safe on disk after the next commit."""
         self.state.apply(record, self.journal.append(record))
 
-    def issue(self, count: int) -> list[Asked]:
+    def issue(self, count: int) -> list[PendingPrompt]:
         """Take `count` prompts from the cursor."""
         prompts, first = self._prompts.take(count), self.state.counters.issued
         by_teacher = [place for place in range(count) if self._author(first + place)]
         self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
         return [self.state.asked[prompt.id] for prompt in prompts]
 
-    def ask_again(self, asked: Iterable[Asked], reason: AgainReason, tokens: int = 0) -> list[Asked]:
+    def requeue(
+        self, asked: Iterable[PendingPrompt], reason: RequeueReason, tokens: int = 0
+    ) -> list[PendingPrompt]:
         """Note that these completions were lost; returns the prompts that are to be asked again.
 
         `tokens`: what is known to have been generated of them.
@@ -123,7 +125,7 @@ class Books:
         ids = [one.prompt.id for one in asked]
         if not ids:
             return []
-        self.write(AskedAgain(ids, reason, tokens))
+        self.write(Requeued(ids, reason, tokens))
         most = self.state.rules.max_attempts
         spent = [i for i in ids if self.state.asked[i].attempts >= most]
         if spent:
@@ -167,7 +169,7 @@ class Books:
         if not pick.chosen:
             return None
         version = Version(state.lineage, state.next_step)
-        self.write(Composed(version, pick.chosen, pick.weights if min(pick.weights) < 1 else []))
+        self.write(BatchFormed(version, pick.chosen, pick.weights if min(pick.weights) < 1 else []))
         await self.journal.commit(durable=True)
         return state.batches.get(version)
 
@@ -204,7 +206,7 @@ class Books:
         rollouts = self.rollouts(accused)
         self.drop(ids, "poisoned", detail)
         for rollout in rollouts:
-            self._put_aside(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
+            self._quarantine(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
             logger.error("rollout %s is quarantined, poisoned: %s", rollout.id, detail)
 
     def _sound(self, batch: Batch) -> bool:
@@ -230,7 +232,7 @@ class Books:
                 continue
             if problem := self._problem(self.state.buffer[rollout]):
                 self.drop([rollout], "unusable", str(problem))
-                self._put_aside(rollout, "unusable", str(problem), [])
+                self._quarantine(rollout, "unusable", str(problem), [])
                 logger.error("rollout %s of the journal is quarantined, unusable: %s", rollout, problem)
                 count += 1
         return count

@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 
+from distill.batching.bisection import Trials
 from distill.buffer.buffer import Entry
 from distill.buffer.staleness import Lineage
+from distill.prompts.stream import Cursor, Prompt
 from distill.run_log.records import (
     AnyRecord,
     Held,
@@ -29,9 +31,7 @@ from distill.run_log.records import (
     VersionApplied,
     VersionPublished,
 )
-from distill.run_log.state import Asked, Batch, Counters, Rules, RunState
-from distill.batching.bisection import Trials
-from distill.prompts.stream import Cursor, Prompt
+from distill.run_log.state import Batch, Counters, PendingPrompt, Rules, RunState
 from sync.errors import DataError
 from sync.wire import EvalReport, Version, VersionSpan
 
@@ -177,7 +177,7 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
             issued = read(snapshot.where[prompt])
             assert isinstance(issued, Issued), f"{prompt} is not where the journal should hold it"
             prompts = {one.id: one for one in issued.prompts}
-        state.asked[prompt] = Asked(prompts[prompt], number, by_teacher, attempts)
+        state.asked[prompt] = PendingPrompt(prompts[prompt], number, by_teacher, attempts)
     for entry in saved.buffer:
         state.buffer.admit(entry.restored())
     state.batches = {batch.version: batch.restored() for batch in saved.batches}

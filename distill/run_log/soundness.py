@@ -11,18 +11,18 @@ import msgspec
 from distill.config import RolloutConfig
 from distill.run_log.provenance import span_problem
 from distill.run_log.records import Rollout
-from sync.wire import Generated, Sampling, Scored, VersionSpan, Want, Written, checks
+from sync.wire import Generated, Sampling, Scored, TeacherCompletion, VersionSpan, Want, checks
 from sync.wire.checks import Problem
 
 if TYPE_CHECKING:
-    from distill.interfaces import Parts
+    from distill.interfaces import Components
     from distill.run_log.state import RunState
 
 Sift = Callable[[Rollout], Rollout | Problem]
 """A rollout of the journal as it may be trained on, or why it may not."""
 
 
-def soundness(config: RolloutConfig, parts: Parts, state: Callable[[], RunState]) -> Soundness:
+def soundness(config: RolloutConfig, parts: Components, state: Callable[[], RunState]) -> Soundness:
     """Of a run with these parts; `state` is called when there is one."""
     sampling = Sampling(
         max_tokens=config.max_tokens,
@@ -30,7 +30,7 @@ def soundness(config: RolloutConfig, parts: Parts, state: Callable[[], RunState]
         top_p=config.top_p,
         stop_token_ids=config.stop_token_ids,
         student_topk=parts.student_topk,
-        max_seconds=config.straggler_seconds,
+        max_seconds=config.completion_timeout_seconds,
     )
     return Soundness(sampling, parts.want, lambda spans: span_problem(spans, state()), parts.vocab_size)
 
@@ -49,7 +49,7 @@ class Soundness:
         """Of a completion of the student."""
         return checks.generated(answer, self.sampling, self.vocab_size)
 
-    def written(self, answer: Written) -> Problem | None:
+    def written(self, answer: TeacherCompletion) -> Problem | None:
         """Of a completion by a teacher."""
         return checks.written(answer, self.sampling.max_tokens, self.vocab_size)
 

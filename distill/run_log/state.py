@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distill.batching.bisection import Trials, held_by_last
 from distill.buffer.buffer import Buffer, Entry
 from distill.buffer.staleness import Bound, Lineage, Lineages, capacity
+from distill.prompts.stream import Cursor, Prompt, group_of
 from distill.run_log.records import (
     SPENDS_ATTEMPT,
     AnyRecord,
-    AskedAgain,
+    BatchFormed,
     Checkpointed,
-    Composed,
     Concluded,
     Dropped,
     Evaluated,
@@ -29,16 +30,15 @@ from distill.run_log.records import (
     Location,
     Opened,
     Record,
+    Requeued,
     RolledBack,
     Rollout,
+    RolloutStub,
     Snapshot,
     Stepped,
-    Trace,
     VersionApplied,
     VersionPublished,
 )
-from distill.batching.bisection import Trials, held_by_last
-from distill.prompts.stream import Cursor, Prompt, group_of
 from sync.wire import EvalReport, Version
 
 RECENT = 256
@@ -60,7 +60,7 @@ class Rules:
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingPrompt:
     """A prompt without a scored completion."""
 
     prompt: Prompt
@@ -108,7 +108,7 @@ class Counters:
     dropped: Counter[str] = field(default_factory=Counter)
     """Rollouts by reason."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
-    asked_again: Counter[str] = field(default_factory=Counter)
+    requeued: Counter[str] = field(default_factory=Counter)
     age_sum: int = 0
     """Over rollouts of composed batches."""
     age_max: int = 0
@@ -128,7 +128,7 @@ class RunState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.cursor = Cursor(0, 0)
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, PendingPrompt] = {}
         self.buffer = Buffer(rules.bound, rules.order, rules.group)
         self.broken: dict[str, set[str]] = {}
         """Groups that can no longer be whole → members that are gone; forgotten when all are."""
@@ -168,11 +168,11 @@ class RunState:
         self._apply: dict[type[Record], Callable] = {
             Opened: self._opened,
             Issued: self._issued,
-            AskedAgain: self._asked_again,
+            Requeued: self._requeued,
             Rollout: self._scored,
-            Trace: self._traced,
+            RolloutStub: self._restored_stub,
             Dropped: self._dropped,
-            Composed: self._composed,
+            BatchFormed: self._batch_formed,
             LineageOpened: self._lineage_opened,
             HandedOut: self._handed_out,
             Stepped: self._stepped,
@@ -239,18 +239,18 @@ class RunState:
     def _issued(self, record: Issued, location: Location | None) -> None:
         written = set(record.by_teacher)
         for place, prompt in enumerate(record.prompts):
-            self.asked[prompt.id] = Asked(prompt, self.counters.issued, place in written)
+            self.asked[prompt.id] = PendingPrompt(prompt, self.counters.issued, place in written)
             self.counters.issued += 1
             if location:
                 self.where[prompt.id] = location
         self.cursor = Cursor(record.epoch, record.position)
 
-    def _asked_again(self, record: AskedAgain, _: Location | None) -> None:
+    def _requeued(self, record: Requeued, _: Location | None) -> None:
         for prompt in record.ids if record.reason in SPENDS_ATTEMPT else ():
             self.asked[prompt].attempts += 1
         for prompt in record.ids:
             self.asked[prompt].since = None
-        self.counters.asked_again[record.reason] += len(record.ids)
+        self.counters.requeued[record.reason] += len(record.ids)
         if record.tokens:
             self.counters.generated_tokens += record.tokens
             self.counters.dropped_tokens[record.reason] += record.tokens
@@ -266,7 +266,7 @@ class RunState:
         """Let memory go of a buffered rollout's arrays: the journal has them."""
         self.buffer[rollout].rollout = None
 
-    def _traced(self, record: Trace, _: Location | None) -> None:
+    def _restored_stub(self, record: RolloutStub, _: Location | None) -> None:
         self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher))
 
     def _admit(self, entry: Entry) -> None:
@@ -300,7 +300,7 @@ class RunState:
             if len(gone) == self.rules.group:
                 del self.broken[group_of(rollout)]
 
-    def _composed(self, record: Composed, _: Location | None) -> None:
+    def _batch_formed(self, record: BatchFormed, _: Location | None) -> None:
         whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self.shrunk])}
         entries = [whole.get(i) or self.shrunk.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():

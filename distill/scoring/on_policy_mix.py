@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
-
-from distill.config import RunConfig
-from distill.scoring.teacher_queue import Lanes, Unusable
-from distill.interfaces import Parts
-from distill.scoring.scorer import Finished, Refused, check_echo, prompt_array
-from distill.run_log.soundness import Soundness
-from distill.run_log.state import Asked
-from distill.metrics.timeline import Timeline
-from distill.rollout.bad_answers import Trust
-from sync.errors import DistillError
-from sync.wire import Generated, ScoreRefused, WritePrompt, Written, pack
-
-
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-Answer = Written | ScoreRefused
+from distill.config import RunConfig
+from distill.interfaces import Components
+from distill.metrics.timeline import Timeline
+from distill.rollout.bad_answers import Trust
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import PendingPrompt
+from distill.scoring.scorer import PendingScore, Refused, check_echo, prompt_array
+from distill.scoring.teacher_queue import TeacherQueue, Unusable
+from sync.errors import DistillError
+from sync.wire import Generated, ScoreRefused, TeacherCompletion, TeacherPrompt, pack
+
+Answer = TeacherCompletion | ScoreRefused
 
 
 @dataclass(slots=True)
 class _Work:
     """A prompt on its way to the teacher that completes it."""
 
-    asked: Asked
-    prompt: WritePrompt
+    asked: PendingPrompt
+    prompt: TeacherPrompt
 
 
 class Writing:
@@ -46,9 +41,9 @@ class Writing:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         config: RunConfig,
-        finished: Callable[[Finished], None],
+        finished: Callable[[PendingScore], None],
         refused: Refused,
         timeline: Timeline,
         sound: Soundness,
@@ -56,7 +51,7 @@ class Writing:
     ) -> None:
         self._parts, self._config, self._sound, self._trust = parts, config, sound, trust
         self._finished, self._refused = finished, refused
-        self._lanes: Lanes[_Work, Answer] = Lanes(
+        self._queues: TeacherQueue[_Work, Answer] = TeacherQueue(
             "write",
             parts.teachers,
             config.buffer.score_batch,
@@ -68,7 +63,7 @@ class Writing:
             attempts=config.rollout.max_attempts,
         )
 
-    def put(self, asked: Asked) -> None:
+    def put(self, asked: PendingPrompt) -> None:
         """Queue a prompt for its teacher."""
         name = self._parts.route(asked.prompt.source)
         try:
@@ -78,11 +73,11 @@ class Writing:
             function = f"the prompt_transform of teacher {name}"
             self._trust.bad(function, asked.prompt.id, str(error), lambda: False)
             return
-        self._lanes.put(name, asked.prompt.id, _Work(asked, prompt))
+        self._queues.put(name, asked.prompt.id, _Work(asked, prompt))
 
     async def run(self) -> None:
         """Let teachers write until cancelled."""
-        await self._lanes.run()
+        await self._queues.run()
 
     async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
         prompts, rollout = [one.prompt for one in work], self._config.rollout
@@ -102,27 +97,29 @@ class Writing:
         problem = self._sound.written(answer)
         return None if problem is None else str(problem)
 
-    def _prompt(self, name: str, asked: Asked) -> WritePrompt:
+    def _prompt(self, name: str, asked: PendingPrompt) -> TeacherPrompt:
         transform, prompt = (self._parts.transforms or {}).get(name), asked.prompt
         seen = prompt_array(prompt.token_ids if transform is None else transform(prompt))
-        return WritePrompt(prompt.id, seen, seed_of(self._config.run.seed, asked.number))
+        return TeacherPrompt(prompt.id, seen, seed_of(self._config.run.seed, asked.number))
 
     async def _settle(self, name: str, work: list[tuple[_Work, Answer | str | Unusable]]) -> None:
         for one, answer in work:
-            if isinstance(answer, Written):
-                self._finished(Finished(one.asked, self._completion(answer)))
+            if isinstance(answer, TeacherCompletion):
+                self._finished(PendingScore(one.asked, self._completion(answer)))
             elif isinstance(answer, Unusable):
                 self._refused(self._nothing(one.asked), "unusable", answer.problem)
             else:
                 why = answer if isinstance(answer, str) else answer.error
                 self._refused(self._nothing(one.asked), "teacher_refused", f"teacher {name}: {why}")
 
-    def _nothing(self, asked: Asked) -> Finished:
+    def _nothing(self, asked: PendingPrompt) -> PendingScore:
         """An empty completion."""
-        nothing = Written(asked.prompt.id, pack(np.empty(0, "i4")), pack(np.empty(0, "f4")), "length")
-        return Finished(asked, self._completion(nothing))
+        nothing = TeacherCompletion(
+            asked.prompt.id, pack(np.empty(0, "i4")), pack(np.empty(0, "f4")), "length"
+        )
+        return PendingScore(asked, self._completion(nothing))
 
-    def _completion(self, answer: Written) -> Generated:
+    def _completion(self, answer: TeacherCompletion) -> Generated:
         count, k = answer.token_ids.shape[0], self._parts.student_topk
         return Generated(
             id=answer.id,

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
-from distill.scoring.teacher_queue import Lanes, Servers, Unusable
+from distill.metrics.timeline import REPLICAS, Timeline
+from distill.prompts.rewards import RewardFn
+from distill.prompts.stream import Prompt
+from distill.rollout.bad_answers import Trust
 from distill.run_log.records import DropReason, Rollout
 from distill.run_log.soundness import Soundness
-from distill.run_log.state import Asked
-from distill.metrics.timeline import REPLICAS, Timeline
-from distill.rollout.bad_answers import Trust
-from distill.prompts.rewards import Judge
-from distill.prompts.stream import Prompt
+from distill.run_log.state import PendingPrompt
+from distill.scoring.teacher_queue import Servers, TeacherQueue, Unusable
 from sync.errors import DistillError, WireError
 from sync.wire import (
     Array,
@@ -24,10 +24,10 @@ from sync.wire import (
     Scored,
     ScoreRefused,
     ScoreSequence,
+    TeacherCompletion,
     TeacherInfo,
+    TeacherPrompt,
     Want,
-    WritePrompt,
-    Written,
     checks,
     pack,
     unpack,
@@ -53,27 +53,27 @@ class Teacher(Servers, Protocol):
     ) -> list[Scored | ScoreRefused]: ...
     async def write(
         self,
-        prompts: list[WritePrompt],
+        prompts: list[TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[Written | ScoreRefused]: ...
+    ) -> list[TeacherCompletion | ScoreRefused]: ...
     async def head(self) -> Head: ...
-    async def facts(self) -> TeacherInfo:
+    async def first_info(self) -> TeacherInfo:
         """What it is, of whichever of its processes answers first."""
         ...
 
 
 @dataclass(slots=True)
-class Finished:
+class PendingScore:
     """A completion that waits for its marks."""
 
-    asked: Asked
+    asked: PendingPrompt
     answer: Generated
 
 
-Refused = Callable[[Finished, DropReason, str], None]
+Refused = Callable[[PendingScore, DropReason, str], None]
 """Takes a completion that is not trained on, with the reason."""
 
 
@@ -81,7 +81,7 @@ Refused = Callable[[Finished, DropReason, str], None]
 class _Work:
     """A completion on its way to its teacher."""
 
-    finished: Finished
+    finished: PendingScore
     sequence: ScoreSequence
 
 
@@ -89,7 +89,7 @@ class Scoring:
     """Runs for the length of the run; `put` at any time.
 
     `route` gives the teacher's name of a data source. `transforms`: what a teacher sees instead of the
-    prompt. `judge` gives the task's reward. `scored` is awaited with every answered batch, `refused` is
+    prompt. `reward_fn` gives the task's reward. `scored` is awaited with every answered batch, `refused` is
     called with a completion that its teacher cannot score, whose scores stay unusable, or that a function of
     the user's fails on.
     """
@@ -107,15 +107,15 @@ class Scoring:
         trust: Trust,
         attempts: int = 5,
         transforms: dict[str, Transform] | None = None,
-        judge: Judge | None = None,
+        reward_fn: RewardFn | None = None,
         linger: float = 0.005,
     ) -> None:
         """`batch`: completions in one request to a teacher; `attempts`, `linger`: see `Lanes`."""
         self._teachers, self._route, self._sound, self._trust = teachers, route, sound, trust
         self._scored, self._refused = scored, refused
-        self._transforms, self._judge = transforms or {}, judge
+        self._transforms, self._reward_fn = transforms or {}, reward_fn
         self._hidden_sizes: dict[str, int] = {}
-        self._lanes: Lanes[_Work, Answer] = Lanes(
+        self._queues: TeacherQueue[_Work, Answer] = TeacherQueue(
             "score",
             teachers,
             batch,
@@ -132,9 +132,9 @@ class Scoring:
     @property
     def open(self) -> int:
         """Completions that wait for a teacher or are with one."""
-        return self._lanes.open
+        return self._queues.open
 
-    def put(self, finished: Finished) -> None:
+    def put(self, finished: PendingScore) -> None:
         """Queue a completion for its teacher."""
         prompt = finished.asked.prompt
         name = self._route(prompt.source)
@@ -144,21 +144,21 @@ class Scoring:
         except DistillError as error:
             self._function_failed(f"the prompt_transform of teacher {name}", finished, error)
             return
-        self._lanes.put(name, prompt.id, _Work(finished, score_sequence(seen, finished.answer)))
+        self._queues.put(name, prompt.id, _Work(finished, score_sequence(seen, finished.answer)))
 
-    def _function_failed(self, function: str, finished: Finished, error: DistillError) -> None:
+    def _function_failed(self, function: str, finished: PendingScore, error: DistillError) -> None:
         """A function of the user's raised: it costs this rollout; too often in a row it ends the run."""
         self._refused(finished, "function_failed", str(error))
         self._trust.bad(function, finished.asked.prompt.id, str(error), lambda: False)
 
     async def run(self) -> None:
         """Score until cancelled."""
-        await self._lanes.run()
+        await self._queues.run()
 
     async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
         teacher = self._teachers[name]
         if self._sound.want.hidden and name not in self._hidden_sizes:
-            self._hidden_sizes[name] = (await teacher.facts()).hidden_size
+            self._hidden_sizes[name] = (await teacher.first_info()).hidden_size
         sequences = [one.sequence for one in work]
         answers = await teacher.score(sequences, self._sound.want)
         check_echo(name, answers, sequences)
@@ -178,7 +178,7 @@ class Scoring:
                 try:
                     rollouts.append(self._rollout(name, one.finished, answer))
                 except DistillError as error:
-                    self._function_failed("the judge", one.finished, error)
+                    self._function_failed("the reward_fn", one.finished, error)
             elif isinstance(answer, Unusable):
                 self._refused(one.finished, "unusable", answer.problem)
             else:
@@ -186,12 +186,12 @@ class Scoring:
                 self._refused(one.finished, "teacher_refused", f"teacher {name}: {why}")
         await self._scored(rollouts)
 
-    def _rollout(self, teacher: str, finished: Finished, marks: Scored) -> Rollout:
+    def _rollout(self, teacher: str, finished: PendingScore, marks: Scored) -> Rollout:
         asked, answer = finished.asked, finished.answer
         reward = None
-        if self._judge is not None:
-            reward = float(self._judge(asked.prompt, unpack(answer.token_ids).tolist()))
-            self._trust.good("the judge")
+        if self._reward_fn is not None:
+            reward = float(self._reward_fn(asked.prompt, unpack(answer.token_ids).tolist()))
+            self._trust.good("the reward_fn")
         return Rollout(
             asked.prompt.id,
             asked.number,
@@ -210,8 +210,8 @@ class Scoring:
 
 def check_echo(
     teacher: str,
-    answers: Sequence[Scored | Written | ScoreRefused],
-    asked: Sequence[ScoreSequence | WritePrompt],
+    answers: Sequence[Scored | TeacherCompletion | ScoreRefused],
+    asked: Sequence[ScoreSequence | TeacherPrompt],
 ) -> None:
     """Raise WireError unless there is one result for each that was asked, in that order."""
     if problem := checks.echo([one.id for one in answers], [one.id for one in asked]):

@@ -50,7 +50,7 @@ class _Piece(Generic[W]):
 
 
 @dataclass
-class _Lane(Generic[W]):
+class _Queue(Generic[W]):
     """What waits for one teacher."""
 
     name: str
@@ -60,7 +60,7 @@ class _Lane(Generic[W]):
     """Requests under way."""
 
 
-class Lanes(Generic[W, A]):
+class TeacherQueue(Generic[W, A]):
     """Runs for the length of the run; `put` at any time.
 
     A request carries up to `batch` pieces of work. While one is under way a further one is sent only when it
@@ -91,7 +91,7 @@ class Lanes(Generic[W, A]):
     ) -> None:
         """`what`: the work's name in the timeline; `waits_for`: whom an idle teacher waits for."""
         self._what, self._batch, self._teachers = what, batch, teachers
-        self._lanes: dict[str, _Lane[W]] = {name: _Lane(name) for name in teachers}
+        self._queues: dict[str, _Queue[W]] = {name: _Queue(name) for name in teachers}
         self._ask_teacher, self._problem, self._settle = ask, problem, settle
         self._trust, self._attempts = trust, attempts
         self._timeline = timeline
@@ -102,92 +102,92 @@ class Lanes(Generic[W, A]):
 
     def put(self, teacher: str, id: str, work: W) -> None:
         """Queue work for a teacher."""
-        self._put(self._lanes[teacher], _Piece(id, work))
+        self._put(self._queues[teacher], _Piece(id, work))
 
-    def _put(self, lane: _Lane[W], piece: _Piece[W]) -> None:
-        lane.queue.append(piece)
+    def _put(self, queue: _Queue[W], piece: _Piece[W]) -> None:
+        queue.queue.append(piece)
         self.open += 1
-        lane.changed.wake()
+        queue.changed.wake()
 
     async def run(self) -> None:
         """Ask until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for lane in self._lanes.values():
-                self._busy(lane, 0)
+            for queue in self._queues.values():
+                self._busy(queue, 0)
                 for _ in range(PARALLEL):
-                    group.create_task(self._serve(lane))
+                    group.create_task(self._serve(queue))
 
-    async def _serve(self, lane: _Lane[W]) -> None:
+    async def _serve(self, queue: _Queue[W]) -> None:
         while True:
-            pieces = await self._collect(lane)
+            pieces = await self._collect(queue)
             if not pieces:
                 continue
-            self._busy(lane, 1)
+            self._busy(queue, 1)
             try:
-                answers = await self._ask(lane, [piece.work for piece in pieces])
-                looked = [self._look(lane, *one) for one in zip(pieces, answers, strict=True)]
-                await self._settle(lane.name, [one for one in looked if one is not None])
+                answers = await self._ask(queue, [piece.work for piece in pieces])
+                looked = [self._look(queue, *one) for one in zip(pieces, answers, strict=True)]
+                await self._settle(queue.name, [one for one in looked if one is not None])
             finally:
                 self.open -= len(pieces)
-                self._busy(lane, -1)
+                self._busy(queue, -1)
 
     def _look(
-        self, lane: _Lane[W], piece: _Piece[W], answer: A | str | Unusable
+        self, queue: _Queue[W], piece: _Piece[W], answer: A | str | Unusable
     ) -> tuple[W, A | str | Unusable] | None:
         """Piece and answer when that settles it; None: it is asked again."""
         if isinstance(answer, str):
             return piece.work, answer
-        server, teacher = self._teachers[lane.name].answered_by(piece.id), self._teachers[lane.name]
+        server, teacher = self._teachers[queue.name].answered_by(piece.id), self._teachers[queue.name]
         if not isinstance(answer, Unusable):
-            if (found := self._problem(lane.name, piece.work, answer)) is None:
-                self._trust.good(f"teacher {lane.name} at {server}")
+            if (found := self._problem(queue.name, piece.work, answer)) is None:
+                self._trust.good(f"teacher {queue.name} at {server}")
                 return piece.work, answer
             answer = Unusable(found)
-        problem = f"teacher {lane.name} at {server}, {self._what} of {piece.id}: {answer.problem}"
+        problem = f"teacher {queue.name} at {server}, {self._what} of {piece.id}: {answer.problem}"
         logger.warning("an answer cannot be used: %s", problem)
         self._trust.bad(
-            f"teacher {lane.name} at {server}", piece.id, problem, lambda: teacher.leave_out(server)
+            f"teacher {queue.name} at {server}", piece.id, problem, lambda: teacher.leave_out(server)
         )
         piece.bad += 1
         if piece.bad >= self._attempts:
             return piece.work, Unusable(problem)
-        self._put(lane, piece)
+        self._put(queue, piece)
         return None
 
-    def _busy(self, lane: _Lane[W], change: int) -> None:
-        lane.busy += change
-        self._timeline.level(f"teacher {lane.name}", self._what, lane.busy)
+    def _busy(self, queue: _Queue[W], change: int) -> None:
+        queue.busy += change
+        self._timeline.level(f"teacher {queue.name}", self._what, queue.busy)
         if self._waits_for is not None:
-            self._timeline.waits(f"teacher {lane.name}", None if lane.busy else self._waits_for)
-        lane.changed.wake()
+            self._timeline.waits(f"teacher {queue.name}", None if queue.busy else self._waits_for)
+        queue.changed.wake()
 
-    async def _collect(self, lane: _Lane[W]) -> list[_Piece[W]]:
-        while not lane.queue or (lane.busy and len(lane.queue) < self._batch):
-            await lane.changed.wait()
-        if len(lane.queue) < self._batch:
+    async def _collect(self, queue: _Queue[W]) -> list[_Piece[W]]:
+        while not queue.queue or (queue.busy and len(queue.queue) < self._batch):
+            await queue.changed.wait()
+        if len(queue.queue) < self._batch:
             await asyncio.sleep(self._linger)
-        return [lane.queue.popleft() for _ in range(min(self._batch, len(lane.queue)))]
+        return [queue.queue.popleft() for _ in range(min(self._batch, len(queue.queue)))]
 
-    async def _ask(self, lane: _Lane[W], work: list[W]) -> list[A | str | Unusable]:
+    async def _ask(self, queue: _Queue[W], work: list[W]) -> list[A | str | Unusable]:
         pause = 0.5
         while True:
             try:
-                return [*await self._ask_teacher(lane.name, work)]
+                return [*await self._ask_teacher(queue.name, work)]
             except Overloaded as error:
                 await asyncio.sleep(error.retry_after)
             except Unreachable as error:
-                logger.warning("teacher %s is asked again in %.1f s: %s", lane.name, pause, error)
+                logger.warning("teacher %s is asked again in %.1f s: %s", queue.name, pause, error)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5.0)
                 if len(work) > 1:
-                    return await self._ask_in_halves(lane, work)
+                    return await self._ask_in_halves(queue, work)
             except WrongServer:  # no rollout is at fault
                 raise
             except (RemoteError, WireError) as error:
                 if len(work) == 1:
                     return [Unusable(str(error)) if isinstance(error, WireError) else str(error)]
-                return await self._ask_in_halves(lane, work)
+                return await self._ask_in_halves(queue, work)
 
-    async def _ask_in_halves(self, lane: _Lane[W], work: list[W]) -> list[A | str | Unusable]:
+    async def _ask_in_halves(self, queue: _Queue[W], work: list[W]) -> list[A | str | Unusable]:
         half = len(work) // 2
-        return await self._ask(lane, work[:half]) + await self._ask(lane, work[half:])
+        return await self._ask(queue, work[:half]) + await self._ask(queue, work[half:])

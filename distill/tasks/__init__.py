@@ -1,4 +1,4 @@
-"""Tasks that make their own prompts and judge completions: one module each, found by name.
+"""Tasks that make their own prompts and reward_fn completions: one module each, found by name.
 
 A task module has `make(**options) -> Task`. One whose models can be made from scratch also has
 `make_models(folder, seed) -> Models` (see `distill.tasks.sort_letters`).
@@ -28,7 +28,7 @@ class TaskPrompt(NamedTuple):
 
 
 class Asked(Protocol):
-    """What a judge reads of a prompt."""
+    """What a reward_fn reads of a prompt."""
 
     @property
     def text(self) -> str: ...
@@ -37,7 +37,7 @@ class Asked(Protocol):
 
 
 class Task(Protocol):
-    """Prompts by number and a judge. Pure: the same (seed, index) gives the same prompt."""
+    """Prompts by number and a reward_fn. Pure: the same (seed, index) gives the same prompt."""
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         """Training prompt `index` >= 0."""

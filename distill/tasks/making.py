@@ -1,4 +1,4 @@
-"""Makes the tiny teacher and the tiny student of `both_ends`.
+"""Makes the tiny teacher and the tiny student of `sort_letters`.
 
     python -m distill.tasks.making FOLDER SEED      prints the teacher's folder and the student's
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.tasks import sort_letters as both_ends
-
 from distill.tasks import Models
+from distill.tasks import sort_letters as sort_letters
 from distill.tasks.sort_letters import ASK_ID, EOS, EOS_ID, FIRST_LETTER_ID, PAD, PAD_ID, VOCABULARY
 from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, save_pair, teach
 
@@ -30,8 +29,8 @@ STUDENT = Recipe(96, 2, 3, 1, 256, steps=240, rows=64, rate=4e-3, muon=False, bo
 
 def make_models(folder: Path, seed: int) -> Models:
     """Teacher and student of `seed`, from `folder` when they were made before."""
-    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, both_ends.__file__))
-    return made_once(folder / f"both_ends-{digest}", lambda unfinished: _make_pair(unfinished, seed))
+    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, sort_letters.__file__))
+    return made_once(folder / f"sort_letters-{digest}", lambda unfinished: _make_pair(unfinished, seed))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
@@ -51,8 +50,8 @@ def _make_pair(folder: Path, seed: int) -> None:
 
 def _taught(recipe: Recipe, seed: int) -> Any:
     def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
-        letters = both_ends.letters_at(step)
-        return _loss(model, recipe, *both_ends.examples(rng, recipe.rows, letters))
+        letters = sort_letters.letters_at(step)
+        return _loss(model, recipe, *sort_letters.examples(rng, recipe.rows, letters))
 
     return teach(recipe, seed, lambda: untaught(recipe), loss)
 

@@ -1,8 +1,9 @@
 """Sort letters from both ends, every letter in one of 80 spellings: `k4d0z1>` → `d17k0z2`.
 
-The rules are those of `both_ends`: each next letter is the first or the last, in the alphabet, of those
-not yet listed. A token is a letter in one of its spellings (think of typefaces), and the judge reads letters
-only. Spelling n is written with probability proportional to (n + 1)^-ZIPF, whatever the letter and the place.
+The rules are those of `sort_letters`: each next letter is the first or the last, in the alphabet, of those
+not yet listed. A token is a letter in one of its spellings (think of typefaces), and the reward reads
+letters only. Spelling n is written with probability proportional to (n + 1)^-ZIPF, whatever the letter and
+the place.
 So the vocabulary has 2,083 tokens, a perfect writer hesitates between 160 of them at all but its last two,
 and 64 of those leave 1 to 5 % of its probability outside: the shape of a real vocabulary, at a size that a
 CPU learns in a minute.

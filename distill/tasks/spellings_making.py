@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from distill.tasks import sort_letters as both_ends
-
 from distill.tasks import Models, spellings
+from distill.tasks import sort_letters as sort_letters
 from distill.tasks.sort_letters import EOS, LETTERS, PAD
 from distill.tasks.spellings import (
     ASK_ID,
@@ -45,7 +44,7 @@ START_SHARES: Final = (0.9, 0.3, 0.3)
 
 def make_models(folder: Path, seed: int) -> Models:
     """Teacher and student of `seed`, from `folder` when they were made before (90 s of one core else)."""
-    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, spellings.__file__, both_ends.__file__))
+    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, spellings.__file__, sort_letters.__file__))
     return made_once(folder / f"spellings-{digest}", lambda unfinished: _make_pair(unfinished, seed))
 
 
@@ -56,8 +55,8 @@ def _make_pair(folder: Path, seed: int) -> None:
 
 def _taught(recipe: Recipe, seed: int) -> Any:
     def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
-        letters = both_ends.letters_at(step, SHORTEST, LONGEST)
-        return _loss(model, recipe, rng, *both_ends.examples(rng, recipe.rows, letters))
+        letters = sort_letters.letters_at(step, SHORTEST, LONGEST)
+        return _loss(model, recipe, rng, *sort_letters.examples(rng, recipe.rows, letters))
 
     return teach(recipe, seed, lambda: _new(recipe), loss)
 

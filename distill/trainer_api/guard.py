@@ -78,7 +78,7 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
     return None
 
 
-def unfit(answer: Generated, config: GuardConfig) -> tuple[DropReason, str] | None:
+def unusable(answer: Generated, config: GuardConfig) -> tuple[DropReason, str] | None:
     """Why a sound completion is put aside; None: it may be trained on."""
     period = repetition(unpack(answer.token_ids), config.repeats) if config.repeats else None
     if period:

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from distill.trainer_api.session import Desk, Event
 from distill.rollout.membership import Members
+from distill.trainer_api.session import Event, TrainerSession
 from sync.claims import Claim
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.guard import RunGuard
@@ -27,10 +27,10 @@ from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     BatchRequest,
+    BroadcastMembers,
     Head,
     ReplicaJoins,
     ReplicaLeaves,
-    Seats,
     StepReport,
     TrainerHello,
     checks,
@@ -47,7 +47,7 @@ class HasHead(Protocol):
 
 
 def application(
-    desk: Desk,
+    session: TrainerSession,
     teachers: Mapping[str, HasHead],
     metrics: Callable[[], dict[str, float]],
     token: str | None,
@@ -61,18 +61,18 @@ def application(
     heads: dict[str, bytes] = {}
 
     async def hello(request: Request) -> Response:
-        return reply(await desk.hello(await read_message(request, TrainerHello)))
+        return reply(await session.hello(await read_message(request, TrainerHello)))
 
     async def batch(request: Request) -> Response:
-        body = await desk.batch(await read_message(request, BatchRequest))
+        body = await session.batch(await read_message(request, BatchRequest))
         return Response(body, media_type=CONTENT_TYPE)
 
     async def event(request: Request) -> Response:
         kind = cast(type[StepReport], Event)
-        return reply(await desk.event(await read_message(request, kind)))
+        return reply(await session.event(await read_message(request, kind)))
 
     async def broadcast(request: Request) -> Response:
-        return reply(Seats(lost=desk.lost_seats(request.path_params["group"])))
+        return reply(BroadcastMembers(lost=session.lost_members(request.path_params["group"])))
 
     async def head(request: Request) -> Response:
         name = request.path_params["name"]

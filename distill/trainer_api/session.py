@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distill.batching.packing import Marks, Shape, compose, group_means
-from distill.run_log.run_log import Books
-from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.aio import Signal
+from distill.batching.packing import LossWeights, Shape, compose, group_means
 from distill.prompts.stream import group_of
+from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
+from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, WireError
 from sync.wire import (
     Audience,
@@ -61,11 +61,11 @@ class Listener:
     """Whether a replica can only go on when the trainer broadcasts what it holds."""
     heard: Callable[[int], None]
     """A rank lives."""
-    lost_seats: Callable[[str], dict[str, str]]
+    lost_members: Callable[[str], dict[str, str]]
     """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
 
 
-class Desk:
+class TrainerSession:
     """Bound to one controller; deals the batches of `steps`.
 
     `changed` is woken by a new batch, a stop, an event and a change of `Listener.wants_broadcast`.
@@ -73,7 +73,7 @@ class Desk:
 
     def __init__(
         self,
-        books: Books,
+        run_log: RunLog,
         shape: Shape,
         listener: Listener,
         *,
@@ -81,7 +81,7 @@ class Desk:
         changed: Signal,
         poll_seconds: float = LONG_POLL_SECONDS,
     ) -> None:
-        self._books, self._shape, self._listener = books, shape, listener
+        self._run_log, self._shape, self._listener = run_log, shape, listener
         self._steps = steps
         self._changed = changed
         self._poll_seconds = poll_seconds
@@ -107,7 +107,7 @@ class Desk:
     @property
     def run(self) -> RunIdentity:
         """The run whose batches are dealt."""
-        return self._books.run
+        return self._run_log.run
 
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
@@ -115,9 +115,9 @@ class Desk:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
             self._changed.wake()
 
-    def lost_seats(self, group: str) -> dict[str, str]:
-        """See `Listener.lost_seats`."""
-        return self._listener.lost_seats(group)
+    def lost_members(self, group: str) -> dict[str, str]:
+        """See `Listener.lost_members`."""
+        return self._listener.lost_members(group)
 
     def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin as `retreat` says."""
@@ -127,7 +127,7 @@ class Desk:
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
         _refuse(checks.hello(hello))
-        state, run = self._books.state, self.run
+        state, run = self._run_log.state, self.run
         if hello.run != run.name or hello.run_id not in (None, run.id):
             raise RemoteError(
                 f"this controller serves {run}, the trainer is of run {hello.run!r} and its checkpoint of id "
@@ -150,7 +150,7 @@ class Desk:
                 f"from {at}: start it again from there"
             )
         without = None if self._retreat is None else self._retreat.without
-        record = await self._books.open_lineage(at, hello.fingerprint, without, hello.world_size)
+        record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
         self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
@@ -167,7 +167,7 @@ class Desk:
         return welcome
 
     def _check(self, version: Version) -> None:
-        lineage = self._books.state.lineage
+        lineage = self._run_log.state.lineage
         if not self.live or version.lineage != lineage:
             raise RemoteError(
                 f"{version} is not of the current lineage {lineage if self.live else None}: "
@@ -193,8 +193,8 @@ class Desk:
                 share = self._share(step)[request.rank]
                 if step > self._given:
                     self._given = step
-                    self._books.write(HandedOut(request.version))
-                    await self._books.journal.commit()
+                    self._run_log.write(HandedOut(request.version))
+                    await self._run_log.journal.commit()
                 return share
             if self._listener.wants_broadcast():
                 return encode(Wait(publish=True))
@@ -203,7 +203,7 @@ class Desk:
                 return encode(Wait())
 
     def _check_rank(self, request: BatchRequest) -> None:
-        start = self._books.state.lineages[request.version.lineage].start
+        start = self._run_log.state.lineages[request.version.lineage].start
         if request.world_size != self._world_size or not 0 <= request.rank < self._world_size:
             raise RemoteError(
                 f"rank {request.rank} of {request.world_size} is not one of the {self._world_size} "
@@ -220,9 +220,9 @@ class Desk:
 
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
-        lineage, encoded = self._books.state.lineage, self._encoding(step)
+        lineage, encoded = self._run_log.state.lineage, self._encoding(step)
         shares = await asyncio.to_thread(encoded)
-        if self._books.state.lineage != lineage:
+        if self._run_log.state.lineage != lineage:
             return
         self._keep(step, shares)
         self.ready = max(self.ready, step)
@@ -238,7 +238,7 @@ class Desk:
 
     def _encoding(self, step: int) -> Callable[[], list[bytes]]:
         """What encodes a batch as it is on record now."""
-        state = self._books.state
+        state = self._run_log.state
         batch = state.batch_of(step)
         if batch is None or state.lineage is None:
             raise RemoteError(
@@ -249,10 +249,12 @@ class Desk:
         step_of, world_size = partial(state.lineages.step_in, lineage=state.lineage), self._world_size
 
         def encoded() -> list[bytes]:
-            rollouts = self._books.rollouts(batch)
+            rollouts = self._run_log.rollouts(batch)
             baselines = group_means(rollouts, group_of) if state.rules.group > 1 else {}
-            marks = Marks(weights, baselines)
-            return list(map(encode, compose(rollouts, version, world_size, self._shape, step_of, marks)))
+            loss_weights = LossWeights(weights, baselines)
+            return list(
+                map(encode, compose(rollouts, version, world_size, self._shape, step_of, loss_weights))
+            )
 
         return encoded
 
@@ -270,31 +272,31 @@ class Desk:
         elif isinstance(event, Published):
             answer = self._publish(event)
         elif isinstance(event, CheckpointSaved):
-            if event.version not in self._books.state.checkpoints[-1:]:
-                self._books.write(Checkpointed(event.version, event.path))
+            if event.version not in self._run_log.state.checkpoints[-1:]:
+                self._run_log.write(Checkpointed(event.version, event.path))
                 self._listener.saved()
         else:
             self.final = event
-        await self._books.journal.commit()
+        await self._run_log.journal.commit()
         self._changed.wake()
         return answer or Ok()
 
     def _problem(self, event: checks.Event) -> Problem | None:
-        state = self._books.state
+        state = self._run_log.state
         assert state.reached is not None, "a trainer of this lineage has said hello"
         start, newest = state.lineages[event.version.lineage].start, max(state.reached.step, self._given + 1)
         return checks.event(event, start, state.reached.step, newest)
 
     def _step(self, report: StepReport) -> None:
-        reached = self._books.state.reached
+        reached = self._run_log.state.reached
         if reached is None or report.version.step > reached.step:
-            self._books.write(Stepped(report.version))
+            self._run_log.write(Stepped(report.version))
             self._listener.reported(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        answer, known = self._listener.published(event), self._books.state.published
+        answer, known = self._listener.published(event), self._run_log.state.published
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
-            self._books.write(
+            self._run_log.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
         return answer

@@ -47,9 +47,9 @@ import msgspec
 import torch
 from torch import distributed as dist
 
-from sync.errors import SnapshotError, Unreachable
 from sync.broadcast.buckets import Bucket, nbytes, plan, view
 from sync.broadcast.rendezvous import Meeting, Served, Visitor, broadcast_key
+from sync.errors import SnapshotError, Unreachable
 from sync.snapshots.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
@@ -379,7 +379,7 @@ class Reception:
         if sent != own:
             raise SnapshotError(
                 f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, "
-                f'which receives with {own}: set weights.road = "snapshot", or run both on the same kind'
+                f'which receives with {own}: set weights.transport = "snapshot", or run both on the same kind'
             )
 
     def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:

@@ -18,9 +18,9 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
+from sync.delta import codec
 from sync.errors import SnapshotError
 from sync.snapshots import checkpoint
-from sync.delta import codec
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from sync.delta import file as delta_file
-from sync.snapshots.checkpoint import BITS
 from sync.delta.codec import Bits, Effort, apply, scanner
 from sync.delta.file import Header, Slice
+from sync.snapshots.checkpoint import BITS
 
 
-class Held:
+class BaseShard:
     """A copy where the shard lies; of a shard on a device also one in host memory.
 
     A device compares its own two copies, and the host brings its copy forward by the blobs that come of it:

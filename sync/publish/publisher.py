@@ -20,13 +20,12 @@ from typing import Final, Literal
 import numpy as np
 from blake3 import blake3
 
-from sync.errors import SnapshotError, StoreError
-from sync.stores.base import Store, read_small
-from sync.snapshots import checkpoint
 from sync.delta.codec import Bits, Effort
 from sync.delta.file import Header, Slice
+from sync.errors import SnapshotError, StoreError
+from sync.publish.base_shard import BaseShard, problem
+from sync.snapshots import checkpoint
 from sync.snapshots.folders import refused, without_code
-from sync.publish.base_shard import Held, problem
 from sync.snapshots.manifest import (
     File,
     Manifest,
@@ -37,6 +36,7 @@ from sync.snapshots.manifest import (
     manifest_key,
     version_key,
 )
+from sync.stores.base import Store, read_small
 from sync.wire import Version
 
 __all__ = ["PublishReport", "Publisher", "Slice"]
@@ -93,7 +93,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._base: Version | None = None
         self._parent: Version | None = None
-        self._held: Held | None = None
+        self._held: BaseShard | None = None
         self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
         self._shard_bytes = sum(part.count * checkpoint.BITS[part.dtype].itemsize for part in self._slices)
 
@@ -122,7 +122,7 @@ class Publisher:
         with self._lock:
             self._base = self._held = None  # the old copy goes before a new one is made
             self._check(shards)
-            total, held = self._shard_bytes, Held(self._slices, shards)
+            total, held = self._shard_bytes, BaseShard(self._slices, shards)
             if self._rank == 0:
                 total = self._publish_anchor(version, parent, folder, held.host, kind)
             self._held = held
@@ -162,7 +162,9 @@ class Publisher:
                     f"{part.dtype}: pass flat {checkpoint.BITS[part.dtype]} bits"
                 )
 
-    def _write_file(self, version: Version, base: Version, held: Held, shards: Mapping[str, Bits]) -> Part:
+    def _write_file(
+        self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]
+    ) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""
         header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
         data = held.delta(header, self._slices, shards, self._codec, self._threads)

@@ -21,9 +21,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from sync.broadcast.broadcast import Reception
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
-from sync.broadcast.broadcast import Reception
 from sync.snapshots.tensors import read_folder
 
 

@@ -48,8 +48,8 @@ from sync.endings import ended_by, how_it_ended
 from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
-from sync.tokenizers import vocab_size
 from sync.snapshots.tensors import NamedTensors
+from sync.tokenizers import vocab_size
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)

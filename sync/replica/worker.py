@@ -56,7 +56,7 @@ class WorkerExtension:
         if workers != 1:
             raise ConfigError(
                 f"this replica has {workers} workers and a broadcast has one seat for it: "
-                'set weights.road = "snapshot", or one device per replica'
+                'set weights.transport = "snapshot", or one device per replica'
             )
         engine = self.weight_transfer_engine
         engine.swap.settle()

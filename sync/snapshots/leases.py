@@ -22,8 +22,8 @@ from uuid import uuid4
 import msgspec
 
 from sync.errors import SnapshotError, StoreError
-from sync.stores.base import Store, read_small
 from sync.snapshots.manifest import dump, load
+from sync.stores.base import Store, read_small
 from sync.wire import Version
 
 logger = logging.getLogger(__name__)

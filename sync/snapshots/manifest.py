@@ -17,9 +17,9 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.stores.base import Store, read_small
 from sync.snapshots.checkpoint import model_fingerprint
 from sync.snapshots.folders import refused
+from sync.stores.base import Store, read_small
 from sync.wire import Version
 
 __all__ = ["File", "Manifest", "model_fingerprint", "read_chain", "read_latest", "read_manifest", "versions"]

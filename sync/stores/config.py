@@ -56,7 +56,7 @@ StoreConfig = Annotated[
 class WeightsConfig(Settings):
     """How new weights reach the replicas."""
 
-    road: Literal["snapshot", "broadcast"] = "snapshot"
+    transport: Literal["snapshot", "broadcast"] = "snapshot"
     """snapshot: versions in a store, full or delta. broadcast: straight from the trainer, NCCL or gloo."""
     store: StoreConfig = DirectoryStoreConfig()
     """Where snapshots are kept."""

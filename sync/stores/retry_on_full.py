@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sync.disk_full import RETRY_SECONDS, until_room
+from sync.disk_full import RETRY_SECONDS, until_disk_space
 from sync.stores.base import Store
 
 
-class PatientStore:
+class RetryOnFullStore:
     """`inner`, with writes that are repeated until there is room; everything else as it is."""
 
     def __init__(self, inner: Store, pause: float = RETRY_SECONDS) -> None:
         self._inner, self._pause = inner, pause
 
     def create(self, key: str, data: bytes | Path) -> None:
-        until_room(lambda: self._inner.create(key, data), f"{key} in {self._inner}", self._pause)
+        until_disk_space(lambda: self._inner.create(key, data), f"{key} in {self._inner}", self._pause)
 
     def replace(self, key: str, data: bytes) -> None:
-        until_room(lambda: self._inner.replace(key, data), f"{key} in {self._inner}", self._pause)
+        until_disk_space(lambda: self._inner.replace(key, data), f"{key} in {self._inner}", self._pause)
 
     def read(self, key: str) -> bytes:
         return self._inner.read(key)

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from sync.errors import SnapshotError, StoreError
-from sync.stores.base import Store, check_key
 from sync.delta import file as delta_file
-from sync.snapshots.checkpoint import TensorAt
 from sync.delta.file import Header
+from sync.errors import SnapshotError, StoreError
+from sync.snapshots.checkpoint import TensorAt
 from sync.snapshots.folders import check_no_code
 from sync.snapshots.manifest import File, Manifest, version_key
+from sync.stores.base import Store, check_key
 from sync.wire import Version
 
 

@@ -17,14 +17,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from sync.delta.file import apply_chain
 from sync.errors import SnapshotError, StoreError
-from sync.stores.base import Store
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import digests
-from sync.delta.file import apply_chain
-from sync.subscribe.download import Deltas, fetch_folder
 from sync.snapshots.leases import lease
 from sync.snapshots.manifest import Manifest, read_chain
+from sync.stores.base import Store
+from sync.subscribe.download import Deltas, fetch_folder
 from sync.subscribe.slots import Slots
 from sync.wire import Version
 

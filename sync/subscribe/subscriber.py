@@ -6,13 +6,13 @@ from pathlib import Path
 
 from sync.claims import Claim
 from sync.replica.config import ReplicaConfig
-from sync.stores import open_store
 from sync.snapshots.manifest import read_latest
+from sync.stores import open_store
 from sync.subscribe.mirror import Mirror
 from sync.wire import Version
 
 
-class Followed:
+class Subscriber:
     """Versions of a run, read from its store into a mirror; not for two threads at once.
 
     `claim` is the run whose requests are served: versions of another one are refused.

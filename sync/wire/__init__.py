@@ -3,11 +3,11 @@
 Producer → consumer
     controller → student replica   GenerateRequest, UpdateRequest
     student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
-    controller → teacher           ScoreRequest, WriteRequest
-    teacher → controller           ScoreReply, WriteReply, TeacherInfo, Head
+    controller → teacher           ScoreRequest, TeacherGenerateRequest
+    teacher → controller           ScoreReply, TeacherGenerateReply, TeacherInfo, Head
     trainer rank → controller      TrainerHello, BatchRequest, Heartbeat, StepReport, Published,
                                    CheckpointSaved, FinalDigests
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, Seats
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, BroadcastMembers
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 
@@ -20,6 +20,7 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 
 from __future__ import annotations
 
+from sync.wire.admin import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaStatus
 from sync.wire.base import (
     CONTENT_TYPE,
     DTYPES,
@@ -35,8 +36,7 @@ from sync.wire.base import (
     pack,
     unpack,
 )
-from sync.wire.evaluator import EvalReport, EvalRequest, PlainMarks, ProbeReply, ProbeRequest
-from sync.wire.admin import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaSeat
+from sync.wire.evaluator import EvalReport, EvalRequest, ProbeReply, ProbeRequest, ReferenceScores
 from sync.wire.student import (
     BroadcastTicket,
     Generated,
@@ -55,23 +55,23 @@ from sync.wire.teacher import (
     ScoreReply,
     ScoreRequest,
     ScoreSequence,
+    TeacherCompletion,
+    TeacherGenerateReply,
+    TeacherGenerateRequest,
     TeacherInfo,
+    TeacherPrompt,
     Want,
-    WritePrompt,
-    WriteReply,
-    WriteRequest,
-    Written,
 )
 from sync.wire.trainer import (
     Audience,
     BatchRequest,
+    BroadcastMembers,
     CheckpointSaved,
     FinalDigests,
     Heartbeat,
     Ok,
     Published,
     Rows,
-    Seats,
     StepReport,
     Stop,
     TrainBatch,
@@ -87,6 +87,7 @@ __all__ = [
     "Array",
     "Audience",
     "BatchRequest",
+    "BroadcastMembers",
     "BroadcastTicket",
     "CheckpointSaved",
     "EvalReport",
@@ -100,14 +101,14 @@ __all__ = [
     "Heartbeat",
     "Message",
     "Ok",
-    "PlainMarks",
     "ProbeReply",
     "ProbeRequest",
     "Published",
+    "ReferenceScores",
     "ReplicaJoins",
     "ReplicaLeaves",
-    "ReplicaSeat",
     "ReplicaState",
+    "ReplicaStatus",
     "Replicas",
     "Rows",
     "RunIdentity",
@@ -117,10 +118,13 @@ __all__ = [
     "ScoreRequest",
     "ScoreSequence",
     "Scored",
-    "Seats",
     "StepReport",
     "Stop",
+    "TeacherCompletion",
+    "TeacherGenerateReply",
+    "TeacherGenerateRequest",
     "TeacherInfo",
+    "TeacherPrompt",
     "TrainBatch",
     "TrainerHello",
     "TrainerWelcome",
@@ -130,10 +134,6 @@ __all__ = [
     "VersionSpan",
     "Wait",
     "Want",
-    "WritePrompt",
-    "WriteReply",
-    "WriteRequest",
-    "Written",
     "decode",
     "encode",
     "frame",

@@ -23,7 +23,7 @@ class ReplicaLeaves(Message, frozen=True):
     name: str
 
 
-class ReplicaSeat(msgspec.Struct, frozen=True):
+class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica as the controller sees it."""
 
     name: str
@@ -38,4 +38,4 @@ class ReplicaSeat(msgspec.Struct, frozen=True):
 class Replicas(Message, frozen=True):
     """The student replicas of a run."""
 
-    replicas: list[ReplicaSeat]
+    replicas: list[ReplicaStatus]

@@ -23,7 +23,7 @@ import numpy as np
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import EvalReport
 from sync.wire.student import Generated, ReplicaState, Sampling, UpdateReply
-from sync.wire.teacher import Head, Scored, Want, Written
+from sync.wire.teacher import Head, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport, TrainerHello
 
 ROUNDING: Final = 0.02
@@ -190,7 +190,7 @@ def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | 
     )
 
 
-def written(answer: Written, max_tokens: int, vocab_size: int) -> Problem | None:
+def written(answer: TeacherCompletion, max_tokens: int, vocab_size: int) -> Problem | None:
     """A completion by a teacher."""
     return tokens(answer.token_ids, answer.logprob, max_tokens, vocab_size)
 

@@ -38,7 +38,7 @@ class ProbeRequest(Message, frozen=True):
     """Teacher's name → what it was asked to mark."""
 
 
-class PlainMarks(msgspec.Struct, frozen=True):
+class ReferenceScores(msgspec.Struct, frozen=True):
     """One teacher by a plain forward pass, and what the run's objective makes of it."""
 
     logprob: list[Array]
@@ -56,4 +56,4 @@ class ProbeReply(Message, frozen=True):
 
     student: list[Array]
     """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
-    teachers: dict[str, PlainMarks]
+    teachers: dict[str, ReferenceScores]

@@ -82,7 +82,7 @@ class ScoreReply(Message, frozen=True):
     """In the order asked."""
 
 
-class WritePrompt(msgspec.Struct, frozen=True):
+class TeacherPrompt(msgspec.Struct, frozen=True):
     """One completion for the teacher to write."""
 
     id: str
@@ -92,10 +92,10 @@ class WritePrompt(msgspec.Struct, frozen=True):
     """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever else is written beside it."""
 
 
-class WriteRequest(Message, frozen=True):
+class TeacherGenerateRequest(Message, frozen=True):
     """Complete every prompt by sampling from the teacher's whole vocabulary."""
 
-    prompts: list[WritePrompt]
+    prompts: list[TeacherPrompt]
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: list[int] = []
@@ -104,7 +104,7 @@ class WriteRequest(Message, frozen=True):
     """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
 
 
-class Written(msgspec.Struct, frozen=True, tag=True):
+class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
     """One completion by the teacher."""
 
     id: str
@@ -115,11 +115,11 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     finish_reason: Literal["stop", "length"]
 
 
-class WriteReply(Message, frozen=True):
+class TeacherGenerateReply(Message, frozen=True):
     """The completions, or why there are none, one for each prompt asked."""
 
     teacher: str
-    results: list[Written | ScoreRefused]
+    results: list[TeacherCompletion | ScoreRefused]
     """In the order asked."""
 
 

@@ -152,7 +152,7 @@ class Audience(Message, frozen=True):
     """1 + replicas; 1: nobody listens, send nothing."""
 
 
-class Seats(Message, frozen=True):
+class BroadcastMembers(Message, frozen=True):
     """Controller's answer to GET /v1/broadcasts/GROUP, while rank 0 sends."""
 
     lost: dict[str, str]

@@ -19,15 +19,15 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
     if config.follow_student_every is not None:
         return _following(config, vocab_size, config.follow_student_every, claim or Claim())
     if config.engine == "transformers":
-        from teacher_service.engines.idle_unload import RestingEngine
-        from teacher_service.engines.gpu_slots import Seat, SeatsConfig
+        from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
+        from teacher_service.engines.idle_unload import IdleUnloadEngine
         from teacher_service.engines.transformers import load
 
         if config.idle_unload_seconds is None:
             return load(config, vocab_size)
-        seats = SeatsConfig.from_environment()
-        seat = None if seats is None else Seat(seats)
-        return RestingEngine(lambda: load(config, vocab_size), config.idle_unload_seconds, seat)
+        slots = GpuSlotsConfig.from_environment()
+        slot = None if slots is None else GpuSlot(slots)
+        return IdleUnloadEngine(lambda: load(config, vocab_size), config.idle_unload_seconds, slot)
     if config.idle_unload_seconds is not None:
         raise ConfigError(
             f'idle_unload_seconds needs engine = "transformers", not {config.engine!r}: remove it'
@@ -53,7 +53,7 @@ def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim)
             f"{config.engine!r} with {config.idle_unload_seconds}: change or remove one of them"
         )
     from sync.replica.config import ReplicaConfig
-    from sync.subscribe.subscriber import Followed
+    from sync.subscribe.subscriber import Subscriber
     from teacher_service.engines.following import FollowingEngine
     from teacher_service.engines.transformers import load
 
@@ -64,4 +64,4 @@ def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim)
         # the mirror writes into the folder when it makes room for a later version
         return load(config.model_copy(update=placed), vocab_size, leave_files=True)
 
-    return FollowingEngine(load_folder, Followed(ReplicaConfig.from_environment(), claim), every)
+    return FollowingEngine(load_folder, Subscriber(ReplicaConfig.from_environment(), claim), every)

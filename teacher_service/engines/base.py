@@ -1,8 +1,8 @@
 """What an engine is: it marks a batch of token sequences, and knows what it can be asked for.
 
-One whose `facts.can` has "write" completes prompts too, step by step, so that scores need not wait for it.
+One whose `engine_info.can` has "write" completes prompts too, step by step: scores need not wait for it.
 
-The service validates sequences before an engine sees them, and never asks for more than `facts.can`.
+The service validates sequences before an engine sees them, and never asks for more than `engine_info.can`.
 
 Letters in shapes: L tokens of one sequence, T its scored positions, C scored positions of a batch (sum of T),
 K ids per position, H hidden size, V vocabulary.
@@ -22,7 +22,7 @@ CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "write",
 MAX_TOPK: Final = 1024
 
 
-class Asked(NamedTuple):
+class ScoreOptions(NamedTuple):
     """What is marked per position; the same for every item of one batch."""
 
     topk: int = 0
@@ -52,7 +52,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class EngineScores:
     """Marks of a whole batch, its items' positions one after the other, nats."""
 
     logprob_C: np.ndarray
@@ -71,7 +71,7 @@ class Marks:
     """float32, or uint16 holding bfloat16 bits"""
 
 
-class Manner(NamedTuple):
+class GenerationParams(NamedTuple):
     """How completions are written; the same for every draft of one batch."""
 
     max_tokens: int
@@ -81,7 +81,7 @@ class Manner(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class EnginePrompt:
     """One prompt to complete."""
 
     token_ids_P: np.ndarray
@@ -90,7 +90,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class EngineCompletion:
     """What became of a draft."""
 
     token_ids_T: np.ndarray
@@ -102,7 +102,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineInfo:
     """What an engine says about itself; see `sync.wire.TeacherInfo` for the fields' meaning."""
 
     model: str
@@ -120,9 +120,9 @@ class Facts:
 class Engine(Protocol):
     """One teacher. `score` and `head` are called from one worker thread, never at the same time."""
 
-    facts: Facts
+    engine_info: EngineInfo
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """Marks of a non-empty batch.
 
         Raises DataError when an item cannot be marked; the service then finds out which one.
@@ -140,9 +140,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Writer(Protocol):
-    """What an engine with "write" in `facts.can` does besides; from the same thread."""
+    """What an engine with "write" in `engine_info.can` does besides; from the same thread."""
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """None after every step that leaves more to do, then the texts, in order.
 
         `score` may be called between two steps. Closing the iterator gives the work up.
@@ -151,15 +153,17 @@ class Writer(Protocol):
 
 
 def writer(engine: Engine) -> Writer:
-    """`engine` as one that writes; its `facts.can` must say so."""
-    assert isinstance(engine, Writer), f"{engine.facts.engine} cannot write"
+    """`engine` as one that writes; its `engine_info.can` must say so."""
+    assert isinstance(engine, Writer), f"{engine.engine_info.engine} cannot write"
     return engine
 
 
-Steps = Iterator[list[Text] | None]
+Steps = Iterator[list[EngineCompletion] | None]
 
 
-def each_step(steps: Steps, run: Callable[[Callable[[], list[Text] | None]], list[Text] | None]) -> Steps:
+def each_step(
+    steps: Steps, run: Callable[[Callable[[], list[EngineCompletion] | None]], list[EngineCompletion] | None]
+) -> Steps:
     """`steps`, each of them taken inside `run`."""
     while (texts := run(lambda: next(steps))) is None:
         yield None

@@ -17,7 +17,17 @@ from typing import Final, Protocol, TypeVar
 
 from sync.errors import DistillError
 from sync.wire import Head, Version
-from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
+from teacher_service.engines.base import (
+    Engine,
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    each_step,
+    writer,
+)
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -55,23 +65,28 @@ class FollowingEngine:
     ) -> None:
         self._load, self._versions, self._every = load, versions, every
         self._engine, self._lock = load(None), threading.Lock()
-        facts = self._engine.facts
-        self.facts = replace(facts, can=tuple(mark for mark in facts.can if mark != "hidden"))
+        engine_info = self._engine.engine_info
+        self.engine_info = replace(
+            engine_info,
+            can=tuple(score_hidden for score_hidden in engine_info.can if score_hidden != "hidden"),
+        )
         self.version: Version | None = None
         """What it serves; None: the folder of its configuration."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, args=(poll_seconds,), daemon=True)
         self._thread.start()
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`; a whole batch is marked by one version."""
         with self._lock:
-            return self._engine.score(items, asked)
+            return self._engine.score(items, options)
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`; a text is begun and ended by one version."""
         with self._lock:
-            steps = writer(self._engine).write(drafts, manner)
+            steps = writer(self._engine).write(engine_prompts, generation)
         yield from each_step(steps, self._undisturbed)
 
     def _undisturbed(self, step: Callable[[], R]) -> R:

@@ -21,39 +21,39 @@ from sync.errors import ConfigError
 from sync.settings import Settings
 
 log = logging.getLogger(__name__)
-SEATS_VARIABLE: Final = "DISTILL_TEACHER_SEATS"
-"""Environment variable that holds a SeatsConfig as JSON."""
+SLOTS_VARIABLE: Final = "DISTILL_TEACHER_SLOTS"
+"""Environment variable that holds a GpuSlotsConfig as JSON."""
 POLL_SECONDS: Final = 0.05
 
 
-class SeatsConfig(Settings):
+class GpuSlotsConfig(Settings):
     """The seats of one machine."""
 
     folder: Path
     """Where the files are; all teachers that share the seats name the same one."""
-    seats: int = Field(ge=1)
+    slots: int = Field(ge=1)
     """Teachers that may be loaded at once."""
 
     def environment(self) -> dict[str, str]:
         """The variable that `from_environment` reads."""
-        return {SEATS_VARIABLE: self.model_dump_json()}
+        return {SLOTS_VARIABLE: self.model_dump_json()}
 
     @classmethod
-    def from_environment(cls) -> SeatsConfig | None:
+    def from_environment(cls) -> GpuSlotsConfig | None:
         """The seats of this process; None: no bound. Raises ConfigError when the variable is malformed."""
-        text = os.environ.get(SEATS_VARIABLE)
+        text = os.environ.get(SLOTS_VARIABLE)
         try:
             return cls.model_validate_json(text) if text else None
         except ValidationError as error:
-            raise ConfigError(f"{SEATS_VARIABLE} cannot be used: {error}") from None
+            raise ConfigError(f"{SLOTS_VARIABLE} cannot be used: {error}") from None
 
 
-class Seat:
+class GpuSlot:
     """One teacher's claim on a seat. Order of use: `take`, `used` after each batch, `leave`; then again."""
 
-    def __init__(self, config: SeatsConfig) -> None:
+    def __init__(self, config: GpuSlotsConfig) -> None:
         config.folder.mkdir(parents=True, exist_ok=True)
-        self._paths = [config.folder / f"seat-{i}" for i in range(config.seats)]
+        self._paths = [config.folder / f"seat-{i}" for i in range(config.slots)]
         self._held: tuple[Path, int] | None = None
         self._until = 0.0
 
@@ -69,23 +69,23 @@ class Seat:
 
     def take(self) -> None:
         """Wait for a seat, asking for the least recently used one."""
-        asked: set[Path] = set()
-        while (held := self._free(asked)) is None:
-            if not asked:
+        options: set[Path] = set()
+        while (held := self._free(options)) is None:
+            if not options:
                 log.info("all %d seats are taken: asking for one", len(self._paths))
             request = _request(min(self._paths, key=_last_use))
             request.touch()
-            asked.add(request)
+            options.add(request)
             time.sleep(POLL_SECONDS)
         self._held = held
-        for request in {*asked, _request(held[0])}:  # others who ask do so again
+        for request in {*options, _request(held[0])}:  # others who ask do so again
             request.unlink(missing_ok=True)
         self.used()
 
-    def _free(self, asked: set[Path]) -> tuple[Path, int] | None:
+    def _free(self, options: set[Path]) -> tuple[Path, int] | None:
         """A seat that nobody holds, nor asks for unless this process does too, and what holds it now."""
         for path in self._paths:
-            others_ask = _request(path).exists() and _request(path) not in asked
+            others_ask = _request(path).exists() and _request(path) not in options
             if not others_ask and (descriptor := _lock(path)) is not None:
                 return path, descriptor
         return None

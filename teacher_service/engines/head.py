@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sync.errors import ConfigError
-from teacher_service.engines.base import Asked
+from teacher_service.engines.base import ScoreOptions
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,19 @@ def _prove(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: t
 # --- marks ------------------------------------------------------------------------------------------------
 
 
-def mark(
+def score_hidden(
     head: OutputHead,
     hidden_CH: torch.Tensor,
     targets_C: torch.Tensor,
     wanted_CK: torch.Tensor | None,
-    asked: Asked,
+    options: ScoreOptions,
     chunk: int,
 ) -> dict[str, torch.Tensor]:
     """Every asked mark except hidden states, under the names of `Marks`, on the device of `hidden_CH`.
 
     At most `chunk` rows of logits exist at once.
     """
-    parts = list(_chunks(head, hidden_CH, targets_C, wanted_CK, asked, chunk))
+    parts = list(_chunks(head, hidden_CH, targets_C, wanted_CK, options, chunk))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -147,34 +147,34 @@ def _chunks(
     hidden_CH: torch.Tensor,
     targets_C: torch.Tensor,
     wanted_CK: torch.Tensor | None,
-    asked: Asked,
+    options: ScoreOptions,
     chunk: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
     for a in range(0, len(targets_C), chunk):
         rows = slice(a, a + chunk)
         wanted = None if wanted_CK is None else wanted_CK[rows]
         logits_cV = head.logits(hidden_CH[rows])
-        if asked.temperature != 1.0:
-            logits_cV /= asked.temperature
-        yield marks_of(logits_cV, targets_C[rows], wanted, asked)
+        if options.temperature != 1.0:
+            logits_cV /= options.temperature
+        yield scores_of(logits_cV, targets_C[rows], wanted, options)
 
 
-def marks_of(
-    logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, asked: Asked
+def scores_of(
+    logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     """Marks of one chunk from its float32 logits."""
     norm_c = logits_cV.logsumexp(1)
-    marks = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
-    if asked.topk:
-        top_cK, ids_cK = logits_cV.topk(asked.topk, dim=1)
+    scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
+    if options.topk:
+        top_cK, ids_cK = logits_cV.topk(options.topk, dim=1)
         logp_cK = top_cK - norm_c[:, None]
-        marks["topk_ids_CK"] = ids_cK.int()
-        marks["topk_logprob_CK"] = logp_cK
-        marks["tail_C"] = (1 - logp_cK.exp().sum(1)).clamp(0, 1)
+        scores["topk_ids_CK"] = ids_cK.int()
+        scores["topk_logprob_CK"] = logp_cK
+        scores["tail_C"] = (1 - logp_cK.exp().sum(1)).clamp(0, 1)
     if wanted_cK is not None:
         found_cK = logits_cV.gather(1, wanted_cK.clamp_min(0)) - norm_c[:, None]
-        marks["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)
-    if asked.entropy:
+        scores["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)
+    if options.entropy:
         logp_cV = logits_cV.sub_(norm_c[:, None])  # the logits are not needed any more
-        marks["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
-    return marks
+        scores["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
+    return scores

@@ -15,7 +15,7 @@ import numpy as np
 
 from sync.errors import ConfigError, DataError, Unreachable
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Item, Marks
+from teacher_service.engines.base import EngineScores, Item
 
 KEY_VARIABLE: Final = "TEACHER_API_KEY"
 """Environment variable with the bearer token of the server at `engine_url`."""
@@ -23,7 +23,7 @@ PATIENCE_SECONDS: Final = 60.0
 """How long a server that does not answer is tried again."""
 
 
-class Upstream:
+class HttpEngine:
     """One server, asked from one or several threads."""
 
     def __init__(
@@ -103,7 +103,7 @@ def longest(config: TeacherConfig, card: dict[str, Any]) -> int:
     return int(length)
 
 
-def marks_from_dicts(items: Sequence[Item], tables: Sequence[list[Any]], k: int) -> Marks:
+def scores_from_dicts(items: Sequence[Item], tables: Sequence[list[Any]], k: int) -> EngineScores:
     """Marks from vLLM's prompt_logprobs: per token a dict id → {"logprob", "rank"}, None for the first.
 
     The dict holds the k most likely ids and, besides, the prompt's own token. Raises DataError when one is
@@ -131,25 +131,25 @@ def marks_from_dicts(items: Sequence[Item], tables: Sequence[list[Any]], k: int)
     return assemble(np.array(logprobs, np.float32), ids_CK if k else None, top_CK)
 
 
-def only_known(marks: Marks, vocab_size: int) -> Marks:
+def only_known(scores: EngineScores, vocab_size: int) -> EngineScores:
     """`marks` themselves. Raises DataError when a top-k holds a row that the tokenizer does not know.
 
     Some models have such rows and some servers rank them; a student has none to compare them with.
     """
-    ids_CK = marks.topk_ids_CK
+    ids_CK = scores.topk_ids_CK
     if ids_CK is not None and ids_CK.size and int(ids_CK.max()) >= vocab_size:
         raise DataError(
             f"a top-k holds id {int(ids_CK.max())}, a row of the model that the tokenizer with its "
             f'{vocab_size} ids does not know: ask for fewer ids, or use engine = "transformers", which '
             "leaves such rows out"
         )
-    return marks
+    return scores
 
 
-def assemble(logprob_C: np.ndarray, ids_CK: Any, top_CK: Any) -> Marks:
+def assemble(logprob_C: np.ndarray, ids_CK: Any, top_CK: Any) -> EngineScores:
     """Marks with the tail mass computed; `ids_CK` None: the sampled token only."""
     if ids_CK is None:
-        return Marks(logprob_C)
+        return EngineScores(logprob_C)
     topk_CK = np.array(top_CK, np.float32)
     tail_C = np.clip(1 - np.exp(topk_CK).sum(1), 0, 1)
-    return Marks(logprob_C, np.array(ids_CK, np.int32), topk_CK, tail_C)
+    return EngineScores(logprob_C, np.array(ids_CK, np.int32), topk_CK, tail_C)

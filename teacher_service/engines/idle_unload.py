@@ -12,29 +12,39 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from sync.wire import Head
-from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner, Marks, Text, each_step, writer
-from teacher_service.engines.gpu_slots import POLL_SECONDS, Seat
+from teacher_service.engines.base import (
+    Engine,
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    each_step,
+    writer,
+)
+from teacher_service.engines.gpu_slots import POLL_SECONDS, GpuSlot
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
-class RestingEngine:
+class IdleUnloadEngine:
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
-    It is loaded once at the start, so that a teacher that cannot serve says so, and for its facts. With a
-    `seat` it is loaded only while it holds one, and closes early when another teacher wants that. It never
+    It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`. With
+    a `slot` it is loaded only while it holds one, and closes early when another teacher wants that. It never
     closes while a text is written: whoever writes holds the model until the last step.
     """
 
-    def __init__(self, load: Callable[[], Engine], idle_seconds: float, seat: Seat | None = None) -> None:
-        self._load, self._idle_seconds, self._seat = load, idle_seconds, seat
+    def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
+        self._load, self._idle_seconds, self._slot = load, idle_seconds, slot
         self._lock, self._over = threading.Lock(), threading.Event()
         self._engine: Engine | None = None
         self._used = time.monotonic()
         self._texts = 0
         """Batches of texts under way."""
-        self.facts = self._wake().facts
+        self.engine_info = self._wake().engine_info
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -43,48 +53,50 @@ class RestingEngine:
         """Whether the engine is loaded."""
         return self._engine is not None
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`; the first batch after a rest waits for the engine to load."""
-        return self._while_awake(lambda engine: engine.score(items, asked))
+        return self._while_loaded(lambda engine: engine.score(items, options))
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`; it is no time without work until the last step."""
         with self._lock:
             if self._wanted:
                 self._rest("for another teacher")
             self._texts += 1
         try:
-            steps = self._while_awake(lambda engine: writer(engine).write(drafts, manner))
-            yield from each_step(steps, lambda step: self._while_awake(lambda _: step()))
+            steps = self._while_loaded(lambda engine: writer(engine).write(engine_prompts, generation))
+            yield from each_step(steps, lambda step: self._while_loaded(lambda _: step()))
         finally:
             self._texts -= 1
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
-        return self._while_awake(lambda engine: engine.head())
+        return self._while_loaded(lambda engine: engine.head())
 
-    def _while_awake(self, work: Callable[[Engine], R]) -> R:
+    def _while_loaded(self, work: Callable[[Engine], R]) -> R:
         with self._lock:
             try:
                 return work(self._wake())
             finally:
                 self._used = time.monotonic()
-                if self._seat is not None:
-                    self._seat.used()
+                if self._slot is not None:
+                    self._slot.used()
 
     def _wake(self) -> Engine:
         if self._engine is None:
-            if self._seat is not None:
-                self._seat.take()
+            if self._slot is not None:
+                self._slot.take()
             started = time.monotonic()
             try:
                 self._engine = self._load()
             finally:
-                if self._engine is None and self._seat is not None:
-                    self._seat.leave()
+                if self._engine is None and self._slot is not None:
+                    self._slot.leave()
             seconds = time.monotonic() - started
-            if self._seat is not None:
-                self._seat.keep_for(seconds)
+            if self._slot is not None:
+                self._slot.keep_for(seconds)
             log.info("loaded in %.1f s", seconds)
         return self._engine
 
@@ -99,15 +111,15 @@ class RestingEngine:
 
     @property
     def _wanted(self) -> bool:
-        return self._seat is not None and self._seat.wanted
+        return self._slot is not None and self._slot.wanted
 
     def _rest(self, why: str) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
             log.info("released %s", why)
-        if self._seat is not None:
-            self._seat.leave()
+        if self._slot is not None:
+            self._slot.leave()
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -14,28 +14,28 @@ import numpy as np
 from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.http_engine import Upstream, longest, marks_from_dicts
+from teacher_service.engines.base import Engine, EngineInfo, EngineScores, Item, ScoreOptions
+from teacher_service.engines.http_engine import HttpEngine, longest, scores_from_dicts
 
-Dialect = Callable[[Sequence[Item]], Marks]
+Dialect = Callable[[Sequence[Item]], EngineScores]
 
 
 def connect(config: TeacherConfig, vocab_size: int) -> Engine:
     """Engine of a TeacherConfig. Raises ConfigError when the server cannot be used."""
     if config.engine_url is None:
         raise ConfigError('engine = "openai" needs engine_url: the address of a completions server')
-    return CompletionsServer(Upstream(config.engine_url), config, vocab_size)
+    return CompletionsServer(HttpEngine(config.engine_url), config, vocab_size)
 
 
 class CompletionsServer:
     """A server that runs already."""
 
-    def __init__(self, upstream: Upstream, config: TeacherConfig, vocab_size: int) -> None:
+    def __init__(self, upstream: HttpEngine, config: TeacherConfig, vocab_size: int) -> None:
         self._upstream = upstream
         card = upstream.model()
         self._model = card["id"]
         self._dialect = self._choose()
-        self.facts = Facts(
+        self.engine_info = EngineInfo(
             model=config.path,
             revision=config.revision,
             dtype=config.dtype,
@@ -62,7 +62,7 @@ class CompletionsServer:
             "use a server that does, or run the teacher with another engine"
         )
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
         return self._dialect(items)
 
@@ -78,7 +78,7 @@ class CompletionsServer:
             raise DataError(f"{len(items)} prompts were sent, {len(choices)} choices came back")
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
-    def _echo(self, items: Sequence[Item]) -> Marks:
+    def _echo(self, items: Sequence[Item]) -> EngineScores:
         parts = []
         for item, choice in zip(items, self._choices(items, echo=True, logprobs=1), strict=True):
             values = (choice.get("logprobs") or {}).get("token_logprobs") or []
@@ -87,13 +87,13 @@ class CompletionsServer:
                     f"{len(item.token_ids_L)} tokens were sent, {len(values)} log-probabilities came"
                 )
             parts.append(np.array(values[item.first : len(item.token_ids_L)], np.float32))
-        return Marks(np.concatenate(parts))
+        return EngineScores(np.concatenate(parts))
 
-    def _prompt_logprobs(self, items: Sequence[Item]) -> Marks:
+    def _prompt_logprobs(self, items: Sequence[Item]) -> EngineScores:
         tables = [choice.get("prompt_logprobs") for choice in self._choices(items, prompt_logprobs=0)]
         if None in tables:
             raise DataError("no prompt_logprobs came back")
-        return marks_from_dicts(items, [table for table in tables if table is not None], 0)
+        return scores_from_dicts(items, [table for table in tables if table is not None], 0)
 
     def head(self) -> Head | None:
         """A completions server shows no hidden states."""

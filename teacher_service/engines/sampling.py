@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from teacher_service.engines.base import Draft, Manner, Text
+from teacher_service.engines.base import EngineCompletion, EnginePrompt, GenerationParams
 
 Draw = Callable[[Tensor], Tensor]
 """float32 logits [B, V] of the next token → int64 [B, 1], what is drawn."""
@@ -81,12 +81,16 @@ def completions(sampled: Sampled) -> list[list[int]]:
 
 
 def write(
-    model: Any, vocab: int, drafts: Sequence[Draft], manner: Manner, ends: Sequence[int]
-) -> Iterator[list[Text] | None]:
+    model: Any,
+    vocab: int,
+    engine_prompts: Sequence[EnginePrompt],
+    generation: GenerationParams,
+    ends: Sequence[int],
+) -> Iterator[list[EngineCompletion] | None]:
     """See `Writer.write`; `ends`: the model's own and those of `manner`."""
-    drawn = _Drawn(drafts, manner, model.device)
-    prompts = [draft.token_ids_P.tolist() for draft in drafts]
-    steps = grow(model, vocab, prompts, ends, manner.max_tokens, drawn)
+    drawn = _Drawn(engine_prompts, generation, model.device)
+    prompts = [engine_prompt.token_ids_P.tolist() for engine_prompt in engine_prompts]
+    steps = grow(model, vocab, prompts, ends, generation.max_tokens, drawn)
     while True:
         with torch.inference_mode():  # not around a yield: what runs between two steps has a mode of its own
             sampled = next(steps, None)
@@ -96,7 +100,7 @@ def write(
         yield None
     logprob_BS = torch.stack(drawn.logprobs, 1).cpu().numpy()
     yield [
-        Text(np.array(ids, np.int32), logprob_S[: len(ids)], ids[-1] in ends)
+        EngineCompletion(np.array(ids, np.int32), logprob_S[: len(ids)], ids[-1] in ends)
         for ids, logprob_S in zip(completions(last), logprob_BS, strict=True)
     ]
 
@@ -115,11 +119,16 @@ def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
 class _Drawn:
     """Draws by inverting each row's cumulative distribution at numbers that its seed gives."""
 
-    def __init__(self, drafts: Sequence[Draft], manner: Manner, device: torch.device) -> None:
-        count = manner.max_tokens
-        rows = [np.random.default_rng(draft.seed).random(count, dtype=np.float32) for draft in drafts]
+    def __init__(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams, device: torch.device
+    ) -> None:
+        count = generation.max_tokens
+        rows = [
+            np.random.default_rng(engine_prompt.seed).random(count, dtype=np.float32)
+            for engine_prompt in engine_prompts
+        ]
         self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
-        self._temperature = manner.temperature
+        self._temperature = generation.temperature
         self.logprobs: list[Tensor] = []
         """float32 [B] of every step"""
 

@@ -19,8 +19,8 @@ import numpy as np
 from sync.errors import ConfigError, DataError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Engine, Facts, Item, Marks
-from teacher_service.engines.http_engine import Upstream, assemble, longest, only_known
+from teacher_service.engines.base import Engine, EngineInfo, EngineScores, Item, ScoreOptions
+from teacher_service.engines.http_engine import HttpEngine, assemble, longest, only_known
 
 GENERATE: Final = "/generate"
 
@@ -29,15 +29,15 @@ def connect(config: TeacherConfig, vocab_size: int) -> Engine:
     """Engine of a TeacherConfig. Raises ConfigError when the server cannot be used."""
     if config.engine_url is None:
         raise ConfigError('engine = "sglang" needs engine_url: the address of an SGLang server')
-    return SGLangServer(Upstream(config.engine_url), config, vocab_size)
+    return SGLangServer(HttpEngine(config.engine_url), config, vocab_size)
 
 
 class SGLangServer:
     """A server that runs already."""
 
-    def __init__(self, upstream: Upstream, config: TeacherConfig, vocab_size: int) -> None:
+    def __init__(self, upstream: HttpEngine, config: TeacherConfig, vocab_size: int) -> None:
         self._upstream = upstream
-        self.facts = Facts(
+        self.engine_info = EngineInfo(
             model=config.path,
             revision=config.revision,
             dtype=config.dtype,
@@ -49,33 +49,33 @@ class SGLangServer:
         )
         probe = Item(np.array([0, 0], np.int32), 1, np.array([[0]], np.int32))
         try:
-            self.score([probe], Asked(topk=1, gather=1))
+            self.score([probe], ScoreOptions(topk=1, gather=1))
         except DataError as error:
             raise ConfigError(
                 f"the server at engine_url does not answer {GENERATE} like SGLang ({error}): "
                 'use engine = "openai" for other servers'
             ) from error
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
-        unions = [_union(item) for item in items] if asked.gather else []
-        answers = [answer["meta_info"] for answer in self._generate(items, asked.topk, unions)]
-        last = self.facts.vocab_size - 1
+        unions = [_union(item) for item in items] if options.gather else []
+        answers = [answer["meta_info"] for answer in self._generate(items, options.topk, unions)]
+        last = self.engine_info.vocab_size - 1
         tables = [_sampled(info, item, last) for info, item in zip(answers, items, strict=True)]
         ids_CK, top_CK = None, None
-        if asked.topk:
+        if options.topk:
             tops = [
-                _table(info, "input_top_logprobs", item, asked.topk)
+                _table(info, "input_top_logprobs", item, options.topk)
                 for info, item in zip(answers, items, strict=True)
             ]
             ids_CK, top_CK = (np.concatenate(columns) for columns in zip(*tops, strict=True))
-        marks = only_known(assemble(np.concatenate(tables), ids_CK, top_CK), self.facts.vocab_size)
-        if not asked.gather:
-            return marks
+        scores = only_known(assemble(np.concatenate(tables), ids_CK, top_CK), self.engine_info.vocab_size)
+        if not options.gather:
+            return scores
         gathered = [
             _gathered(info, item, union) for info, item, union in zip(answers, items, unions, strict=True)
         ]
-        return dataclasses.replace(marks, gathered_CK=np.concatenate(gathered))
+        return dataclasses.replace(scores, gathered_CK=np.concatenate(gathered))
 
     def _generate(self, items: Sequence[Item], topk: int, unions: list[list[int]]) -> list[dict[str, Any]]:
         body: dict[str, Any] = {

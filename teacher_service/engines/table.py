@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sync.wire import Head, pack
-from teacher_service.engines.base import CAPABILITIES, Asked, Draft, Facts, Item, Manner, Marks, Text
+from teacher_service.engines.base import (
+    CAPABILITIES,
+    EngineCompletion,
+    EngineInfo,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
 
 NextToken = Callable[[np.ndarray], np.ndarray]
 """Token ids [L] → log-probabilities [L, V]: row i is the distribution of the token after position i."""
@@ -29,58 +38,66 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = tuple(mark for mark in CAPABILITIES if mark != "hidden" or self._table is not None)
-        self.facts = Facts("table", "float32", "table", size, size, max_length, can)
+        can = tuple(
+            score_hidden
+            for score_hidden in CAPABILITIES
+            if score_hidden != "hidden" or self._table is not None
+        )
+        self.engine_info = EngineInfo("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
         assert self._table is not None
         return self._table[token_ids_L]
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
         logp_CV = np.concatenate([self._next(i.token_ids_L)[i.first - 1 : -1] for i in items])
-        if asked.temperature != 1.0:
-            logp_CV = logp_CV / asked.temperature
+        if options.temperature != 1.0:
+            logp_CV = logp_CV / options.temperature
             logp_CV -= np.logaddexp.reduce(logp_CV, axis=1, keepdims=True)
         targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
         rows_C = np.arange(len(targets_C))
-        ids_CK = np.argsort(-logp_CV, axis=1, kind="stable")[:, : asked.topk].astype(np.int32)
+        ids_CK = np.argsort(-logp_CV, axis=1, kind="stable")[:, : options.topk].astype(np.int32)
         topk_CK = np.take_along_axis(logp_CV, ids_CK, 1)
         gathered_CK = None
-        if asked.gather:
+        if options.gather:
             wanted_CK = np.concatenate([item.gather_ids_TK for item in items])
             found_CK = np.take_along_axis(logp_CV, np.maximum(wanted_CK, 0), 1)
             gathered_CK = np.where(wanted_CK < 0, 0, found_CK).astype(np.float32)
         previous_C = np.concatenate([item.token_ids_L[item.first - 1 : -1] for item in items])
-        return Marks(
+        return EngineScores(
             logprob_C=logp_CV[rows_C, targets_C].astype(np.float32),
-            topk_ids_CK=ids_CK if asked.topk else None,
-            topk_logprob_CK=topk_CK.astype(np.float32) if asked.topk else None,
-            tail_C=np.clip(1 - np.exp(topk_CK).sum(1), 0, 1).astype(np.float32) if asked.topk else None,
+            topk_ids_CK=ids_CK if options.topk else None,
+            topk_logprob_CK=topk_CK.astype(np.float32) if options.topk else None,
+            tail_C=np.clip(1 - np.exp(topk_CK).sum(1), 0, 1).astype(np.float32) if options.topk else None,
             gathered_CK=gathered_CK,
-            entropy_C=-(np.exp(logp_CV) * logp_CV).sum(1).astype(np.float32) if asked.entropy else None,
-            hidden_CH=np.eye(self.facts.hidden_size, dtype=np.float32)[previous_C] if asked.hidden else None,
+            entropy_C=-(np.exp(logp_CV) * logp_CV).sum(1).astype(np.float32) if options.entropy else None,
+            hidden_CH=np.eye(self.engine_info.hidden_size, dtype=np.float32)[previous_C]
+            if options.hidden
+            else None,
         )
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`; only `manner` knows ids that end a text. One draft a step."""
         texts = []
-        for draft in drafts:
+        for engine_prompt in engine_prompts:
             yield None
-            texts.append(self._complete(draft, manner))
+            texts.append(self._complete(engine_prompt, generation))
         yield texts
 
-    def _complete(self, draft: Draft, manner: Manner) -> Text:
-        rng, ids, ended = np.random.default_rng(draft.seed), draft.token_ids_P, False
+    def _complete(self, engine_prompt: EnginePrompt, generation: GenerationParams) -> EngineCompletion:
+        rng, ids, ended = np.random.default_rng(engine_prompt.seed), engine_prompt.token_ids_P, False
         logprobs: list[float] = []
-        while len(logprobs) < manner.max_tokens and not ended:
-            logits_V = self._next(ids)[-1].astype(np.float64) / manner.temperature
+        while len(logprobs) < generation.max_tokens and not ended:
+            logits_V = self._next(ids)[-1].astype(np.float64) / generation.temperature
             logp_V = logits_V - np.logaddexp.reduce(logits_V)
             token = int(rng.choice(len(logp_V), p=np.exp(logp_V)))
             ids = np.append(ids, np.int32(token))
             logprobs.append(logp_V[token])
-            ended = token in manner.stop_token_ids
-        return Text(ids[len(draft.token_ids_P) :], np.array(logprobs, np.float32), ended)
+            ended = token in generation.stop_token_ids
+        return EngineCompletion(ids[len(engine_prompt.token_ids_P) :], np.array(logprobs, np.float32), ended)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""

@@ -19,8 +19,17 @@ import torch
 
 from sync.errors import ConfigError
 from sync.wire import Head, pack
-from teacher_service.engines.base import CAPABILITIES, Asked, Draft, Facts, Item, Manner, Marks, Text
-from teacher_service.engines.head import find_head, mark
+from teacher_service.engines.base import (
+    CAPABILITIES,
+    EngineCompletion,
+    EngineInfo,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
+from teacher_service.engines.head import find_head, score_hidden
 from teacher_service.engines.packing import hidden_rows, packed_ids, padded_ids, rectangles
 from teacher_service.engines.sampling import write
 
@@ -57,7 +66,7 @@ class TransformersEngine:
                 "%s lets packed sequences see each other: they are padded instead", type(model).__name__
             )
             self.packing = False
-        self.facts = Facts(
+        self.engine_info = EngineInfo(
             model=name,
             revision=revision,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -69,25 +78,25 @@ class TransformersEngine:
         )
 
     @torch.inference_mode()
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
         overhead = PASS_TOKENS.get(self._model.device.type, 64)
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
         order = [i for group in groups for i in group.rows]
         sorted_items = [items[i] for i in order]
         hidden_CH = torch.cat([self._hidden([items[i] for i in g.rows], g.width) for g in groups])
-        marks = mark(
+        scores = score_hidden(
             self._head,
             hidden_CH,
             self._targets(sorted_items),
             self._wanted(sorted_items),
-            asked,
+            options,
             self._head_chunk,
         )
-        if asked.hidden:
-            marks["hidden_CH"] = hidden_CH
+        if options.hidden:
+            scores["hidden_CH"] = hidden_CH
         back = _original_order(items, order)
-        return Marks(**{name: _to_numpy(value)[back] for name, value in marks.items()})
+        return EngineScores(**{name: _to_numpy(value)[back] for name, value in scores.items()})
 
     def packs_exactly(self) -> bool:
         """Whether the hidden states of a packed sequence are those that it has alone."""
@@ -124,10 +133,12 @@ class TransformersEngine:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`."""
-        ends = sorted({*_end_ids(self._model), *manner.stop_token_ids})
-        return write(self._model, len(self._head.weight_VH), drafts, manner, ends)
+        ends = sorted({*_end_ids(self._model), *generation.stop_token_ids})
+        return write(self._model, len(self._head.weight_VH), engine_prompts, generation, ends)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
@@ -135,7 +146,7 @@ class TransformersEngine:
         sent_as = torch.bfloat16 if self._model.dtype == torch.bfloat16 else torch.float32
         weight = _to_numpy(head.weight_VH.to(sent_as))
         return Head(
-            teacher=self.facts.model,
+            teacher=self.engine_info.model,
             weight=_packed(weight),
             bias=None if head.bias_V is None else pack(_to_numpy(head.bias_V)),
             scale=head.scale,
@@ -159,13 +170,13 @@ def _end_ids(model: Any) -> list[int]:
     return []
 
 
-def _longest(config: Any, asked: int | None) -> int:
+def _longest(config: Any, options: int | None) -> int:
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked is not None and own is not None and asked > own:
+    if options is not None and own is not None and options > own:
         raise ConfigError(
-            f"max_length = {asked} is beyond the model's own limit of {own} positions: lower it"
+            f"max_length = {options} is beyond the model's own limit of {own} positions: lower it"
         )
-    longest = asked or own
+    longest = options or own
     if longest is None:
         raise ConfigError("the model's config names no longest sequence: set max_length for this teacher")
     return int(longest)

@@ -27,8 +27,17 @@ from sync.errors import ConfigError, DataError
 from sync.replica.plugin import PLUGIN
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Draft, Engine, Facts, Item, Manner, Marks, Text
-from teacher_service.engines.http_engine import Upstream, assemble, longest, marks_from_dicts, only_known
+from teacher_service.engines.base import (
+    Engine,
+    EngineCompletion,
+    EngineInfo,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
+from teacher_service.engines.http_engine import HttpEngine, assemble, longest, only_known, scores_from_dicts
 
 GENERATE: Final = "/inference/v1/generate"
 TOPK_TRIED: Final = (1024, 256, 128, 64, 32, 20, 8, 1)
@@ -40,7 +49,7 @@ def connect(config: TeacherConfig, vocab_size: int) -> Engine:
     """Engine of a TeacherConfig. Raises ConfigError when it cannot serve."""
     if config.engine_url is None:
         return InProcess(config, vocab_size)
-    return ByUrl(Upstream(config.engine_url), config, vocab_size)
+    return ByUrl(HttpEngine(config.engine_url), config, vocab_size)
 
 
 def largest_topk(accepts: Callable[[int], bool], vocab_size: int) -> int:
@@ -54,11 +63,11 @@ def capabilities(topk: int, gather: bool, write: bool = True) -> tuple[str, ...]
     return tuple(name for name, given in tried.items() if given)
 
 
-def _check_temperature(manner: Manner) -> None:
+def _check_temperature(generation: GenerationParams) -> None:
     """Raise DataError for what vLLM would report the wrong log-probabilities of."""
-    if manner.temperature != 1.0:
+    if generation.temperature != 1.0:
         raise DataError(
-            f"temperature is {manner.temperature:g}, and vLLM tells log-probabilities at temperature 1: "
+            f"temperature is {generation.temperature:g}, and vLLM tells log-probabilities at temperature 1: "
             'ask for 1, or use engine = "transformers"'
         )
 
@@ -66,13 +75,13 @@ def _check_temperature(manner: Manner) -> None:
 class ByUrl:
     """A vLLM server that runs already."""
 
-    def __init__(self, upstream: Upstream, config: TeacherConfig, vocab_size: int) -> None:
+    def __init__(self, upstream: HttpEngine, config: TeacherConfig, vocab_size: int) -> None:
         self._upstream = upstream
         card = upstream.model()
         self._model = card["id"]
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="upstream")
         max_topk = largest_topk(self._accepts_topk, vocab_size)
-        self.facts = Facts(
+        self.engine_info = EngineInfo(
             model=config.path,
             revision=config.revision,
             dtype=config.dtype,
@@ -101,15 +110,19 @@ class ByUrl:
 
     def _accepts_write(self) -> bool:
         try:
-            self._text(Draft(np.array([0], np.int32), 0), Manner(1, 1.0, ()))
+            self._text(EnginePrompt(np.array([0], np.int32), 0), GenerationParams(1, 1.0, ()))
         except DataError:
             return False
         return True
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`."""
-        _check_temperature(manner)
-        futures = [self._threads.submit(self._text, draft, manner) for draft in drafts]
+        _check_temperature(generation)
+        futures = [
+            self._threads.submit(self._text, engine_prompt, generation) for engine_prompt in engine_prompts
+        ]
         try:
             while wait(futures, timeout=POLL_SECONDS).not_done:
                 yield None
@@ -118,19 +131,19 @@ class ByUrl:
             for future in futures:
                 future.cancel()
 
-    def _text(self, draft: Draft, manner: Manner) -> Text:
+    def _text(self, engine_prompt: EnginePrompt, generation: GenerationParams) -> EngineCompletion:
         """Nothing is left to the server's defaults: a model's generation config may cut the distribution."""
         body = {
             "model": self._model,
-            "prompt": draft.token_ids_P.tolist(),
-            "max_tokens": manner.max_tokens,
+            "prompt": engine_prompt.token_ids_P.tolist(),
+            "max_tokens": generation.max_tokens,
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": draft.seed,
-            "stop_token_ids": list(manner.stop_token_ids),
+            "seed": engine_prompt.seed,
+            "stop_token_ids": list(generation.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
         }
@@ -139,17 +152,17 @@ class ByUrl:
         if not ids or values is None or len(ids) != len(values):
             raise DataError("the server returns no token_ids with log-probabilities: vLLM >= 0.11 does")
         ended = choice["finish_reason"] == "stop"
-        return Text(np.array(ids, np.int32), np.array(values, np.float32), ended)
+        return EngineCompletion(np.array(ids, np.int32), np.array(values, np.float32), ended)
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
-        marks = only_known(self._completions(items, asked.topk), self.facts.vocab_size)
-        if not asked.gather:
-            return marks
+        scores = only_known(self._completions(items, options.topk), self.engine_info.vocab_size)
+        if not options.gather:
+            return scores
         gathered = list(self._threads.map(self._gathered, items))
-        return dataclasses.replace(marks, gathered_CK=np.concatenate(gathered))
+        return dataclasses.replace(scores, gathered_CK=np.concatenate(gathered))
 
-    def _completions(self, items: Sequence[Item], k: int) -> Marks:
+    def _completions(self, items: Sequence[Item], k: int) -> EngineScores:
         body = {
             "model": self._model,
             "prompt": [item.token_ids_L.tolist() for item in items],
@@ -161,7 +174,7 @@ class ByUrl:
         tables = [choice.get("prompt_logprobs") for choice in sorted(choices, key=lambda c: int(c["index"]))]
         if None in tables or len(tables) != len(items):
             raise DataError("the server returns no prompt_logprobs: use a vLLM server, or another engine")
-        return marks_from_dicts(items, tables, k)
+        return scores_from_dicts(items, tables, k)
 
     def _gathered(self, item: Item) -> np.ndarray:
         """float32 [T, K]"""
@@ -219,7 +232,7 @@ class InProcess:
         engine = self._llm.llm_engine.vllm_config
         gather = bool(getattr(engine, "use_v2_model_runner", False))
         max_topk = engine.model_config.max_logprobs
-        self.facts = Facts(
+        self.engine_info = EngineInfo(
             model=config.path,
             revision=config.revision,
             dtype=str(engine.model_config.dtype).removeprefix("torch."),
@@ -231,55 +244,61 @@ class InProcess:
             max_topk=max_topk,
         )
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
         prompts = [{"prompt_token_ids": item.token_ids_L.tolist()} for item in items]
-        params = [self._sampling(item, asked) for item in items]
+        params = [self._sampling(item, options) for item in items]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         columns = [
-            _columns(output.prompt_logprobs, item, asked.topk)
+            _columns(output.prompt_logprobs, item, options.topk)
             for output, item in zip(outputs, items, strict=True)
         ]
         ids_CK, logprob_CK = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
-        if asked.topk:
-            marks = assemble(logprob_CK[:, 0], ids_CK[:, 1:], logprob_CK[:, 1:])
-            only_known(marks, self.facts.vocab_size)
+        if options.topk:
+            scores = assemble(logprob_CK[:, 0], ids_CK[:, 1:], logprob_CK[:, 1:])
+            only_known(scores, self.engine_info.vocab_size)
         else:
-            marks = Marks(logprob_CK[:, 0])
-        if not asked.gather:
-            return marks
+            scores = EngineScores(logprob_CK[:, 0])
+        if not options.gather:
+            return scores
         wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
         found_CK = np.concatenate([output.prompt_token_id_logprobs for output in outputs])
-        return dataclasses.replace(marks, gathered_CK=np.where(wanted_CK < 0, 0, found_CK).astype(np.float32))
+        return dataclasses.replace(
+            scores, gathered_CK=np.where(wanted_CK < 0, 0, found_CK).astype(np.float32)
+        )
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         """See `Writer.write`; one step, because vLLM's loop cannot be shared with `score`."""
-        _check_temperature(manner)
-        prompts = [{"prompt_token_ids": draft.token_ids_P.tolist()} for draft in drafts]
+        _check_temperature(generation)
+        prompts = [
+            {"prompt_token_ids": engine_prompt.token_ids_P.tolist()} for engine_prompt in engine_prompts
+        ]
         params = [
             self._params(
-                max_tokens=manner.max_tokens,
+                max_tokens=generation.max_tokens,
                 temperature=1.0,
-                seed=draft.seed,
-                stop_token_ids=list(manner.stop_token_ids),
+                seed=engine_prompt.seed,
+                stop_token_ids=list(generation.stop_token_ids),
                 logprobs=0,
                 detokenize=False,
             )
-            for draft in drafts
+            for engine_prompt in engine_prompts
         ]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        yield [_text_of(output.outputs[0]) for output in outputs]
+        yield [_completion_of(output.outputs[0]) for output in outputs]
 
-    def _sampling(self, item: Item, asked: Asked) -> Any:
+    def _sampling(self, item: Item, options: ScoreOptions) -> Any:
         gather = {}
-        if asked.gather:
+        if options.gather:
             gather = {"prompt_logprob_token_ids": item.gather_ids_TK, "prompt_logprob_start": item.first - 1}
         return self._params(
             max_tokens=1,
             temperature=1.0,
             detokenize=False,
             flat_logprobs=True,
-            prompt_logprobs=asked.topk,
+            prompt_logprobs=options.topk,
             **gather,
         )
 
@@ -292,11 +311,13 @@ class InProcess:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _text_of(output: Any) -> Text:
+def _completion_of(output: Any) -> EngineCompletion:
     """vLLM's completion of one prompt."""
     ids = [int(token) for token in output.token_ids]
     logprobs = [table[token].logprob for token, table in zip(ids, output.logprobs, strict=True)]
-    return Text(np.array(ids, np.int32), np.array(logprobs, np.float32), output.finish_reason == "stop")
+    return EngineCompletion(
+        np.array(ids, np.int32), np.array(logprobs, np.float32), output.finish_reason == "stop"
+    )
 
 
 def _columns(flat: Any, item: Item, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_run import NAME, command
 
-from distill.bench.kill_target import Patient
+from distill.bench.kill_target import KillTarget
 
 pytestmark = [
     pytest.mark.engine,
@@ -24,40 +24,40 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BROADCASTS = (
-    'weights={road="broadcast", timeout_seconds=3600.0}',
+    'weights={transport="broadcast", timeout_seconds=3600.0}',
     "trainer.checkpoint_every=0",
     "trainer.lr=1e-4",
     "student.replicas=2",
 )
 
 
-def said(patient: Patient, words: str) -> int:
+def said(kill_target: KillTarget, words: str) -> int:
     """How often the trainer said it."""
-    log = patient.run_dir / "logs" / "trainer.log"
+    log = kill_target.run_dir / "logs" / "trainer.log"
     return log.read_text().count(words) if log.is_file() else 0
 
 
-def kill_in_a_broadcast(patient: Patient, victim: str, audience: int) -> None:
+def kill_in_a_broadcast(kill_target: KillTarget, victim: str, audience: int) -> None:
     """Stop the victim while a broadcast to `audience` replicas is under way, then kill it."""
     announced = f"goes to {audience} replicas"
     for _ in range(50):
-        seen = said(patient, announced)
+        seen = said(kill_target, announced)
         deadline = time.monotonic() + 120
-        while said(patient, announced) == seen and time.monotonic() < deadline:
+        while said(kill_target, announced) == seen and time.monotonic() < deadline:
             time.sleep(0.001)
-        patient.signal(victim, signal.SIGSTOP)
+        kill_target.signal(victim, signal.SIGSTOP)
         time.sleep(1.0)
-        if said(patient, "goes to") > said(patient, "went to"):
-            patient.kill(victim, random.Random(0))
+        if said(kill_target, "goes to") > said(kill_target, "went to"):
+            kill_target.kill(victim, random.Random(0))
             return
-        patient.signal(victim, signal.SIGCONT)
+        kill_target.signal(victim, signal.SIGCONT)
     raise AssertionError("every broadcast was over before its replica could be stopped")
 
 
 def test_a_run_outlives_replicas_killed_in_a_broadcast_even_the_last_one(tmp_path: Path) -> None:
     """One of two, then the other before the first is back: its successor is held until that happened."""
     words = command(tmp_path, 100_000, *BROADCASTS)
-    with Patient(words, tmp_path / NAME) as pair:
+    with KillTarget(words, tmp_path / NAME) as pair:
         pair.start()
         pair.wait(lambda: pair.step() >= 2, "step 2")
         kill_in_a_broadcast(pair, "student-1", audience=2)

@@ -17,7 +17,7 @@ from small_disk import mounted
 from tiny_run import BATCH, NAME, command
 
 from distill.bench.full_disk import fill, free
-from distill.bench.kill_target import Patient
+from distill.bench.kill_target import KillTarget
 from distill.run_log.audit import AuditReport, audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks
@@ -44,17 +44,17 @@ def full(folder: Path) -> Iterator[None]:
         free(folder)
 
 
-def stands_still(patient: Patient) -> None:
+def stands_still(kill_target: KillTarget) -> None:
     """What was handed out already is trained; then nothing goes on."""
     time.sleep(6.0)
-    step = patient.step()
+    step = kill_target.step()
     time.sleep(4.0)
-    assert patient.step() == step
+    assert kill_target.step() == step
 
 
-def says(patient: Patient, log: str, words: str) -> None:
-    path = patient.run_dir / "logs" / log
-    patient.wait(lambda: words in path.read_text(), f"{words!r} in {log}")
+def says(kill_target: KillTarget, log: str, words: str) -> None:
+    path = kill_target.run_dir / "logs" / log
+    kill_target.wait(lambda: words in path.read_text(), f"{words!r} in {log}")
 
 
 def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> None:
@@ -65,40 +65,40 @@ def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> 
         for name in ("journal", "checkpoints", "store"):
             stack.enter_context(mounted(disks[name], SIZES[name] << 10))
         words = command(tmp_path / "disk", STEPS, "run.min_free_disk_gib=0")
-        patient = stack.enter_context(Patient(words, run_dir))
-        report = filled(patient, disks)
+        kill_target = stack.enter_context(KillTarget(words, run_dir))
+        report = filled(kill_target, disks)
         assert report.ok, report
         assert report.trained == STEPS * BATCH
         assert report.open_prompts == []
-        summary = patient.summary()
+        summary = kill_target.summary()
         assert summary["completed"]
         assert summary["weights_identical"]
         assert summary["lineages"] == 1, "nothing died of it"
 
 
-def filled(patient: Patient, disks: dict[str, Path]) -> AuditReport:
+def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     """Start the run, fill each disk once, and audit what came of it."""
-    patient.start()
-    patient.wait(lambda: patient.step() >= 2, "step 2")
+    kill_target.start()
+    kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
     with full(disks["journal"]):
-        says(patient, "launcher.log", "disk full: the journal in")
-        stands_still(patient)
-    says(patient, "launcher.log", "has room again, the run goes on")
+        says(kill_target, "launcher.log", "disk full: the journal in")
+        stands_still(kill_target)
+    says(kill_target, "launcher.log", "has room again, the run goes on")
 
     with full(disks["checkpoints"]):
-        says(patient, "trainer.log", "disk full: checkpoint")
+        says(kill_target, "trainer.log", "disk full: checkpoint")
         found = checkpoint.find(disks["checkpoints"], None, ALONE)
         assert found is None or found.is_dir(), "what `latest` names is whole"
-    says(patient, "trainer.log", "there is room again for checkpoint")
+    says(kill_target, "trainer.log", "there is room again for checkpoint")
 
     with full(disks["store"]):
-        says(patient, "trainer.log", "waits for room, the run pauses")
-    says(patient, "trainer.log", "the run goes on")
+        says(kill_target, "trainer.log", "waits for room, the run pauses")
+    says(kill_target, "trainer.log", "the run goes on")
 
     with full(disks[""]):
-        stands_still(patient)
-    patient.end()
+        stands_still(kill_target)
+    kill_target.end()
     newest = checkpoint.find(disks["checkpoints"], None, ALONE)
     assert newest is not None
     assert newest.name.endswith(f"{STEPS:08d}")
-    return audit(patient.run_dir)
+    return audit(kill_target.run_dir)

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
+from sync.broadcast.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError, Unreachable
+from sync.publish.publisher import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.snapshots.tensors import meta_of
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
 from sync.transport import Peer
-from sync.snapshots import checkpoint
-from sync.broadcast.broadcast import BroadcastSender
-from sync.publish.publisher import Publisher, Slice
-from sync.snapshots.tensors import meta_of
 from sync.wire import (
     Audience,
     BroadcastTicket,
@@ -320,22 +320,24 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
     ticket = BroadcastTicket(sender.address, "one", 1, 2)
     async with server.peer() as peer:
         await update(peer, 1)
-        asked = asyncio.create_task(update(peer, 50, broadcast=ticket))
+        options = asyncio.create_task(update(peer, 50, broadcast=ticket))
         sent = await asyncio.to_thread(
             sender.send, Audience(group="one", world_size=2), metas, weights.items()
         )
-        reply = await asked
+        reply = await options
         assert (reply.version, reply.bytes_read >= sent) == (Version(1, 50), True)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert state.digests == checkpoint.digests(folders[1])
         assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
 
         partial = [(name, tensor) for name, tensor in weights.items() if "layers.1" not in name]
-        asked = asyncio.create_task(update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2)))
+        options = asyncio.create_task(
+            update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2))
+        )
         partial_metas = [meta_of(name, tensor) for name, tensor in partial]
         await asyncio.to_thread(sender.send, Audience(group="two", world_size=2), partial_metas, partial)
         with pytest.raises(RemoteError, match=r"409.*the old weights are back"):
-            await asked
+            await options
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(folders[1]))
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
@@ -387,10 +389,12 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
 
     async def send_a_stranger(group: str) -> None:
-        asked = asyncio.create_task(update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2)))
+        options = asyncio.create_task(
+            update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2))
+        )
         audience = Audience(group=group, world_size=2)
         await asyncio.to_thread(sender.send, audience, [meta_of("norm", norm)], [("norm", norm)])
-        await asked
+        await options
 
     async with spare.peer() as peer:
         with pytest.raises(RemoteError, match="the old weights are back"):

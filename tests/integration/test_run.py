@@ -34,15 +34,15 @@ import torch
 from listeners import Listeners
 
 from distill.config import StudentConfig
-from distill.run_log.audit import audit
-from distill.run_log.records import Composed, Opened, VersionApplied
-from distill.run_log.segments import read_all
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
 from distill.proof import prove
+from distill.run_log.audit import audit
+from distill.run_log.records import BatchFormed, Opened, VersionApplied
+from distill.run_log.segments import read_all
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
-from sync.transport import TOKEN_VARIABLE, BlockingPeer
 from sync.snapshots.tensors import digest, read_folder
+from sync.transport import TOKEN_VARIABLE, BlockingPeer
 from sync.wire import ReplicaLeaves, Replicas, Version
 
 pytestmark = [
@@ -53,18 +53,18 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 200, 20
-BOTH_ENDS = {"type": "task", "task": "both_ends"}
+BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
 import sys
 calls = []
-def judge(prompt, completion):
+def reward_fn(prompt, completion):
     calls.append(prompt)
     if "evaluate" in sys.argv[0] and len(calls) > 5:
-        raise RuntimeError("the judge has given up")
+        raise RuntimeError("the reward_fn has given up")
     return True
 """
-"""A judge that answers the evaluator once when it is tried and for four completions, then never again."""
+"""A reward_fn that answers the evaluator once when it is tried and for four completions, then never again."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
 [run]
@@ -292,21 +292,21 @@ def healthy(port: int) -> bool:
     return False
 
 
-def left_behind(mark: str) -> list[psutil.Process]:
+def left_behind(score_hidden: str) -> list[psutil.Process]:
     """Processes with `mark` in command line or environment that still live after a moment to leave in."""
     deadline = time.monotonic() + 15.0
-    while (found := marked(mark)) and time.monotonic() < deadline:
+    while (found := marked(score_hidden)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked(score_hidden: str) -> list[psutil.Process]:
     """Living processes whose command line or environment holds `mark`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = [*process.cmdline(), *process.environ().values()]
-            if process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in words):
+            if process.status() != psutil.STATUS_ZOMBIE and any(score_hidden in word for word in words):
                 found.append(process)
     return found
 
@@ -356,8 +356,8 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
         "controller.trainer=external",
         f"run.steps={MANY}",
         "rollout.per_prompt=2",
-        "rollout.straggler_seconds=60",
-        'rollout.stragglers="keep"',
+        "rollout.completion_timeout_seconds=60",
+        'rollout.on_timeout="keep"',
         'buffer.late={type="freshness", hard_limit=9, half_life=2}',
         'objective={type="topk", k=4, task={baseline="group"}}',
     ]
@@ -430,7 +430,7 @@ def check_policies(run: Run) -> None:
     records = [record for _, _, record in read_all(run.run_dir / "journal")]
     (opened,) = [record for record in records if isinstance(record, Opened)]
     assert (opened.max_staleness, opened.hard_limit, opened.half_life, opened.group) == (4, 9, 2.0, 2)
-    batches = [record.ids for record in records if isinstance(record, Composed)]
+    batches = [record.ids for record in records if isinstance(record, BatchFormed)]
     assert len(batches) == MANY
     assert all(set(Counter(map(group_of, ids)).values()) == {2} for ids in batches)
     applied = [record for record in records if isinstance(record, VersionApplied)]
@@ -453,7 +453,7 @@ def test_an_untied_llama_over_broadcasts_to_two_replicas(
     run = Run(tmp_path, models, "llama", prompts["plain"])
     summary = run.finish(
         "student.replicas=2",
-        "weights.road=broadcast",
+        "weights.transport=broadcast",
         'objective={type="sft", on_policy=0.5}',
         "evaluation=false",
     )
@@ -540,13 +540,13 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
 
     The evaluation of the last version fails, and nothing else does.
     """
-    run = Run(tmp_path, models, "experts", {**prompts["plain"], "judge": "gives_up:judge"})
+    run = Run(tmp_path, models, "experts", {**prompts["plain"], "reward_fn": "gives_up:reward_fn"})
     (tmp_path / "gives_up.py").write_text(GIVES_UP)
     settings = ("trainer.ranks=2", 'objective={type="topk", k=4}', "evaluation.prompts=4")
     with run.command("run", *settings, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as running:
         assert running.end() == 1, run.logs(running)
         assert 'L000-v00000005 could not be evaluated, so "after" is empty: ' in running.said
-        assert "the judge has given up" in running.said
+        assert "the reward_fn has given up" in running.said
     summary = run.summary()
     check_result(run, summary)
     assert summary["before"]["completions"] == 4

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tiny_run import BATCH, CHECKPOINT_EVERY, NAME, command
 
-from distill.bench.kill_target import Patient
+from distill.bench.kill_target import KillTarget
+from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
+from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.records import LineageOpened
 from distill.run_log.segments import read_all
-from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
-from distill.launch.roles import EVALUATOR
 
 pytestmark = [
     pytest.mark.engine,
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 STEPS = 64
 SERVERS = ["student-0", "teacher-only"]
-LIMITS = ("run.health_timeout_seconds=20", "rollout.silent_seconds=40", "run.restarts=20")
+LIMITS = ("run.health_timeout_seconds=20", "rollout.stall_timeout_seconds=40", "run.restarts=20")
 EVALUATED = "evaluation={prompts=8, threads=1}"
 ENGINE = ENGINE_OF + "student-0"
 
@@ -54,9 +54,9 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
     """
     folder = tmp_path_factory.mktemp("survival")
     rng = random.Random(0)
-    with Patient(command(folder, STEPS, *LIMITS, EVALUATED), folder / NAME) as patient:
-        patient.start()
-        patient.wait(lambda: patient.step() >= 2, "step 2")
+    with KillTarget(command(folder, STEPS, *LIMITS, EVALUATED), folder / NAME) as kill_target:
+        kill_target.start()
+        kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
         left = 0
         for stopped, killed, unguarded in (
             ([], SERVERS, "trainer"),
@@ -64,19 +64,21 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
             ([ENGINE], ["trainer"], "teacher-only"),
         ):
             for role in stopped:
-                patient.suspend(role, rng)
+                kill_target.suspend(role, rng)
             for role in killed:
-                patient.kill(role, rng)
-            left += patient.kill_guardian(unguarded) if unguarded else 0
+                kill_target.kill(role, rng)
+            left += kill_target.kill_guardian(unguarded) if unguarded else 0
             struck = {*stopped, *killed, *filter(None, [unguarded])} - {DEEPSPEED}
-            patient.wait_at_work([role.removeprefix(ENGINE_OF) for role in struck])
-        patient.kill_launcher()
-        patient.start(resume=True)
-        patient.end()
-        records = [record for *_, record in read_all(patient.run_dir / "journal")]
+            kill_target.wait_at_work([role.removeprefix(ENGINE_OF) for role in struck])
+        kill_target.kill_launcher()
+        kill_target.start(resume=True)
+        kill_target.end()
+        records = [record for *_, record in read_all(kill_target.run_dir / "journal")]
         lineages = [record for record in records if isinstance(record, LineageOpened)]
-        said = (patient.run_dir / "logs" / "launcher.log").read_text()
-        yield Survivor(audit(patient.run_dir), patient.summary(), lineages, left + patient.orphans(), said)
+        said = (kill_target.run_dir / "logs" / "launcher.log").read_text()
+        yield Survivor(
+            audit(kill_target.run_dir), kill_target.summary(), lineages, left + kill_target.orphans(), said
+        )
 
 
 def test_the_run_completes_with_every_guarantee_kept(survivor: Survivor) -> None:
@@ -111,7 +113,7 @@ def test_a_trainer_without_all_heartbeats_is_told_and_killed(survivor: Survivor)
 
 
 def test_a_server_whose_engine_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor) -> None:
-    assert survivor.said.count("wrote no token for rollout.silent_seconds = 40 s") == 1
+    assert survivor.said.count("wrote no token for rollout.stall_timeout_seconds = 40 s") == 1
 
 
 def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(survivor: Survivor) -> None:

@@ -26,18 +26,18 @@ from distill.evaluation.evaluation import LanguageModel
 from distill.evaluation.reference_forward import log_probs
 from distill.preflight import probes
 from sync.replica.config import ReplicaConfig
+from sync.snapshots.manifest import LATEST
 from sync.tokenizers import fingerprint
 from sync.transport import Peer
-from sync.snapshots.manifest import LATEST
 from sync.wire import (
     Array,
     Scored,
     ScoreRequest,
     ScoreSequence,
+    TeacherGenerateRequest,
+    TeacherPrompt,
     Version,
     Want,
-    WritePrompt,
-    WriteRequest,
     pack,
     unpack,
 )
@@ -148,10 +148,10 @@ def joined(*parts: Array) -> Array:
 
 async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folder: Path) -> None:
     await up(teacher)
-    asked = sequences(5)
+    options = sequences(5)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
         info = await client.info()
-        results = await client.score(asked, Want(topk=4))
+        results = await client.score(options, Want(topk=4))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert (info.name, info.engine, info.vocab_size, info.max_length) == (
         "toy",
@@ -161,7 +161,7 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
     )
     assert info.tokenizer_fingerprint == fingerprint(tokenizer)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for sequence, result in zip(asked, results, strict=True):
+    for sequence, result in zip(options, results, strict=True):
         assert isinstance(result, Scored)
         ids = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64))
         with torch.inference_mode():
@@ -182,22 +182,22 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
     """Broken: a process that was given other weights, and one with too short a context."""
     await up(teacher)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    asked = probes.probe_sequences(prompts, 4, 12)
+    options = probes.probe_sequences(prompts, 4, 12)
     longest = probes.longest_sequence(prompts, 40, 24)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     own = LanguageModel(model.eval(), find_head(model, VOCAB))
-    completions = [unpack(one.token_ids)[one.start :, None].astype(np.int64) for one in asked]
+    completions = [unpack(one.token_ids)[one.start :, None].astype(np.int64) for one in options]
     plain = [
         np.take_along_axis(log_probs(own, one).numpy(), ids, 1)[:, 0]
-        for one, ids in zip(asked, completions, strict=True)
+        for one, ids in zip(options, completions, strict=True)
     ]
     async with TeacherClient("toy", [teacher.url], "secret") as client:
-        repeats, noise = await probes.repeatable(client.score, asked, 1e-3)
-        scored = await probes.marks(client.score, asked)
+        repeats, noise = await probes.repeatable(client.score, options, 1e-3)
+        scored = await probes.scores(client.score, options)
         found = [
             repeats,
-            await probes.not_uniform(client.score, asked[0], VOCAB),
-            await probes.not_shifted(client.score, asked[0], VOCAB, noise),
+            await probes.not_uniform(client.score, options[0], VOCAB),
+            await probes.not_shifted(client.score, options[0], VOCAB, noise),
             await probes.not_truncated(client.score, longest, VOCAB),
             probes.equals_plain(scored, plain, 1e-3),
         ]
@@ -212,7 +212,7 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
         await up(broken)
         async with TeacherClient("toy", [broken.url], "secret") as client:
             cut = await probes.not_truncated(client.score, longest, VOCAB)
-            wrong = probes.equals_plain(await probes.marks(client.score, asked), plain, 1e-3)
+            wrong = probes.equals_plain(await probes.scores(client.score, options), plain, 1e-3)
     finally:
         broken.end(signal.SIGKILL)
     assert "a sequence of 64 tokens came back with 0 of 24 marks" in cut.line
@@ -228,8 +228,10 @@ async def test_malformed_requests_break_nothing(teacher: Process) -> None:
     assert report.clean, (report.statuses, report.unexplained[:5])
     assert report.requests == 500
     assert report.statuses[400] > 100
-    prompts = [WritePrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
-    report = await fuzz(teacher.url, 500, WriteRequest(prompts=prompts, max_tokens=3), token="secret")
+    prompts = [TeacherPrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
+    report = await fuzz(
+        teacher.url, 500, TeacherGenerateRequest(prompts=prompts, max_tokens=3), token="secret"
+    )
     assert report.clean, (report.statuses, report.unexplained[:5])
     assert report.statuses[422] > 20
     assert teacher.child.poll() is None

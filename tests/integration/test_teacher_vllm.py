@@ -29,7 +29,14 @@ from teacher_service.batching import split
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Writer
+from teacher_service.engines.base import (
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    Writer,
+)
 from teacher_service.replies import scored
 
 pytestmark = pytest.mark.engine
@@ -124,14 +131,14 @@ def expected(folder: Path) -> tuple[list[ScoreSequence], list[np.ndarray]]:
     """Sequences, and float64 [T, V] log-probabilities of each by a plain forward pass."""
     rng = np.random.default_rng(0)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    asked, truth = [], []
+    options, truth = [], []
     for i in range(8):
         ids = rng.integers(0, VOCAB, int(rng.integers(5, 40))).astype(np.int32)
-        asked.append(ScoreSequence(str(i), pack(ids), 3))
+        options.append(ScoreSequence(str(i), pack(ids), 3))
         with torch.inference_mode():
             logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, 2:-1]
         truth.append(logits.double().log_softmax(-1).numpy())
-    return asked, truth
+    return options, truth
 
 
 def check(
@@ -168,14 +175,16 @@ def test_a_stock_server_by_url_writes_with_the_log_probabilities_that_it_marks(
     config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})
     teacher = build(config, VOCAB)
     assert isinstance(teacher, Writer)
-    drafts = [Draft(np.array([5 + i, 6], np.int32), seed=i) for i in range(6)]
-    *_, texts = teacher.write(drafts, Manner(MAX_TOKENS, 1.0, (STOP,)))
+    engine_prompts = [EnginePrompt(np.array([5 + i, 6], np.int32), seed=i) for i in range(6)]
+    *_, texts = teacher.write(engine_prompts, GenerationParams(MAX_TOKENS, 1.0, (STOP,)))
     items = [
-        Item(np.concatenate([draft.token_ids_P, text.token_ids_T]), 2)
-        for draft, text in zip(drafts, texts, strict=True)
+        Item(np.concatenate([engine_prompt.token_ids_P, text.token_ids_T]), 2)
+        for engine_prompt, text in zip(engine_prompts, texts, strict=True)
     ]
-    marks = teacher.score(items, Asked())
-    np.testing.assert_allclose(np.concatenate([text.logprob_T for text in texts]), marks.logprob_C, atol=1e-4)
+    scores = teacher.score(items, ScoreOptions())
+    np.testing.assert_allclose(
+        np.concatenate([text.logprob_T for text in texts]), scores.logprob_C, atol=1e-4
+    )
     assert [text.ended for text in texts] == [text.token_ids_T[-1] in (END, STOP) for text in texts]
     teacher.close()
 
@@ -186,11 +195,13 @@ def test_a_stock_server_by_url_equals_a_plain_forward_pass(
 ) -> None:
     config = TeacherConfig.model_validate({"path": "toy", "engine": engine, "engine_url": urls[0]})
     teacher = build(config, VOCAB)
-    assert ("topk" in teacher.facts.can) == (k > 0)
+    assert ("topk" in teacher.engine_info.can) == (k > 0)
     items = [Item(unpack(sequence.token_ids), sequence.start) for sequence in expected[0]]
-    outcomes = split(teacher.score(items, Asked(topk=k)), [item.positions for item in items])
+    outcomes = split(teacher.score(items, ScoreOptions(topk=k)), [item.positions for item in items])
     results = [
-        scored(str(i), outcome, "f4") for i, outcome in enumerate(outcomes) if isinstance(outcome, Marks)
+        scored(str(i), outcome, "f4")
+        for i, outcome in enumerate(outcomes)
+        if isinstance(outcome, EngineScores)
     ]
     check(expected, k, list(results))
     teacher.close()

@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.config import TrainerConfig
-from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
 from sync.broadcast.broadcast import Reception
 from sync.snapshots.checkpoint import digest
+from sync.stores import open_store
+from sync.stores.config import DirectoryStoreConfig
 from sync.subscribe.mirror import Mirror
 from sync.wire import (
     Audience,
@@ -476,7 +476,7 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
     for ranks, road in ((1, "snapshot"), (2, "broadcast")):
         stub = controller(until(2, STOP))
         more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": {"ranks": ranks}}
-        more["weights"] = {"road": road}
+        more["weights"] = {"transport": road}
         fp32 = {"bf16.enabled": False}
         config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)
         with Running(config) as running:

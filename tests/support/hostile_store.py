@@ -14,10 +14,10 @@ import zstandard
 from blake3 import blake3
 from safetensors.numpy import save_file
 
-from sync.stores.memory import MemoryStore
+from sync.publish.publisher import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import Manifest, manifest_key, version_key
-from sync.publish.publisher import Publisher, Slice
+from sync.stores.memory import MemoryStore
 from sync.wire import Version
 
 RUN: Final = "run"

@@ -43,10 +43,10 @@ class Listeners:
     def _ask(self, port: int) -> None:
         if port in self.answers:
             return
-        asked = ({}, {"host": f"a.page.example:{port}"}, {"origin": "http://a.page.example"})
+        options = ({}, {"host": f"a.page.example:{port}"}, {"origin": "http://a.page.example"})
         with contextlib.suppress(httpx.TransportError), httpx.Client(trust_env=False) as client:
             url = f"http://127.0.0.1:{port}/health"
-            first, *others = (client.get(url, headers=headers).status_code for headers in asked)
+            first, *others = (client.get(url, headers=headers).status_code for headers in options)
             if first == 200:
                 self.answers[port] = (first, others[0], others[1])
 

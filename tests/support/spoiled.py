@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from distill.trainer_api.session import Desk, Event
 from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 from distill.rollout.replica_client import Answer
+from distill.trainer_api.session import Event, TrainerSession
 from sync.errors import DistillError
 from sync.wire import (
     DTYPES,
@@ -38,15 +38,15 @@ from sync.wire import (
     ScoreReply,
     ScoreSequence,
     StepReport,
+    TeacherCompletion,
+    TeacherGenerateReply,
+    TeacherPrompt,
     TrainerHello,
     TrainerWelcome,
     UpdateReply,
     UpdateRequest,
     Version,
     Want,
-    WritePrompt,
-    WriteReply,
-    Written,
     decode,
     encode,
     unpack,
@@ -184,14 +184,16 @@ class SpoiledTeacher(MemoryTeacher):
 
     async def write(
         self,
-        prompts: list[WritePrompt],
+        prompts: list[TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[Written | ScoreRefused]:
-        reply = WriteReply(teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids))
-        return self.spoiler.over_the_wire(reply, WriteReply).results
+    ) -> list[TeacherCompletion | ScoreRefused]:
+        reply = TeacherGenerateReply(
+            teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids)
+        )
+        return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
 
 
 class SpoiledEvaluator(MemoryEvaluator):
@@ -206,8 +208,8 @@ class SpoiledEvaluator(MemoryEvaluator):
 class SpoiledDesk:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
-    def __init__(self, desk: Desk, spoiler: Spoiler) -> None:
-        self._desk, self._spoiler, self.run = desk, spoiler, desk.run
+    def __init__(self, session: TrainerSession, spoiler: Spoiler) -> None:
+        self._session, self._spoiler, self.run = session, spoiler, session.run
 
     async def _first(self, message: M, send: Callable[[M], Any]) -> None:
         with suppress(DistillError, TimeoutError):
@@ -219,15 +221,15 @@ class SpoiledDesk:
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         async def send(changed: TrainerHello) -> None:
             if changed.fingerprint == hello.fingerprint:  # the first one that is heard is the run's
-                await self._desk.hello(changed)
+                await self._session.hello(changed)
 
         await self._first(hello, send)
-        return await self._desk.hello(hello)
+        return await self._session.hello(hello)
 
     async def batch(self, request: BatchRequest) -> bytes:
-        await self._first(request, self._desk.batch)
-        return await self._desk.batch(request)
+        await self._first(request, self._session.batch)
+        return await self._session.batch(request)
 
     async def event(self, event: Event) -> Ok | Audience:
-        await self._first(cast(StepReport, event), self._desk.event)
-        return await self._desk.event(event)
+        await self._first(cast(StepReport, event), self._session.event)
+        return await self._session.event(event)

@@ -27,7 +27,7 @@ threads = 1
 env = {{ OMP_NUM_THREADS = "1" }}
 [prompts]
 type = "task"
-task = "both_ends"
+task = "sort_letters"
 [rollout]
 batch = {batch}
 max_tokens = 12

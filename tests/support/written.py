@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sync.wire import Scored, ScoreSequence, WritePrompt, Written, pack, unpack
+from sync.wire import Scored, ScoreSequence, TeacherCompletion, TeacherPrompt, pack, unpack
 from teacher_service.client import TeacherClient
 
 END, STOP, PROMPTS, MAX_TOKENS = 0, 3, 6, 8
@@ -14,13 +14,15 @@ async def check_written_are_marked_alike(client: TeacherClient, vocab: int) -> N
     """Log-probabilities are those of scoring, the seed alone decides, an end is the last id and no other."""
     rng = np.random.default_rng(5)
     prompts = [
-        WritePrompt(str(i), pack(rng.integers(1, vocab, 2 + i).astype(np.int32)), 10 + i)
+        TeacherPrompt(str(i), pack(rng.integers(1, vocab, 2 + i).astype(np.int32)), 10 + i)
         for i in range(PROMPTS)
     ]
-    texts = [one for one in await client.write(prompts, MAX_TOKENS, [STOP]) if isinstance(one, Written)]
+    texts = [
+        one for one in await client.write(prompts, MAX_TOKENS, [STOP]) if isinstance(one, TeacherCompletion)
+    ]
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
     (alone,) = await client.write(prompts[4:5], MAX_TOKENS, [STOP])
-    assert isinstance(alone, Written)
+    assert isinstance(alone, TeacherCompletion)
     assert alone.token_ids == texts[4].token_ids
     wholes = [
         ScoreSequence(

@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from sync.stores import Store
-from sync.snapshots import checkpoint
 from sync.publish.publisher import Publisher, PublishReport, Slice
+from sync.snapshots import checkpoint
+from sync.stores import Store
 from sync.wire import Version
 
 RUN: Final = "bench"

@@ -30,19 +30,19 @@ def draw(figures: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     size, parts = list(figures.items())[-1]
-    figure, ((sizes, frontier), (roads, swaps)) = pyplot.subplots(
+    figure, ((sizes, frontier), (transports, swaps)) = pyplot.subplots(
         2, 2, figsize=(12, 8.4), dpi=130, layout="constrained"
     )
     if "codec" in parts:
         _sizes(sizes, parts["codec"]["rows"])
         _frontier(frontier, parts["codec"]["rows"])
     if "roads" in parts:
-        _roads(roads, parts["roads"]["roads"])
+        _roads(transports, parts["roads"]["roads"])
     if "swaps" in parts:
         _swaps(swaps, parts["swaps"])
     _dress(sizes, "Bytes per parameter, one step apart", "learning rate")
     _dress(frontier, "Bytes against speed (lr 1e-6; ○ one step, □ eight)", "bytes per parameter")
-    _dress(roads, f"Publish, then stage, {size}", "milliseconds, median")
+    _dress(transports, f"Publish, then stage, {size}", "milliseconds, median")
     _dress(swaps, f"Pause at a swap, {size}", "milliseconds, median")
     figure.savefig(path)
     pyplot.close(figure)
@@ -81,13 +81,13 @@ def _frontier(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.margins(x=0.2)
 
 
-def _roads(axes: Axes, roads: Sequence[Mapping[str, Any]]) -> None:
+def _roads(axes: Axes, transports: Sequence[Mapping[str, Any]]) -> None:
     colors = {"full": GREY, "delta": BLUE, "lora": GREEN}
-    names = [f"{road['store']}, {road['kind']}" for road in roads]
-    for place, road in enumerate(roads):
-        publish, stage = 1e3 * road["publish_seconds"], 1e3 * road["stage_seconds"]
-        axes.barh(place, publish, color=colors[road["kind"]])
-        axes.barh(place, stage, left=publish, color=colors[road["kind"]], alpha=0.45)
+    names = [f"{transport['store']}, {transport['kind']}" for transport in transports]
+    for place, transport in enumerate(transports):
+        publish, stage = 1e3 * transport["publish_seconds"], 1e3 * transport["stage_seconds"]
+        axes.barh(place, publish, color=colors[transport["kind"]])
+        axes.barh(place, stage, left=publish, color=colors[transport["kind"]], alpha=0.45)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
 

@@ -126,11 +126,11 @@ def _roads(size: str, parts: Mapping[str, Any]) -> list[str]:
     """Pause and apply are the replica's: they read its mirror, whatever the store."""
     swaps = parts.get("swaps", {}).get("swaps", {})
     rows = []
-    for road in parts["roads"]["roads"]:
-        swap = swaps.get(road["kind"])
+    for transport in parts["roads"]["roads"]:
+        swap = swaps.get(transport["kind"])
         last = ["–", "–"] if swap is None else [_ms(swap["pause_seconds"]), _ms(swap["apply_seconds"])]
-        seconds = [_ms(road["publish_seconds"]), _ms(road["stage_seconds"])]
-        rows.append([road["store"], road["kind"], f"{road['bytes']:,.0f}", *seconds, *last])
+        seconds = [_ms(transport["publish_seconds"]), _ms(transport["stage_seconds"])]
+        rows.append([transport["store"], transport["kind"], f"{transport['bytes']:,.0f}", *seconds, *last])
     head = ["store", "kind", "bytes", "publish, ms", "stage, ms", "pause, ms", "of which apply, ms"]
     skipped = [f"{name} left out: {reason}" for name, reason in parts["roads"]["skipped"].items()]
     lines = [f"### Roads, {size}: medians of one version", "", *_markdown(head, rows)]

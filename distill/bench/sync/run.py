@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from distill.bench.sync import transports as roads
-
 from distill.bench.sync import codec, replica, whole_run
+from distill.bench.sync import transports as transports
 from distill.bench.sync.picture import draw
 from distill.bench.sync.report import table
 from distill.launch.run_folder import write_json
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 SIZES: Final = ("toy", "large")
 PARTS: Final[dict[str, Callable[[bool, Path], dict[str, Any]]]] = {
     "codec": lambda full, _: codec.run(full),
-    "roads": roads.run,
+    "roads": transports.run,
     "swaps": replica.run,
     "whole_run": lambda _, folder: whole_run.run(folder),
 }

@@ -21,7 +21,7 @@ COUNT: Final = {"toy": 7, "large": 3}
 
 
 @dataclass(frozen=True)
-class Road:
+class WeightTransport:
     """Medians over the versions of one kind through one store."""
 
     store: str
@@ -40,7 +40,7 @@ def run(full: bool, folder: Path) -> dict[str, Any]:
     shape = LARGE if full else TOY
     model = make(shape, folder / f"model-{shape.name}")
     adapter = make_adapter(shape, model, folder / f"adapter-{shape.name}")
-    roads: list[dict[str, Any]] = []
+    transports: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for name, opened in STORES.items():
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"{name}-") as work:
@@ -50,14 +50,14 @@ def run(full: bool, folder: Path) -> dict[str, Any]:
                     shutil.copytree(adapter if part == "adapters" else model, own / "folder")
                     plan: list[Kind] = ["lora"] if part == "adapters" else ["full", "delta"]
                     with opened(own) as store:
-                        roads += map(asdict, _measure(name, store, own, plan, COUNT[shape.name]))
+                        transports += map(asdict, _measure(name, store, own, plan, COUNT[shape.name]))
             except Skipped as reason:
                 skipped[name] = str(reason)
         log.info("%s: %s", name, skipped.get(name, "done"))
-    return {"roads": roads, "skipped": skipped}
+    return {"roads": transports, "skipped": skipped}
 
 
-def _measure(name: str, store: Store, work: Path, plan: list[Kind], count: int) -> list[Road]:
+def _measure(name: str, store: Store, work: Path, plan: list[Kind], count: int) -> list[WeightTransport]:
     versions = Versions(work / "folder", store)
     found = []
     with Mirror(work / "mirror", store, RUN) as mirror:
@@ -68,5 +68,7 @@ def _measure(name: str, store: Store, work: Path, plan: list[Kind], count: int) 
                 staged = mirror.stage(report.version)
                 mirror.promote(staged)
                 taken.append((report.bytes, staged.bytes_read, report.seconds, staged.seconds))
-            found.append(Road(name, kind, *(median(column) for column in zip(*taken, strict=True))))
+            found.append(
+                WeightTransport(name, kind, *(median(column) for column in zip(*taken, strict=True)))
+            )
     return found

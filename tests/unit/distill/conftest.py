@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from distill.bench.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.run_log.journal import Journal
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
-from distill.interfaces import Hooks, Parts
+from distill.interfaces import Components, Hooks
 from distill.prompts.stream import PromptStream
+from distill.run_log.journal import Journal
 from sync.wire import Want
 
 
@@ -56,6 +56,6 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "journal": Journal(tmp_path / "journal", "never", segment_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
         }
-        return Controller(config, Parts(**{**given, **parts}), hooks or Hooks(), token)
+        return Controller(config, Components(**{**given, **parts}), hooks or Hooks(), token)
 
     return build

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distill.prompts.stream import Prompt
 from distill.run_log.audit import AuditReport, audit, check
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
     AnyRecord,
+    BatchFormed,
     Checkpointed,
-    Composed,
     Concluded,
     Dropped,
     Issued,
@@ -24,7 +25,6 @@ from distill.run_log.records import (
     VersionPublished,
     compacted,
 )
-from distill.prompts.stream import Prompt
 from student_trainer.ledger import Ledger
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -42,13 +42,13 @@ def journal() -> list[AnyRecord]:
         LineageOpened(0, None, 0, None, 0, "m"),
         Issued(prompts, 0, 8),
         *(rollout(name, Version(0, 0)) for name in "abcd"),
-        Composed(Version(0, 0), ["a", "b"]),
-        Composed(Version(0, 1), ["c", "d"]),
+        BatchFormed(Version(0, 0), ["a", "b"]),
+        BatchFormed(Version(0, 1), ["c", "d"]),
         Checkpointed(Version(0, 1), "x"),
         LineageOpened(1, Version(0, 1), 1, 0, 2, "m"),
         VersionPublished(Version(0, 1), "delta", 1, 1, 0.0),
         *(rollout(name, Version(0, 1)) for name in "efg"),
-        Composed(Version(1, 2), ["e", "f"]),
+        BatchFormed(Version(1, 2), ["e", "f"]),
         Dropped(["g"], "too_old", 0),
     ]
 
@@ -88,7 +88,7 @@ def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
 
 
 def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
-    records = [r for r in journal() if not (isinstance(r, Composed) and r.version == Version(0, 1))]
+    records = [r for r in journal() if not (isinstance(r, BatchFormed) and r.version == Version(0, 1))]
     assert audited(records).not_as_composed == ["L000-v00000002", "L001-v00000002"]
 
 
@@ -97,7 +97,7 @@ def test_a_rollout_that_is_nowhere_is_found() -> None:
     records = [compacted(record) for record in journal()]
     records[10], records[15] = (
         LineageOpened(1, Version(0, 1), 1, 0, 1, "m"),
-        Composed(Version(1, 1), ["e", "f"]),
+        BatchFormed(Version(1, 1), ["e", "f"]),
     )
     assert audited(records, {0: LEDGER[0], 1: {2: ["e", "f"]}}).lost == ["c", "d"]
 
@@ -112,9 +112,9 @@ def late(*weights: float) -> list[AnyRecord]:
     records = [Opened("r", 0, 2, 0, 1, 2.0), *journal()[1:]]
     halved = 2 ** (-1 / 2)
     for place, version in enumerate([Version(0, 0), Version(0, 1), Version(1, 2)]):
-        at = next(i for i, r in enumerate(records) if isinstance(r, Composed) and r.version == version)
+        at = next(i for i, r in enumerate(records) if isinstance(r, BatchFormed) and r.version == version)
         given = [[], [halved, halved], list(weights)][place]
-        records[at] = Composed(version, records[at].ids, given)  # type: ignore[union-attr]
+        records[at] = BatchFormed(version, records[at].ids, given)  # type: ignore[union-attr]
     return records
 
 

@@ -21,10 +21,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from spoiled import SpoiledDesk, SpoiledEvaluator, SpoiledReplica, SpoiledTeacher, Spoiler
 
-from distill.config import RunConfig
-from distill.run_log.audit import check
-from distill.controller import Controller
-from distill.run_log.journal import Journal
 from distill.bench.in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
@@ -32,11 +28,15 @@ from distill.bench.in_memory import (
     MemoryTeacher,
     MemoryTrainer,
 )
-from distill.interfaces import Parts
-from distill.run_log.records import Location
-from distill.rollout.replica_client import Answer
-from distill.run_log.segments import read_all
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
+from distill.rollout.replica_client import Answer
+from distill.run_log.audit import check
+from distill.run_log.journal import Journal
+from distill.run_log.records import Location
+from distill.run_log.segments import read_all
 from sync.wire import (
     Array,
     Generated,
@@ -68,7 +68,7 @@ async def spoiled_run(
         server.spoiler = spoiler
     run = Controller(
         config,
-        Parts(
+        Components(
             replicas=dict(replicas),
             teachers={"t": teacher},
             route=lambda source: "t",
@@ -80,8 +80,8 @@ async def spoiled_run(
             evaluator=evaluator,
         ),
     )
-    run.fleet._retry_seconds = run.fleet.poll_seconds = 0.02
-    trainer = MemoryTrainer(SpoiledDesk(run.desk, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
+    run.pool._retry_seconds = run.pool.poll_seconds = 0.02
+    trainer = MemoryTrainer(SpoiledDesk(run.session, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(100):
         done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ def nan(answer: Generated) -> Generated:
 
 async def end_of(run: Controller) -> tuple[dict[str, Any], MemoryTrainer]:
     """Summary of a run with a trainer that saves a checkpoint when it is told to stop."""
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(60):
         await training
@@ -181,12 +181,12 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     summary, _ = await end_of(run)
     assert summary["completed"]
     assert summary["error"] is None
-    assert run.fleet.replicas["lying"].left_out
+    assert run.pool.replicas["lying"].left_out
     told = [record.message for record in caplog.records if "out of use" in record.message]
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]
     assert "logprob is nan" in told[0]
-    assert summary["rollouts"]["asked_again"]["unusable"] >= 8
+    assert summary["rollouts"]["requeued"]["unusable"] >= 8
 
 
 @pytest.mark.parametrize("who", ["replica", "teacher", "refusing teacher", "evaluator"])
@@ -216,7 +216,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     assert " is nan" in summary["error"]
 
     mended = controller(settings, evaluator=MemoryEvaluator())
-    trainer.desk = mended.desk
+    trainer.session = mended.session
     running, training = asyncio.create_task(mended.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(60):
         await training
@@ -232,7 +232,7 @@ async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(co
                 yield
 
     run = controller(replicas={"mute": Mute(), "good": MemoryReplica(token_seconds=0.0005)})
-    run.fleet._retry_seconds = 0.02
+    run.pool._retry_seconds = 0.02
     summary, _ = await end_of(run)
     assert summary["completed"]
 
@@ -242,7 +242,7 @@ FIELDS: dict[str, set[str]] = {
     "Scored": {"id", "logprob", "topk_ids", "topk_logprob", "tail", "gathered", "entropy", "hidden"},
     "Written": {"id", "token_ids", "logprob", "finish_reason"},
     "ScoreReply": {"teacher", "results", "bytes"},
-    "WriteReply": {"teacher", "results", "bytes"},
+    "TeacherGenerateReply": {"teacher", "results", "bytes"},
     "UpdateReply": {"version", "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"},
     "ReplicaState": {"version", "requests", "digests", "tokens"},
     "EvalReport": {"version", "reverse_kl", "pass_rate", "completions", "tokens", "truncated", "seconds"},

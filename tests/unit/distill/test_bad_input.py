@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from distill.cli.main import main
-from distill.preflight import processor
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
-from distill.tasks.sort_letters import VOCABULARY
+from distill.preflight import processor
 from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.sort_letters import VOCABULARY
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]
@@ -295,7 +295,9 @@ def test_two_teachers_that_both_take_the_rest_are_refused(distill: Distill, mode
 
 
 def test_evaluation_needs_the_store(distill: Distill) -> None:
-    assert 'set weights.road = "snapshot", or evaluation = false' in distill("weights.road=broadcast")
+    assert 'set weights.transport = "snapshot", or evaluation = false' in distill(
+        "weights.transport=broadcast"
+    )
 
 
 def test_an_unknown_task_is_named(distill: Distill) -> None:

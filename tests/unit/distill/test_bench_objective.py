@@ -155,10 +155,10 @@ def test_a_target_that_a_seed_misses_has_no_mean() -> None:
 
 
 def test_full_logits_are_measured_where_they_fit_and_continued_along_a_line(tmp_path: Path) -> None:
-    asked: list[Case] = []
+    options: list[Case] = []
 
     def measure(case: Case) -> Cost:
-        asked.append(case)
+        options.append(case)
         if case.way == "chunked":
             return Cost(100 + case.chunk, 8.0, 0.0)
         return Cost(100 + 2 * case.tokens, case.tokens / 100, 0.0)
@@ -166,7 +166,7 @@ def test_full_logits_are_measured_where_they_fit_and_continued_along_a_line(tmp_
     report = memory.run(
         tmp_path, ["topk"], tokens=800, vocabulary=1000, chunks=[64], measure=measure, free=30_000_000
     )
-    assert [case.tokens for case in asked] == [100, 200, 400, 800]
+    assert [case.tokens for case in options] == [100, 200, 400, 800]
     (row,) = report["rows"]
     assert row["full_bytes"] == 1700
     assert row["memory_ratio"] == pytest.approx(164 / 1700)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import vs_trl as peers
-
 from distill.bench import pipeline
-from distill.bench.eval_curve import crossing
+from distill.bench import vs_trl as peers
 from distill.bench.cpu_profile import Watched
+from distill.bench.eval_curve import crossing
 from distill.config import RunConfig
 from distill.loading import load
 

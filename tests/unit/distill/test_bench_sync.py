@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from distill.bench.sync import transports as roads
-
 from distill.bench.sync import codec, replica, report, stores, timing, trajectory, whole_run
 from distill.bench.sync import run as bench
+from distill.bench.sync import transports as roads
 from distill.bench.sync.formats import (
     FORMATS,
     entropy_given_exponent,

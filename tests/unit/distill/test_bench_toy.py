@@ -6,7 +6,7 @@ import torch
 
 from distill.bench.learning import Learner, evaluated, learn
 from distill.bench.objectives import OBJECTIVES, configured
-from distill.bench.toy import Delayed, World, copy_of, items, mark, wire_bytes, write
+from distill.bench.toy import Delayed, World, copy_of, items, score_hidden, wire_bytes, write
 from distill.bench.trials import Setup, Trial
 from distill.evaluation.evaluation import LanguageModel, Limits
 from distill.prompts.stream import Prompt
@@ -76,7 +76,7 @@ def test_bytes_of_a_teachers_marks_are_those_of_the_wire_arrays(
     written = write(
         world.student, prompts, world.limits, torch.Generator().manual_seed(0), K * (name[:2] == "st")
     )
-    assert wire_bytes(mark(world.engine, written, config)) == expected * len(written.logp_C)
+    assert wire_bytes(score_hidden(world.engine, written, config)) == expected * len(written.logp_C)
 
 
 def test_what_was_written_is_cut_into_the_sequences_that_the_teacher_marks(world: World) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distill.run_log.audit import check
-from distill.controller import Controller
 from distill.bench.in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.run_log.records import Composed, LineageOpened, Location
+from distill.controller import Controller
+from distill.run_log.audit import check
+from distill.run_log.records import BatchFormed, LineageOpened, Location
 from distill.run_log.segments import read_all
 from sync.wire import Version
 
@@ -27,16 +27,16 @@ class Chaos:
         self.replicas = {name: MemoryReplica(seed=i, token_seconds=0.0005) for i, name in enumerate("ab")}
         self.teacher = MemoryTeacher()
         self._control()
-        self.trainer = MemoryTrainer(self.controller.desk, ranks=2, checkpoint_every=3, step_seconds=0.002)
+        self.trainer = MemoryTrainer(self.controller.session, ranks=2, checkpoint_every=3, step_seconds=0.002)
         self._train()
 
     def _control(self) -> None:
         self.controller = self._build(self._config, replicas=self.replicas, teachers={"t": self.teacher})
-        self.controller.fleet._retry_seconds = 0.02
+        self.controller.pool._retry_seconds = 0.02
         self._running = asyncio.create_task(self.controller.run())
 
     def _train(self) -> None:
-        self.trainer.desk = self.controller.desk
+        self.trainer.session = self.controller.session
         self._training = asyncio.create_task(self.trainer.run())
 
     async def _end(self, task: asyncio.Task) -> None:
@@ -85,8 +85,8 @@ async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, see
     records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
     report = check(records, chaos.trainer.ledger)
     assert report.ok, report
-    state = chaos.controller.books.state
-    sizes = {record.version: len(record.ids) for _, record in records if isinstance(record, Composed)}
+    state = chaos.controller.run_log.state
+    sizes = {record.version: len(record.ids) for _, record in records if isinstance(record, BatchFormed)}
     way = [sizes[Version(state.lineages.owner(state.lineage, step), step)] for step in range(15)]
     assert report.trained == sum(way)
     in_parts = any(record.parts for _, record in records if isinstance(record, LineageOpened))

@@ -16,9 +16,9 @@ import pytest
 from distill.bench import chaos
 from distill.bench.chaos import ALL, DISK, KINDS, _targets, chosen, figures, holds, table
 from distill.bench.kill_target import CONTROLLER, Tail, kind_of
-from distill.run_log.audit import AuditReport
-from distill.launch.process_tree import DEEPSPEED, descendants, players
+from distill.launch.process_tree import DEEPSPEED, descendants, role_processes
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.run_log.audit import AuditReport
 from sync.errors import ConfigError, DistillError
 
 SUMMARY = {"weights_identical": True, "completed": True, "steps": 40}
@@ -55,14 +55,14 @@ def test_every_kind_strikes_every_target_once_before_any_again_whatever_the_numb
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
     helpers = [DEEPSPEED, "engine of student-1"]
     chosen = list(itertools.islice(_targets(random.Random(1), KINDS, roles, helpers), 25 * 8))
-    players, servers = (
+    role_processes, servers = (
         {"student", "teacher", "trainer rank", "evaluator"},
         {"student", "teacher", "evaluator"},
     )
     pairs = {
-        *(("kill", target) for target in {*players, CONTROLLER, ALL}),
-        *(("stop", target) for target in {*players, CONTROLLER, DEEPSPEED, "engine of student"}),
-        *(("slow", target) for target in {*players, CONTROLLER}),
+        *(("kill", target) for target in {*role_processes, CONTROLLER, ALL}),
+        *(("stop", target) for target in {*role_processes, CONTROLLER, DEEPSPEED, "engine of student"}),
+        *(("slow", target) for target in {*role_processes, CONTROLLER}),
         *(("cut", target) for target in {*servers, CONTROLLER}),
         *(("malformed", target) for target in ("student", "teacher")),
         ("disk", DISK),
@@ -83,7 +83,7 @@ def test_kinds_are_chosen_by_name_and_others_are_refused() -> None:
 
 
 class Immortal:
-    """A Patient that is at work at once, and counts what is done to it."""
+    """A KillTarget that is at work at once, and counts what is done to it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.struck, self.resumed, self.steps = run_dir, [], [], 0
@@ -169,10 +169,10 @@ def test_chaos_that_was_stopped_goes_on_with_the_next_event(
 
 
 def test_a_controller_that_kills_somebody_on_waking_is_told(tmp_path: Path) -> None:
-    patient = Immortal(tmp_path)
-    patient.processes = iter([{1, 2}, {1, 3}]).__next__  # type: ignore[method-assign]
+    kill_target = Immortal(tmp_path)
+    kill_target.processes = iter([{1, 2}, {1, 3}]).__next__  # type: ignore[method-assign]
     with pytest.raises(DistillError, match=r"on waking it killed \{2\}"):
-        chaos.STRIKES["stop"](patient, random.Random(0), CONTROLLER)
+        chaos.STRIKES["stop"](kill_target, random.Random(0), CONTROLLER)
 
 
 def _folder(parent: Path, name: str) -> Path:
@@ -196,7 +196,7 @@ async def test_processes_are_found_by_their_role(tmp_path: Path) -> None:
     supervisor = Supervisor([ChildSpec("student-0", sleeper), ChildSpec("evaluator", sleeper)], tmp_path, 0)
     await supervisor.start()
     async with asyncio.timeout(120):
-        while len(found := players(os.getpid())) < 2:  # noqa: ASYNC110
+        while len(found := role_processes(os.getpid())) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert set(found) == {"student-0", "evaluator"}
     guardians = {child.process.pid for child in supervisor.children.values()}

@@ -12,14 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.run_log.audit import AuditReport, check
-from distill.scoring.on_policy_mix import seed_of
+from distill.bench.in_memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 from distill.controller import Controller
-from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.interfaces import Hooks, Quarantined
-from distill.run_log.records import Location, Rollout, Trace
-from distill.run_log.segments import read_all
 from distill.prompts.stream import Prompt, PromptStream, group_of
+from distill.run_log.audit import AuditReport, check
+from distill.run_log.records import Location, Rollout, RolloutStub
+from distill.run_log.segments import read_all
+from distill.scoring.on_policy_mix import seed_of
 from sync.errors import DataError
 from sync.wire import (
     Generated,
@@ -27,11 +33,11 @@ from sync.wire import (
     GenerateRequest,
     Rows,
     Stop,
+    TeacherCompletion,
+    TeacherPrompt,
     TrainBatch,
     Version,
     VersionSpan,
-    WritePrompt,
-    Written,
     pack,
     unpack,
 )
@@ -50,7 +56,7 @@ async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, 
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
     run = controller()
-    trainer = MemoryTrainer(run.desk, ranks=2)
+    trainer = MemoryTrainer(run.session, ranks=2)
     summary = await complete(run, trainer)
 
     assert [version.step for version in trainer.batches] == [0, 1, 2, 3, 4, 5]
@@ -69,7 +75,7 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
 async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
-    await complete(run, MemoryTrainer(run.desk))
+    await complete(run, MemoryTrainer(run.session))
     teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
     metrics = run.metrics()
     assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
@@ -80,7 +86,7 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
 
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
     run = controller(config(buffer={"max_staleness": 0}))
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
     assert summary["staleness"] == {"mean": 0.0, "max": 0, "limit": 0}
     assert summary["tokens"]["trained_share"] == 1.0
@@ -90,7 +96,7 @@ async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config)
 async def test_a_bound_overlaps_training_with_generation(controller, config) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(config(buffer={"max_staleness": 4}), replicas={"r0": replica})
-    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.02))
+    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.02))
     assert summary["staleness"]["max"] >= 1
     assert summary["busy_seconds"]["trainer"] >= 0.119
     assert summary["busy_seconds"]["r0"] > 0
@@ -99,8 +105,8 @@ async def test_a_bound_overlaps_training_with_generation(controller, config) -> 
 async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadcasts(controller) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(replicas={"r0": replica})
-    run.fleet._retry_seconds = 0.02
-    trainer = MemoryTrainer(run.desk, broadcasts=True)
+    run.pool._retry_seconds = 0.02
+    trainer = MemoryTrainer(run.session, broadcasts=True)
 
     async def restart() -> None:
         while replica.version is None or replica.version.step < 2:
@@ -112,7 +118,7 @@ async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadc
     summary, _ = await asyncio.gather(complete(run, trainer), restart())
     assert summary["completed"]
     assert summary["weights_identical"] is True
-    assert run.fleet.replicas["r0"].joined == 2
+    assert run.pool.replicas["r0"].joined == 2
 
 
 async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
@@ -122,7 +128,7 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
     }
     teacher = MemoryTeacher()
     run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
-    run.fleet._retry_seconds = 0.02
+    run.pool._retry_seconds = 0.02
 
     async def havoc() -> None:
         for _ in range(3):
@@ -136,10 +142,10 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
             teacher.up = True
 
     trouble = asyncio.create_task(havoc())
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
     await trouble
-    assert summary["rollouts"]["asked_again"]["replica_lost"] > 0
+    assert summary["rollouts"]["requeued"]["replica_lost"] > 0
     assert max(summary["replica_joins"].values()) > 1
     trained = [i for ids in trainer.ledger[0].values() for i in ids]
     assert len(trained) == len(set(trained)) == 80
@@ -148,7 +154,7 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
 
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
     run = controller(config(run={"steps": 1000}))
-    trainer = MemoryTrainer(run.desk, step_seconds=0.005)
+    trainer = MemoryTrainer(run.session, step_seconds=0.005)
 
     async def stop() -> None:
         await trainer.stepped.wait()
@@ -164,7 +170,7 @@ async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> Non
 
 async def test_a_restarted_trainer_gets_the_same_batches_again(controller, config) -> None:
     run = controller(config(run={"steps": 12}))
-    trainer = MemoryTrainer(run.desk, ranks=2, checkpoint_every=4, step_seconds=0.005)
+    trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
     running = asyncio.create_task(run.run())
     first = asyncio.create_task(trainer.run())
     while len(trainer.batches) < 7:
@@ -189,7 +195,7 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
 async def test_a_restarted_controller_goes_on_from_the_journal(controller, config) -> None:
     settings = config(run={"steps": 12})
     run = controller(settings)
-    trainer = MemoryTrainer(run.desk, ranks=2, checkpoint_every=4, step_seconds=0.005)
+    trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
     running = asyncio.create_task(run.run())
     first = asyncio.create_task(trainer.run())
     while len(trainer.batches) < 7:
@@ -197,14 +203,14 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
     for task in (first, running):
         task.cancel()
     await asyncio.gather(first, running, return_exceptions=True)
-    before = run.books.state
+    before = run.run_log.state
 
     resumed = controller(settings)
-    assert resumed.books.state.cursor == before.cursor
-    assert set(resumed.books.state.asked) == set(before.asked)
-    assert resumed.books.state.buffer.ids() == before.buffer.ids()
-    assert resumed.books.state.counters == before.counters
-    trainer.desk = resumed.desk
+    assert resumed.run_log.state.cursor == before.cursor
+    assert set(resumed.run_log.state.asked) == set(before.asked)
+    assert resumed.run_log.state.buffer.ids() == before.buffer.ids()
+    assert resumed.run_log.state.counters == before.counters
+    trainer.session = resumed.session
     summary = await complete(resumed, trainer)
     for step in range(4, 7):
         old, new = trainer.batches[Version(0, step)], trainer.batches[Version(1, step)]
@@ -218,7 +224,7 @@ async def test_evaluations_run_beside_the_training_and_name_the_best(controller,
     seen: list[tuple[int, bool]] = []
     hooks = Hooks(evaluated=lambda report, best: seen.append((report.version.step, best)))
     run = controller(hooks=hooks, evaluator=evaluator)
-    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.01))
+    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.01))
     assert seen[0] == (0, True)
     assert seen[-1] == (6, True)
     assert summary["best"]["reverse_kl"] == 1 / 7
@@ -228,7 +234,7 @@ async def test_patience_ends_a_run_that_gets_no_better(controller, config) -> No
     evaluator = MemoryEvaluator(kl=lambda step: 1.0 + step)
     settings = config(run={"steps": 1000}, evaluation={"every": 1, "patience": 3})
     run = controller(settings, evaluator=evaluator)
-    summary = await complete(run, MemoryTrainer(run.desk, step_seconds=0.005))
+    summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.005))
     assert summary["steps"] < 1000
     assert "no better reverse_kl" in summary["stop_reason"]
 
@@ -267,7 +273,7 @@ async def slow_run(
     replica = OneSlow()
     replica.release = asyncio.Event()
     run = controller(settings, replicas={"r0": replica})
-    trainer = MemoryTrainer(run.desk, step_seconds=0.02)
+    trainer = MemoryTrainer(run.session, step_seconds=0.02)
 
     async def watch() -> None:
         while not moment(run, trainer):  # noqa: ASYNC110
@@ -285,7 +291,7 @@ def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
 
 
 def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
-    records = [(Location(s, o), record) for s, o, record in read_all(run.books.journal.folder)]
+    records = [(Location(s, o), record) for s, o, record in read_all(run.run_log.journal.folder)]
     return check(records, trainer.ledger)
 
 
@@ -293,7 +299,7 @@ async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_b
     controller, config
 ) -> None:
     held = {"type": "wait", "seconds": 15}
-    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.composer.holding)
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.holding)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
     assert summary["rollouts"]["dropped"] == {}
@@ -331,7 +337,7 @@ async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_a
     resumed = controller(
         run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 13})})
     )
-    again = MemoryTrainer(resumed.desk)
+    again = MemoryTrainer(resumed.session)
     await complete(resumed, again)
     for old, shares in trainer.batches.items():
         replayed = again.batches[Version(1, old.step)]
@@ -373,9 +379,9 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
             "r1": MemoryReplica(seed=1, token_seconds=0.0005, spoil=spoil),
         },
         prompts=PromptStream(MemoryPrompts(), seed=0, per_prompt=4),
-        judge=lambda prompt, tokens: float(len(tokens) % 3),
+        reward_fn=lambda prompt, tokens: float(len(tokens) % 3),
     )
-    trainer = MemoryTrainer(run.desk, ranks=2)
+    trainer = MemoryTrainer(run.session, ranks=2)
     summary = await complete(run, trainer)
     assert summary["steps"] == 12
     for shares in trainer.batches.values():
@@ -406,7 +412,7 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
         replicas={"r0": replica},
         teachers={"t": teacher},
     )
-    trainer = MemoryTrainer(run.desk, ranks=2)
+    trainer = MemoryTrainer(run.session, ranks=2)
     summary = await complete(run, trainer)
 
     assert replica.generated == len(teacher.wrote) == 24
@@ -424,7 +430,7 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
     assert report.ok, report
     assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
     assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"] == report.tokens
-    rollouts = [record for _, record in records if isinstance(record, Rollout | Trace)]
+    rollouts = [record for _, record in records if isinstance(record, Rollout | RolloutStub)]
     assert {one.id for one in rollouts if one.by_teacher} == written
     assert all(bool(one.spans) != one.by_teacher for one in rollouts)
 
@@ -432,7 +438,7 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
 async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
     assert teacher.wrote == []
     assert summary["tokens"]["generated_by_teacher"] == 0
@@ -445,7 +451,7 @@ async def test_a_teacher_that_writes_everything_needs_the_replicas_only_for_thei
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
     run = controller(config(objective={"type": "sft"}), replicas={"r0": replica}, teachers={"t": teacher})
-    summary = await complete(run, MemoryTrainer(run.desk))
+    summary = await complete(run, MemoryTrainer(run.session))
     assert summary["steps"] == 6
     assert replica.generated == 0
     assert summary["tokens"]["trained_by_teacher"] == summary["tokens"]["trained"] > 0
@@ -456,7 +462,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
 ) -> None:
     teacher = MemoryTeacher(refuses=lambda name: name.startswith("0:1"))
     run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
-    summary = await complete(run, MemoryTrainer(run.desk))
+    summary = await complete(run, MemoryTrainer(run.session))
     assert summary["completed"]
     assert summary["rollouts"]["dropped"]["teacher_refused"] > 0
 
@@ -468,7 +474,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
 
     async def start(until: int | None, checkpoint: Version | None) -> MemoryTrainer:
         run = controller(settings)
-        trainer = MemoryTrainer(run.desk, checkpoint_every=3, checkpoint=checkpoint)
+        trainer = MemoryTrainer(run.session, checkpoint_every=3, checkpoint=checkpoint)
         if until is None:
             await complete(run, trainer)
             return trainer
@@ -492,9 +498,9 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
     texts = 0
     for _, _, record in read_all(tmp_path / "journal"):
         if isinstance(record, Rollout) and record.by_teacher:
-            prompt = WritePrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
+            prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
             (written,) = await MemoryTeacher().write([prompt], 8, [])
-            assert isinstance(written, Written)
+            assert isinstance(written, TeacherCompletion)
             assert written.token_ids == record.tokens
             texts += 1
     assert texts > 0
@@ -506,32 +512,32 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
 
     run = controller(route=route)
     with pytest.raises(DataError, match="no teacher has data source default"):
-        await complete(run, MemoryTrainer(run.desk))
+        await complete(run, MemoryTrainer(run.session))
 
 
 async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
-    def judge(prompt: Prompt, completion: list[int]) -> float:
+    def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         if prompt.id == "0:3:0":
-            raise DataError(f"the judge cannot read {prompt.id}")
+            raise DataError(f"the reward_fn cannot read {prompt.id}")
         return 1.0
 
-    put_aside: list[Quarantined] = []
-    run = controller(judge=judge, hooks=Hooks(quarantined=put_aside.append))
-    summary = await complete(run, MemoryTrainer(run.desk))
+    quarantine: list[Quarantined] = []
+    run = controller(reward_fn=reward_fn, hooks=Hooks(quarantined=quarantine.append))
+    summary = await complete(run, MemoryTrainer(run.session))
     assert summary["completed"]
     assert summary["error"] is None
-    assert [(one.prompt.id, one.reason) for one in put_aside] == [("0:3:0", "function_failed")]
+    assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
 
 
 async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
-    def judge(prompt: Prompt, completion: list[int]) -> float:
-        raise DataError(f"the judge cannot read {prompt.id}")
+    def reward_fn(prompt: Prompt, completion: list[int]) -> float:
+        raise DataError(f"the reward_fn cannot read {prompt.id}")
 
-    run = controller(config(guard={"bad_answers": 3}), judge=judge)
-    summary = await complete(run, MemoryTrainer(run.desk))
+    run = controller(config(guard={"bad_answers": 3}), reward_fn=reward_fn)
+    summary = await complete(run, MemoryTrainer(run.session))
     assert not summary["completed"]
-    assert summary["error"].startswith("the judge gave 3 unusable answers")
-    assert "the judge cannot read" in summary["error"]
+    assert summary["error"].startswith("the reward_fn gave 3 unusable answers")
+    assert "the reward_fn cannot read" in summary["error"]
 
 
 async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:
@@ -539,5 +545,5 @@ async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(
     run._distrust("step 3: grad_norm is 9")
     run.hold("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
     run.release("disk")
-    assert run.feeder.holders == {"guard"}
+    assert run.dispatcher.holders == {"guard"}
     run.close()

@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.cli.main import app
-from distill.run_log.audit import VIOLATIONS, audit
-from distill.run_log.run_log import Books
-from distill.buffer.staleness import Bound
-from distill.run_log.journal import Journal
 from distill.bench.in_memory import MemoryPrompts
+from distill.buffer.staleness import Bound
+from distill.cli.main import app
+from distill.prompts.stream import PromptStream
+from distill.run_log.audit import VIOLATIONS, audit
+from distill.run_log.journal import Journal
 from distill.run_log.records import (
     AnyRecord,
+    BatchFormed,
     Checkpointed,
-    Composed,
     Concluded,
     Evaluated,
     Issued,
@@ -34,9 +34,9 @@ from distill.run_log.records import (
     VersionPublished,
     compacted,
 )
+from distill.run_log.run_log import RunLog
 from distill.run_log.segments import _entry, read_all, segment_numbers, segment_path
-from distill.run_log.state import Asked, Batch, Rules
-from distill.prompts.stream import PromptStream
+from distill.run_log.state import Batch, PendingPrompt, Rules
 from student_trainer.ledger import Ledger, read
 from sync.errors import DataError, DistillError
 from sync.wire import EvalReport, Scored, Version, VersionSpan, pack
@@ -53,21 +53,21 @@ class Run:
         journal = Journal(folder / "journal", "batch", SEGMENT)
         prompts = PromptStream(MemoryPrompts(), seed=0)
         by_teacher = lambda number: number % 5 == 4  # noqa: E731
-        self.books = Books.open(journal, prompts, run="r", seed=0, rules=RULES, author=by_teacher)
+        self.run_log = RunLog.open(journal, prompts, run="r", seed=0, rules=RULES, author=by_teacher)
 
     async def live(self) -> None:
         await self.train(ranks=2, checkpoint=None, steps=5)
         await self.train(ranks=3, checkpoint=Version(0, 4), steps=4)
-        self.books.issue(2)
-        await self.books.journal.commit()
-        self.books.journal.close()
+        self.run_log.issue(2)
+        await self.run_log.journal.commit()
+        self.run_log.journal.close()
 
     async def train(self, ranks: int, checkpoint: Version | None, steps: int) -> None:
-        opened = await self.books.open_lineage(checkpoint, "model", None, ranks)
+        opened = await self.run_log.open_lineage(checkpoint, "model", None, ranks)
         start = Version(opened.lineage, opened.start)
         ledgers = [Ledger(self.folder / "ledger", start, checkpoint, rank) for rank in range(ranks)]
         for step in range(opened.start, opened.start + steps):
-            batch = self.books.state.batch_of(step) or await self.compose(Version(opened.lineage, step))
+            batch = self.run_log.state.batch_of(step) or await self.compose(Version(opened.lineage, step))
             for rank, ledger in enumerate(ledgers):
                 ids = [entry.id for entry in batch.entries][rank::ranks]
                 ledger.record(step + 1, ids, f"bits {step + 1} of {rank}")
@@ -77,16 +77,16 @@ class Run:
         ledgers[0].record(batch.version.step + 1, ids, "killed before the others")
 
     async def compose(self, version: Version) -> Batch:
-        for number, asked in enumerate(self.books.issue(RULES.batch + 1)):
-            await self.books.admit(
+        for number, asked in enumerate(self.run_log.issue(RULES.batch + 1)):
+            await self.run_log.admit(
                 [generated(asked, Version(version.lineage, max(0, version.step - number % 3)))]
             )
-        batch = await self.books.compose()
+        batch = await self.run_log.compose()
         assert batch is not None
         return batch
 
     async def report(self, version: Version) -> None:
-        self.books.write(VersionPublished(version, "delta", 1, 2, 0.1))
+        self.run_log.write(VersionPublished(version, "delta", 1, 2, 0.1))
         if version.step % 2 == 0:
             path = self.folder / "checkpoints" / str(version)
             path.mkdir(parents=True)
@@ -95,12 +95,12 @@ class Run:
             index = {"version": str(version), "world_size": 1, "fingerprint": "model", "files": files}
             (path / "checkpoint.json").write_text(json.dumps(index))
             (path.parent / "latest").write_text(f"{version}\n")
-            self.books.write(Checkpointed(version, str(path)))
-        self.books.write(Stepped(version))
-        await self.books.journal.commit()
+            self.run_log.write(Checkpointed(version, str(path)))
+        self.run_log.write(Stepped(version))
+        await self.run_log.journal.commit()
 
 
-def generated(asked: Asked, version: Version) -> Rollout:
+def generated(asked: PendingPrompt, version: Version) -> Rollout:
     values, ids, name = pack(np.zeros(2, "f4")), pack(np.zeros(2, "i4")), asked.prompt.id
     spans = [] if asked.by_teacher else [VersionSpan(version, 0, 2)]
     scored = Scored(name, values)
@@ -196,7 +196,7 @@ def swapped_segments(run: Path) -> None:
 
 def other_rollout(found: list[AnyRecord]) -> list[AnyRecord]:
     """The last batch on record names a buffered rollout in the place of one that was trained."""
-    composed = [record for record in found if isinstance(record, Composed)]
+    composed = [record for record in found if isinstance(record, BatchFormed)]
     batched = {i for record in composed for i in record.ids}
     spare = next(r.id for r in found if isinstance(r, Rollout) and r.id not in batched)
     ids = [spare, *composed[-2].ids[1:]]
@@ -207,7 +207,7 @@ def generated_by(version: Version) -> Callable[[list[AnyRecord]], list[AnyRecord
     """A rollout of the last trained batch was generated by other weights."""
 
     def doctor(found: list[AnyRecord]) -> list[AnyRecord]:
-        batch = [record for record in found if isinstance(record, Composed)][-2]
+        batch = [record for record in found if isinstance(record, BatchFormed)][-2]
         spans = [VersionSpan(version, 0, 2)]
         student = next(i for i in batch.ids if int(i.split(":")[1]) % 5 != 4)
         return [
@@ -330,10 +330,10 @@ LIES = [
     Lie(
         WHOLE,
         "a batch names what was never scored",
-        changed(Composed, lambda r: replaced(r, ids=["?", *r.ids[1:]])),
+        changed(BatchFormed, lambda r: replaced(r, ids=["?", *r.ids[1:]])),
         "journal_damaged",
     ),
-    Lie(WHOLE, "a batch is missing before others", changed(Composed, lambda r: [], 0), "journal_damaged"),
+    Lie(WHOLE, "a batch is missing before others", changed(BatchFormed, lambda r: [], 0), "journal_damaged"),
     Lie(
         WHOLE,
         "a lineage begins with itself",
@@ -364,13 +364,13 @@ LIES = [
     Lie(
         WEIGHED,
         "a late rollout counts in full",
-        changed(Composed, lambda r: replaced(r, weights=[])),
+        changed(BatchFormed, lambda r: replaced(r, weights=[])),
         "wrong_weight",
     ),
     Lie(
         WEIGHED,
         "a weight is another",
-        changed(Composed, lambda r: replaced(r, weights=[0.25] * 6)),
+        changed(BatchFormed, lambda r: replaced(r, weights=[0.25] * 6)),
         "wrong_weight",
     ),
     Lie(

@@ -120,7 +120,7 @@ def test_pass_rate_and_truncation_are_shares_and_without_a_judge_there_is_none()
     student = tiny(0)
     route = {"route": lambda _: "t", "version": Version(1, 7)}
     judged = evaluate(
-        student, {"t": student}, PROMPTS, LIMITS, judge=lambda _, c: c[-1] == EOS, **route
+        student, {"t": student}, PROMPTS, LIMITS, reward_fn=lambda _, c: c[-1] == EOS, **route
     ).report
     assert judged.pass_rate == pytest.approx(1 - judged.truncated)
     assert 0 < judged.truncated < 1
@@ -131,7 +131,7 @@ def test_pass_rate_and_truncation_are_shares_and_without_a_judge_there_is_none()
 def test_a_reward_above_zero_passes_however_high_it_is() -> None:
     student, rewards = tiny(0), iter([0.0, -1.0, 2.5] * len(PROMPTS))
     report = evaluate(
-        student, {"t": student}, PROMPTS, LIMITS, judge=lambda p, c: next(rewards), route=lambda _: "t"
+        student, {"t": student}, PROMPTS, LIMITS, reward_fn=lambda p, c: next(rewards), route=lambda _: "t"
     ).report
     assert report.pass_rate == (len(PROMPTS) // 3) / len(PROMPTS)
 

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from distill.trainer_api.http_api import listen, serving
 from distill.evaluation import client as evaluator_client
 from distill.evaluation.client import HttpEvaluator
 from distill.evaluation.service import BestKeeper, app
 from distill.loading import validate
+from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
 from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, RunIdentity, Version, decode, encode
@@ -57,7 +57,7 @@ def keeper(
             "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
             "student": {"path": "s"},
             "teachers": {"t": {"path": "t"}},
-            "prompts": {"type": "task", "task": "both_ends"},
+            "prompts": {"type": "task", "task": "sort_letters"},
             "rollout": {"max_tokens": 12},
             "trainer": {"deepspeed": "x.json"},
             "evaluation": {"metric": metric},
@@ -183,7 +183,7 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
         return report(version, 0.5)
 
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, silent_seconds=3.0)
+        evaluator = HttpEvaluator(url, stall_timeout_seconds=3.0)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert asked == [Version(0, 3)]
@@ -208,7 +208,7 @@ async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
     bound = listen("127.0.0.1", 0, None)
     bound.listen()  # connections are taken, and never answered
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    evaluator = HttpEvaluator(url, silent_seconds=0.2)
+    evaluator = HttpEvaluator(url, stall_timeout_seconds=0.2)
     with pytest.raises(
         Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
     ):

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.config import GuardConfig
-from distill.run_log.audit import check
-from distill.trainer_api.guard import Guard, repetition, trouble, unfit
 from distill.bench.in_memory import MemoryTrainer
+from distill.config import GuardConfig
 from distill.interfaces import Hooks, Quarantined
+from distill.launch.run_folder import RunFolder
+from distill.run_log.audit import check
 from distill.run_log.records import Location
 from distill.run_log.segments import read_all
-from distill.launch.run_folder import RunFolder
+from distill.trainer_api.guard import Guard, repetition, trouble, unusable
 from sync.errors import RemoteError
 from sync.wire import Generated, StepReport, Version, VersionSpan, pack
 
@@ -75,8 +75,8 @@ def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int
 
 
 def test_repetitive_completions_are_unfit_when_asked_for() -> None:
-    assert unfit(answer([4, 4, 4, 4], "length"), GuardConfig()) is None
-    assert unfit(answer([4, 4, 4, 4]), GuardConfig(repeats=4))[0] == "repetitive"  # type: ignore[index]
+    assert unusable(answer([4, 4, 4, 4], "length"), GuardConfig()) is None
+    assert unusable(answer([4, 4, 4, 4]), GuardConfig(repeats=4))[0] == "repetitive"  # type: ignore[index]
 
 
 class Diverging(MemoryTrainer):
@@ -85,7 +85,7 @@ class Diverging(MemoryTrainer):
     bad: set[int]
 
     async def _step(self, version: Version, shares: Any) -> Version:
-        event, high = self.desk.event, version.step + 1 in self.bad
+        event, high = self.session.event, version.step + 1 in self.bad
 
         async def told(message: Any) -> Any:
             if isinstance(message, StepReport):
@@ -94,11 +94,11 @@ class Diverging(MemoryTrainer):
                 message = StepReport(version=message.version, metrics=metrics, seconds=message.seconds)
             return await event(message)
 
-        self.desk.event = told  # type: ignore[method-assign]
+        self.session.event = told  # type: ignore[method-assign]
         try:
             return await super()._step(version, shares)
         finally:
-            self.desk.event = event  # type: ignore[method-assign]
+            self.session.event = event  # type: ignore[method-assign]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -109,7 +109,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def built(controller: Any, config: Any, guard: dict[str, Any], hooks: Hooks) -> tuple[Any, Diverging]:
     settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
     made = controller(settings, hooks)
-    trainer = Diverging(made.desk, checkpoint_every=2)
+    trainer = Diverging(made.session, checkpoint_every=2)
     trainer.bad = {7, 8}
     return made, trainer
 
@@ -140,7 +140,7 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     assert report.ok, report
     assert report.dropped["rolled_back"] >= len(bad)
     resumed = controller(config(run={"steps": 12}))
-    assert resumed.books.state.counters.dropped == made.books.state.counters.dropped
+    assert resumed.run_log.state.counters.dropped == made.run_log.state.counters.dropped
     resumed.close()
 
 
@@ -159,13 +159,13 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
         settings = config(run={"steps": 12}, guard=guard, trainer={"keep_checkpoints": 3})
         second = controller(settings, Hooks(set_back=back.append))
         assert back == [Version(0, 4)], "the trainer that comes next must still begin there"
-        trainer.desk, trainer.bad = second.desk, {5, 6}
+        trainer.session, trainer.bad = second.session, {5, 6}
         running = asyncio.create_task(second.run())
         with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
             await trainer.run()
         trainer.checkpoint = back[0]
         training = asyncio.create_task(trainer.run())
-        await until(lambda: second.feeder.holders)
+        await until(lambda: second.dispatcher.holders)
         assert back == [Version(0, 4)], "the one rollback of this run was used up before the restart"
         second.request_stop("enough")
         await asyncio.gather(training, running)
@@ -178,7 +178,7 @@ async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: A
     trainer.checkpoint_every = 1
     running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
-        await until(lambda: made.feeder.holders)
+        await until(lambda: made.dispatcher.holders)
         made.request_stop("enough")
         await asyncio.gather(training, running)
 
@@ -188,9 +188,9 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
-        await until(lambda: made.feeder.holders)
+        await until(lambda: made.dispatcher.holders)
         await asyncio.sleep(0.1)
-        assert made.books.state.reached.step <= 8, "one batch was handed out before the report came"
+        assert made.run_log.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")
         await training
         await running
@@ -198,8 +198,8 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
 
 async def test_what_is_put_aside_is_told_with_its_tokens(controller: Any, config: Any) -> None:
     seen: list[Quarantined] = []
-    made = controller(config(rollout={"at_max_tokens": "drop"}), Hooks(quarantined=seen.append))
-    trainer = MemoryTrainer(made.desk)
+    made = controller(config(rollout={"on_max_tokens": "drop"}), Hooks(quarantined=seen.append))
+    trainer = MemoryTrainer(made.session)
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.trainer_api.http_api import listen, serving
 from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.rollout.replica_client import HttpReplica
+from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
 from sync.transport import read_message, refuse, reply
 from sync.wire import (

@@ -17,20 +17,20 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.cli.guarded import guarded
 from distill.cli.main import _show
-from distill.run_log.audit import check
 from distill.conclusion import end_problems
-from distill.trainer_api.http_api import listen, serving
-from distill.run_log.journal import Location
-from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.interfaces import Hooks, Quarantined
-from distill.run_log.records import Concluded
-from distill.rollout.replica_client import Answer, HttpReplica
-from distill.run_log.segments import read_all
 from distill.evaluation.client import HttpEvaluator
-from distill.preflight.machine import claim_of
+from distill.interfaces import Hooks, Quarantined
 from distill.metrics.results import complete
+from distill.preflight.machine import claim_of
+from distill.rollout.replica_client import Answer, HttpReplica
+from distill.run_log.audit import check
+from distill.run_log.journal import Location
+from distill.run_log.records import Concluded
+from distill.run_log.segments import read_all
+from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.errors import RemoteError, WrongServer
 from sync.guard import RunGuard
@@ -96,12 +96,12 @@ def replica(engine: MemoryReplica, claim: Claim) -> Any:
 async def whole(run: Any, trainer: MemoryTrainer | None = None) -> dict[str, Any]:
     """The summary of a run to its end, whatever task fails first."""
     async with asyncio.timeout(20):
-        training = asyncio.create_task((trainer or MemoryTrainer(run.desk)).run())
+        training = asyncio.create_task((trainer or MemoryTrainer(run.session)).run())
         try:
             return await run.run()
         finally:
             training.cancel()
-            closing = [one.engine.aclose() for one in run.fleet.replicas.values()]
+            closing = [one.engine.aclose() for one in run.pool.replicas.values()]
             await asyncio.gather(training, *closing, return_exceptions=True)
 
 
@@ -127,10 +127,10 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
             run = controller(
                 config(run={"steps": steps}), replicas={"r0": HttpReplica(url, claim=claim)}, claim=claim
             )
-            summary = await whole(run, MemoryTrainer(run.desk))
+            summary = await whole(run, MemoryTrainer(run.session))
             assert summary["problems"] == []
             assert summary["run"] == {"name": "test", "id": held.run_id, "model": "model"}
-            assert held.run == run.books.run
+            assert held.run == run.run_log.run
 
 
 async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
@@ -141,7 +141,7 @@ async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) ->
         with pytest.raises(WrongServer, match=r"it serves run 'test' \(id 0123"):
             await whole(run)
         await evaluator.aclose()
-    assert run.books.state.evaluations == []
+    assert run.run_log.state.evaluations == []
 
 
 async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
@@ -178,7 +178,7 @@ async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(cont
     run = controller(teachers={"t": Swapped()})
     with pytest.raises(WrongServer, match="answers with model b"):
         await whole(run)
-    assert not run.books.state.counters.dropped
+    assert not run.run_log.state.counters.dropped
 
 
 class Stolen(MemoryReplica):
@@ -199,8 +199,8 @@ class Stolen(MemoryReplica):
 async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_go_on(controller) -> None:
     stolen = Stolen(seed=1, token_seconds=0.0005)
     run = controller(replicas={"r0": MemoryReplica(token_seconds=0.0005), "r1": stolen})
-    run.fleet._retry_seconds = 0.02
-    trainer = MemoryTrainer(run.desk, step_seconds=0.01)
+    run.pool._retry_seconds = 0.02
+    trainer = MemoryTrainer(run.session, step_seconds=0.01)
 
     async def steal() -> None:
         while stolen.generated == 0:
@@ -211,7 +211,7 @@ async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_
     summary, _ = await asyncio.gather(whole(run, trainer), steal())
     assert summary["weights_identical_by_replica"] == {"r0": True}
     assert summary["problems"] == []
-    assert not set(run.books.state.counters.dropped) & {"engine_failed", "impossible_version"}
+    assert not set(run.run_log.state.counters.dropped) & {"engine_failed", "impossible_version"}
 
 
 async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> None:
@@ -223,7 +223,7 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
         task, client = asyncio.create_task(run.run()), BlockingPeer(run.url)
         with pytest.raises(RemoteError, match=r"it serves run 'test' \(id 0123"):
             await asyncio.to_thread(client.call, "/v1/replicas/join", ReplicaJoins(url=url), Replicas)
-        assert list(run.fleet.replicas) == ["r0"]
+        assert list(run.pool.replicas) == ["r0"]
         client.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -235,7 +235,7 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
 )
 async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id, accepted) -> None:
     run = controller()
-    mine = run.books.run
+    mine = run.run_log.run
     hello = TrainerHello(
         world_size=1,
         checkpoint=None,
@@ -244,20 +244,20 @@ async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id
         run_id=mine.id if run_id == "its own" else run_id,
     )
     if accepted:
-        welcome = await run.desk.hello(hello)
+        welcome = await run.session.hello(hello)
         assert isinstance(welcome, TrainerWelcome)
         assert welcome.run == RunIdentity("test", mine.id, "model")
     else:
         with pytest.raises(RemoteError, match=rf"\(id {mine.id}\), the trainer is of run '{name}'"):
-            await run.desk.hello(hello)
-        assert len(run.books.state.lineages) == 0
+            await run.session.hello(hello)
+        assert len(run.run_log.state.lineages) == 0
     run.close()
 
 
 async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(controller) -> None:
     run = controller()
     task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
-    with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.books.run.id}\)"):
+    with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.run_log.run.id}\)"):
         await asyncio.to_thread(client.call, "/v1/replicas", None, Replicas)
     client.close()
     task.cancel()
@@ -297,7 +297,7 @@ async def test_a_version_that_was_never_published_costs_its_completion_and_enter
     engine = Foreign()
     engine.spoiled = version
     run = controller(hooks=Hooks(quarantined=aside.append), replicas={"r0": engine})
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     summary = await whole(run, trainer)
     assert summary["completed"]
     assert summary["rollouts"]["dropped"]["impossible_version"] == len(aside) >= 6
@@ -365,7 +365,7 @@ async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_journal_and_th
 ) -> None:
     settings = config(weights={"timeout_seconds": 0.3})
     run = controller(settings, **parts)
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
     summary = await whole(run, trainer)
     assert summary["completed"]
     (problem,) = summary["problems"]
@@ -389,7 +389,7 @@ async def test_after_is_the_evaluation_of_the_last_version(controller, config) -
 async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller, config, tmp_path) -> None:
     for evaluator, problems in ((Failing(), 1), (MemoryEvaluator(), 0)):
         run = controller(evaluator=evaluator)
-        trainer = MemoryTrainer(run.desk)
+        trainer = MemoryTrainer(run.session)
         assert len((await whole(run, trainer))["problems"]) == problems
         ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
     records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
@@ -402,7 +402,7 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
 ) -> None:
     away = MemoryReplica(up=False)
     run = controller(config(run={"steps": 1000}), replicas={"r0": engine, "away": away})
-    trainer = MemoryTrainer(run.desk)
+    trainer = MemoryTrainer(run.session)
 
     async def stop() -> None:
         while len(trainer.batches) < 2:
@@ -435,11 +435,11 @@ def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, co
     settings = config(run={"folder": tmp_path, "name": "toy"})
     assert claim_of(settings).run == RunIdentity("toy")
     run = controller()
-    asyncio.run(run.books.journal.commit())
+    asyncio.run(run.run_log.journal.commit())
     run.close()
     (tmp_path / "toy").mkdir()
     (tmp_path / "journal").rename(tmp_path / "toy" / "journal")
-    assert claim_of(settings).run == RunIdentity("toy", run.books.run.id)
+    assert claim_of(settings).run == RunIdentity("toy", run.run_log.run.id)
 
 
 def test_a_trainer_without_a_last_word_and_an_empty_fleet_are_told() -> None:

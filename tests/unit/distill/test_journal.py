@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
+from distill.prompts.stream import Prompt
 from distill.run_log.archive import archived
 from distill.run_log.journal import Journal
-from distill.run_log.records import AnyRecord, Composed, Dropped, Issued, Location, Rollout, Trace
+from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout, RolloutStub
 from distill.run_log.segments import (
     MARK_BYTES,
     SEGMENT_MAGIC,
@@ -30,7 +31,6 @@ from distill.run_log.segments import (
     segment_numbers,
     segment_path,
 )
-from distill.prompts.stream import Prompt
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -189,12 +189,12 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
         assert not commit.done()
         whole = [record for _, _, record in read_all(tmp_path)]
         assert whole == records(3)[: len(whole)]
-        journal.append(Composed(Version(0, 0), ["p0"]))
+        journal.append(BatchFormed(Version(0, 0), ["p0"]))
         disk.room = 1 << 20
         await commit
     await journal.commit()
     journal.close()
-    assert replayed(tmp_path) == [*records(3), Composed(Version(0, 0), ["p0"])]
+    assert replayed(tmp_path) == [*records(3), BatchFormed(Version(0, 0), ["p0"])]
     assert caplog.text.count("disk full") == 1
     assert "has room again" in caplog.text
 
@@ -205,14 +205,14 @@ async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path:
         await written(disk, *first, segment_bytes=8000)
         journal = Journal(disk, "batch", 8000, retry_seconds=0.005)
         list(journal.replay())
-        journal.append(Composed(Version(0, 0), ["p0"]))
+        journal.append(BatchFormed(Version(0, 0), ["p0"]))
         await journal.commit(durable=True)
         fill(disk)
         journal.append(rollout("p1", 2000))
         commit = asyncio.create_task(journal.commit(durable=True))
         await asyncio.sleep(0.05)
         assert not commit.done()
-        assert [record for _, _, record in read_all(disk)] == [*first, Composed(Version(0, 0), ["p0"])]
+        assert [record for _, _, record in read_all(disk)] == [*first, BatchFormed(Version(0, 0), ["p0"])]
         segments = segment_numbers(disk)
         assert await journal.archive(before=99, needed=set()) == 0, "there is no room for the traces"
         assert segment_numbers(disk) == segments
@@ -265,9 +265,9 @@ async def test_archived_segments_keep_what_an_audit_needs(tmp_path: Path) -> Non
     assert segment_numbers(tmp_path) == [1, numbers[-1]]
     found = [record for _, _, record in read_all(tmp_path)]
     assert len(found) == 13
-    assert Trace("p0", 0, 3, [VersionSpan(Version(0, 1), 0, 3)], "t") in found
+    assert RolloutStub("p0", 0, 3, [VersionSpan(Version(0, 1), 0, 3)], "t") in found
     assert any(isinstance(record, Rollout) for record in found), "what is needed stays whole"
-    assert [record.id for record in found if isinstance(record, Trace | Rollout)] == [
+    assert [record.id for record in found if isinstance(record, RolloutStub | Rollout)] == [
         f"p{i}" for i in range(6)
     ]
 

@@ -14,7 +14,7 @@ LEAST: dict[str, Any] = {
     "run": {"name": "x", "steps": 3},
     "student": {"path": "s"},
     "teachers": {"t": {"path": "t"}},
-    "prompts": {"type": "task", "task": "both_ends"},
+    "prompts": {"type": "task", "task": "sort_letters"},
     "rollout": {"max_tokens": 12},
     "trainer": {"deepspeed": "x.json"},
 }
@@ -37,6 +37,12 @@ def problem(override: str) -> str:
         ('weights.store={type="xet",pth=3}', "my.toml: weights.store.pth is not a known key: did you mean"),
         ("evaluation.placement.prt=3", "my.toml: evaluation.placement.prt is not a known key: did you mean"),
         ("trainer.lora.rnk=3", "my.toml: trainer.lora.rnk is not a known key: did you mean 'rank'?"),
+        (
+            "run.awake_teachers=1",
+            "run.awake_teachers is not a known key: it is now called 'max_loaded_teachers'",
+        ),
+        ("rollout.stragglers=1", "rollout.stragglers is not a known key: it is now called 'on_timeout'"),
+        ("weights.road=1", "weights.road is not a known key: it is now called 'transport'"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, expected: str) -> None:

@@ -13,10 +13,10 @@ import pytest
 from distill.config import RunConfig
 from distill.launch import roles
 from distill.launch.ports import Ports
-from distill.preflight.checks import check_secrets
 from distill.launch.run_folder import RunFolder
 from distill.loading import load, load_run_dir
 from distill.metrics.trackers import Wandb
+from distill.preflight.checks import check_secrets
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import secrets
@@ -53,7 +53,7 @@ path = "t"
 urls = ["http://me:{3}@127.0.0.1:9"]
 [prompts]
 type = "task"
-task = "both_ends"
+task = "sort_letters"
 options = {{ nested = {{ api_token = "{4}" }} }}
 [rollout]
 max_tokens = 12

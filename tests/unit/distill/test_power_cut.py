@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from power_cut import power_cut
 
+from distill.bench.in_memory import MemoryTrainer
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.run_log.journal import Journal
-from distill.bench.in_memory import MemoryTrainer
 from distill.run_log.records import AnyRecord, Dropped, Location
 from distill.run_log.segments import encode_entry, read_all, segment_path
 from sync.errors import DataError
@@ -108,7 +108,7 @@ async def lived(
             buffer={"fsync": "batch"},
         )
         running = controller(settings, journal=watched.journal())
-        trainer = MemoryTrainer(running.desk, ranks=2, checkpoint_every=3, step_seconds=0.002)
+        trainer = MemoryTrainer(running.session, ranks=2, checkpoint_every=3, step_seconds=0.002)
         run, training = asyncio.create_task(running.run()), asyncio.create_task(trainer.run())
         while len(trainer.batches) < 3:
             await trainer.stepped.wait(1)

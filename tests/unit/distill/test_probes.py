@@ -28,7 +28,7 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.objectives.registry import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.table import TableEngine
 
 V, T = 40, 8
@@ -54,7 +54,7 @@ def teacher(source: Callable = whole_prefix) -> Score:
     async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
         items = [Item(unpack(s.token_ids), s.start) for s in sequences]
         return [
-            Scored(s.id, pack(engine.score([item], Asked()).logprob_C))
+            Scored(s.id, pack(engine.score([item], ScoreOptions()).logprob_C))
             for s, item in zip(sequences, items, strict=True)
         ]
 
@@ -79,8 +79,8 @@ def changed(alter: Callable[[np.ndarray], np.ndarray]) -> Score:
 def shifted(by: int) -> Score:
     """Mark t is that of token t + by; the one that has no token is -1."""
     if by > 0:
-        return changed(lambda marks: np.append(marks[by:], [-1.0] * by))
-    return changed(lambda marks: np.append([-1.0] * -by, marks[:by]))
+        return changed(lambda scores: np.append(scores[by:], [-1.0] * by))
+    return changed(lambda scores: np.append([-1.0] * -by, scores[:by]))
 
 
 def last_tokens(count: int) -> Score:
@@ -138,7 +138,7 @@ async def test_a_sound_teacher_passes_every_probe() -> None:
         await probes.not_truncated(score, longest, V),
     ]
     repeats, noise = await probes.repeatable(score, SEQUENCES, 1e-3)
-    scored = await probes.marks(score, SEQUENCES)
+    scored = await probes.scores(score, SEQUENCES)
     findings += [repeats, probes.equals_plain(scored, scored, 1e-3)]
     assert [finding.line for finding in findings if finding.problem] == []
     assert noise == 0.0
@@ -165,8 +165,8 @@ def test_every_turn_gives_another_token() -> None:
 @pytest.mark.parametrize(("by", "says"), [(1, "1 position(s) too early"), (-1, "1 position(s) too late")])
 async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
     caught(await probes.not_shifted(shifted(by), SEQUENCES[0], V, 0.0), says)
-    plain = await probes.marks(teacher(), SEQUENCES)
-    wrong = probes.equals_plain(await probes.marks(shifted(by), SEQUENCES), plain, 1e-3)
+    plain = await probes.scores(teacher(), SEQUENCES)
+    wrong = probes.equals_plain(await probes.scores(shifted(by), SEQUENCES), plain, 1e-3)
     caught(wrong, "the marks are right but stand one position too " + says.rpartition(" ")[2])
 
 
@@ -188,37 +188,37 @@ async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
 
 
 async def test_a_teacher_that_returns_fewer_marks_than_tokens_is_caught() -> None:
-    finding, _ = await probes.repeatable(changed(lambda marks: marks[1:]), SEQUENCES, 1e-3)
+    finding, _ = await probes.repeatable(changed(lambda scores: scores[1:]), SEQUENCES, 1e-3)
     caught(finding, "[7, 7, 7, 7] marks for [8, 8, 8, 8] tokens")
 
 
 async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
     order = np.arange(V)
     order[[4, 9]] = order[[9, 4]]
-    swapped = await probes.marks(teacher(lambda ids: whole_prefix(order[ids])[:, order]), SEQUENCES)
-    plain = await probes.marks(teacher(), SEQUENCES)
+    swapped = await probes.scores(teacher(lambda ids: whole_prefix(order[ids])[:, order]), SEQUENCES)
+    plain = await probes.scores(teacher(), SEQUENCES)
     caught(probes.equals_plain(swapped, plain, 1e-3), "another order of the vocabulary")
 
 
 async def test_another_temperature_is_caught_by_its_scores() -> None:
-    plain = await probes.marks(teacher(), SEQUENCES)
-    hot = await probes.marks(teacher(lambda ids: whole_prefix(ids, 0.6)), SEQUENCES)
+    plain = await probes.scores(teacher(), SEQUENCES)
+    hot = await probes.scores(teacher(lambda ids: whole_prefix(ids, 0.6)), SEQUENCES)
     caught(probes.equals_plain(hot, plain, 1e-3), "another temperature")
 
 
 async def test_a_score_that_is_not_a_number_is_caught() -> None:
-    plain = await probes.marks(teacher(), SEQUENCES)
-    nan = await probes.marks(changed(lambda marks: marks * np.nan), SEQUENCES)
+    plain = await probes.scores(teacher(), SEQUENCES)
+    nan = await probes.scores(changed(lambda scores: scores * np.nan), SEQUENCES)
     caught(probes.equals_plain(nan, plain, 1e-3), "mean difference inf")
 
 
-def info(**facts: Any) -> TeacherInfo:
+def info(**engine_info: Any) -> TeacherInfo:
     known: dict[str, Any] = {
         "name": "t", "model": "m", "revision": None, "dtype": "float32", "engine": "table", "vocab_size": V,
         "hidden_size": 4, "max_length": 64, "tokenizer_fingerprint": "a" * 32 + "b" * 32 + "c" * 32,
         "chat_template_fingerprint": "d" * 32, "can": [], "fingerprint": "e" * 64,
     }  # fmt: skip
-    return TeacherInfo(**known | facts)
+    return TeacherInfo(**known | engine_info)
 
 
 @pytest.mark.parametrize(("part", "name"), [(0, "vocabulary"), (1, "merges"), (2, "special ids")])
@@ -290,12 +290,12 @@ def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
 
 
 async def test_a_rollout_engine_of_other_weights_is_caught() -> None:
-    p = await probes.marks(teacher(), SEQUENCES)
+    p = await probes.scores(teacher(), SEQUENCES)
     assert probes.mismatch(p, p) == 0.0
     rounding = [one + 0.01 for one in p]
     assert probes.mismatch(p, rounding) == pytest.approx(np.exp(-0.01) - 1 + 0.01)
     assert probes.rollouts_match(probes.mismatch(p, rounding), 0.02, "p").problem is None
-    hot = await probes.marks(teacher(lambda ids: whole_prefix(ids, 1.0)), SEQUENCES)
+    hot = await probes.scores(teacher(lambda ids: whole_prefix(ids, 1.0)), SEQUENCES)
     caught(probes.rollouts_match(probes.mismatch(p, hot), 0.02, "p"), "does not sample from the weights")
 
 

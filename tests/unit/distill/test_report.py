@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from distill.metrics.console import evaluation_line, step_line
+from distill.metrics.plot import _lane_label, draw, middle_window, read_lines
+from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import JsonLines, Memory, Spans, log_all
-from distill.metrics.plot import _lane_label, draw, middle_window, read_lines
-from distill.metrics.console import evaluation_line, step_line
-from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
 from sync.errors import DataError
 
 

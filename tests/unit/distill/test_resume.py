@@ -28,7 +28,7 @@ def config(folder: Path, **more: Any) -> RunConfig:
         "run": {"name": "x", "steps": 3, "folder": str(folder)},
         "student": {"path": "s"},
         "teachers": {"t": {"path": "t"}},
-        "prompts": {"type": "task", "task": "both_ends"},
+        "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"max_tokens": 12},
         "trainer": {"deepspeed": JSON},
     }

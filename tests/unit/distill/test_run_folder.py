@@ -27,7 +27,7 @@ def config(tmp_path: Path, **more: Any):
         "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
         "student": {"path": "s"},
         "teachers": {"t": {"path": "t"}},
-        "prompts": {"type": "task", "task": "both_ends"},
+        "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"max_tokens": 12},
         "trainer": {"deepspeed": "x.json"},
     }

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryTeacher
-from distill.run_log.records import Rollout
-from distill.scoring.scorer import Finished, Scoring
 from distill.aio import Signal
-from distill.run_log.soundness import Soundness
-from distill.run_log.state import Asked
+from distill.bench.in_memory import MemoryTeacher
 from distill.metrics.timeline import Timeline
-from distill.rollout.bad_answers import Trust
 from distill.prompts.stream import Prompt
+from distill.rollout.bad_answers import Trust
+from distill.run_log.records import Rollout
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import PendingPrompt
+from distill.scoring.scorer import PendingScore, Scoring
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
@@ -35,10 +35,10 @@ from sync.wire import (
 )
 
 
-def finished(number: int, source: str = "default", topk: int = 0, length: int = 2) -> Finished:
+def finished(number: int, source: str = "default", topk: int = 0, length: int = 2) -> PendingScore:
     prompt = Prompt(f"p{number}", [7, number], source, "gold")
-    return Finished(
-        Asked(prompt, number),
+    return PendingScore(
+        PendingPrompt(prompt, number),
         Generated(
             id=prompt.id,
             token_ids=pack(np.arange(length, dtype="i4")),
@@ -71,7 +71,7 @@ class Bench:
             **more,
         )
 
-    def _refused(self, one: Finished, reason: str, detail: str) -> None:
+    def _refused(self, one: PendingScore, reason: str, detail: str) -> None:
         self.refused.append((one.asked.prompt.id, detail))
         self.reasons.append(reason)
 
@@ -91,7 +91,7 @@ class Bench:
             while not condition():
                 await self.changed.wait(0.01)
 
-    async def score(self, *work: Finished) -> None:
+    async def score(self, *work: PendingScore) -> None:
         async with self.running():
             for one in work:
                 self.scoring.put(one)
@@ -144,7 +144,9 @@ async def test_a_teacher_may_see_another_prompt() -> None:
 
 
 async def test_a_task_rewards_each_completion() -> None:
-    bench = Bench({"t": MemoryTeacher()}, judge=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
+    bench = Bench(
+        {"t": MemoryTeacher()}, reward_fn=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2
+    )
     await bench.score(finished(0), finished(1, length=4))
     assert {one.id: one.reward for one in bench.rollouts} == {"p0": 2.5, "p1": 4.5}
 

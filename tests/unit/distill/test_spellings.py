@@ -1,4 +1,4 @@
-"""The task of many spellings: its judge, its prompts, and how much a top-k leaves outside."""
+"""The task of many spellings: its reward_fn, its prompts, and how much a top-k leaves outside."""
 
 import math
 

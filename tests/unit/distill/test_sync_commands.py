@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from distill.cli.main import main
-from distill.trainer_api.http_api import listen, serving
 from distill.loading import load
 from distill.proof import prompt_scores
+from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore

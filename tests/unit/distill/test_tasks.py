@@ -1,4 +1,4 @@
-"""The task that sorts from both ends: its prompts, its judge, its models' vocabulary."""
+"""The task that sorts from both ends: its prompts, its reward_fn, its models' vocabulary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distill import tasks
 from distill.loading import validate
 from distill.prompts.held_out import open_prompts
 from distill.prompts.stream import Prompt
-from distill.tasks import sort_letters as both_ends
-from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
+from distill.tasks import sort_letters as sort_letters
 from distill.tasks.making import letter_tokenizer
+from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
 from sync.errors import ConfigError, DataError
 
 
-class Asked(NamedTuple):
+class PendingPrompt(NamedTuple):
     text: str
     answer: str | None = None
 
@@ -29,14 +29,14 @@ def ids(text: str, end: bool = True) -> list[int]:
     return [VOCABULARY.index(letter) for letter in text] + [EOS_ID] * end
 
 
-TASK = both_ends.make()
+TASK = sort_letters.make()
 
 
 def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
     passing = {
         "".join(order)
         for order in itertools.permutations("bdkmz")
-        if TASK.passes(Asked("kdzmb>"), ids("".join(order)))
+        if TASK.passes(PendingPrompt("kdzmb>"), ids("".join(order)))
     }
     assert len(passing) == 2**4
     assert {"bdkmz", "zmkdb", "bzdmk"} <= passing
@@ -46,13 +46,13 @@ def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
 
 @pytest.mark.parametrize("answer", ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"])
 def test_what_leaves_out_repeats_or_adds_fails(answer: str) -> None:
-    assert not TASK.passes(Asked("kdzmb>"), ids(answer))
+    assert not TASK.passes(PendingPrompt("kdzmb>"), ids(answer))
 
 
 def test_an_answer_must_end() -> None:
-    assert not TASK.passes(Asked("kdzmb>"), ids("bdkmz", end=False))
-    assert not TASK.passes(Asked("kdzmb>"), ids("bdkmz") + [EOS_ID])
-    assert not TASK.passes(Asked("kdzmb>"), [])
+    assert not TASK.passes(PendingPrompt("kdzmb>"), ids("bdkmz", end=False))
+    assert not TASK.passes(PendingPrompt("kdzmb>"), ids("bdkmz") + [EOS_ID])
+    assert not TASK.passes(PendingPrompt("kdzmb>"), [])
 
 
 def test_prompts_are_five_to_nine_distinct_letters_and_the_same_each_time() -> None:
@@ -78,7 +78,7 @@ def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -
     for asked, answer, other in zip(asked_BN[:200], answer_BN, other_BN, strict=False):
         text = "".join(LETTERS[i] for i in asked) + ">"
         assert not is_held_out(text)
-        assert TASK.passes(Asked(text), ids("".join(LETTERS[i] for i in answer)))
+        assert TASK.passes(PendingPrompt(text), ids("".join(LETTERS[i] for i in answer)))
         left = set(asked.tolist())
         for taken, spurned in zip(answer.tolist(), other.tolist(), strict=True):
             assert {taken, spurned} == {min(left), max(left)}
@@ -98,14 +98,14 @@ def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
 
 
 def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
-    assert tasks.load("both_ends").prompt(0, 0) == TASK.prompt(0, 0)
+    assert tasks.load("sort_letters").prompt(0, 0) == TASK.prompt(0, 0)
     assert tasks.load("distill.tasks.sort_letters").prompt(0, 0) == TASK.prompt(0, 0)
     with pytest.raises(ConfigError, match=r"'sudoku' cannot be loaded"):
         tasks.load("sudoku")
     with pytest.raises(ConfigError, match=r"'distill\.config' cannot be loaded"):
         tasks.load("distill.config")
     with pytest.raises(ConfigError, match=r"prompts\.options do not fit"):
-        tasks.load("both_ends", {"digits": 3})
+        tasks.load("sort_letters", {"digits": 3})
 
 
 NOTHING_HELD_OUT = {
@@ -128,7 +128,7 @@ class Broken:
     def held_out(self, seed: int, index: int) -> tasks.TaskPrompt:
         raise KeyError("held out")
 
-    def passes(self, prompt: tasks.Asked, completion: list[int]) -> bool:
+    def passes(self, prompt: tasks.PendingPrompt, completion: list[int]) -> bool:
         raise KeyError("passes")
 
 
@@ -157,13 +157,13 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         task.prompt(3, 7)
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
         task.held_out(3, 8)
-    judge = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).judge
-    assert judge is not None
+    reward_fn = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).reward_fn
+    assert reward_fn is not None
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
     with pytest.raises(
         DataError, match=passes + r" raised KeyError \('passes'\) for prompt 0:4:1, completion \[5"
     ):
-        judge(Prompt("0:4:1", [1]), [5])
+        reward_fn(Prompt("0:4:1", [1]), [5])
     monkeypatch.setattr(Broken, "passes", lambda *_: None)
     with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a finite number"):
-        judge(Prompt("0:4:1", [1]), [5])
+        reward_fn(Prompt("0:4:1", [1]), [5])

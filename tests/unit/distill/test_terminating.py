@@ -24,10 +24,10 @@ SCRIPT = f"""
 import subprocess, sys, time
 from pathlib import Path
 from distill.bench import cpu_profile as watched
-from distill.bench.kill_target import Patient
+from distill.bench.kill_target import KillTarget
 from distill.cli.guarded import guarded
 def killing():
-    with Patient({SLEEP}, Path(sys.argv[1])) as patient:
+    with KillTarget({SLEEP}, Path(sys.argv[1])) as patient:
         patient.start()
         time.sleep(600)
 def watching():

@@ -22,9 +22,9 @@ from power_cut import power_cut
 from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
-from student_trainer import disk_full as room
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
+from student_trainer import disk_full as room
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
 from sync.errors import DataError

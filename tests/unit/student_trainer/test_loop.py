@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from student_trainer.batch_client import HttpSource, MemorySource
 from student_trainer.controller_client import HttpController, SilentController
 from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, checkpoint_due, train
 from student_trainer.ranks import Ranks
-from student_trainer.transports import Background, NoRoad, SnapshotRoad
 from student_trainer.run import finish
-from student_trainer.batch_client import HttpSource, MemorySource
+from student_trainer.transports import Background, NullTransport, SnapshotTransport
 from sync.errors import DataError, StoreError, Unreachable
 from sync.publish.publisher import PublishReport
 from sync.wire import (
@@ -66,7 +66,7 @@ class Story:
             shown=lambda: "weights",
             source=MemorySource(batches, checkpoint),
             controller=self.controller,
-            road=_Road(self.lines),
+            transport=_Road(self.lines),
             ledger=Ledger(self.folder, Version(0, 0), None, 0),
             ranks=ALONE,
             interrupted=threading.Event(),
@@ -85,7 +85,7 @@ class Story:
         return [f"{type(event).__name__} {event.version.step}" for event in self.controller.told]  # type: ignore[attr-defined]
 
 
-class _Road(NoRoad):
+class _Road(NullTransport):
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
 
@@ -319,25 +319,25 @@ def _export(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def road(
+def transport(
     tmp_path: Path, publisher: FakePublisher, adapters: bool = False
-) -> tuple[SnapshotRoad, SilentController]:
+) -> tuple[SnapshotTransport, SilentController]:
     controller = SilentController(WELCOME)
-    return SnapshotRoad(
+    return SnapshotTransport(
         publisher, FakeWeights(adapters), _export, tmp_path / "scratch", controller, 0
     ), controller  # type: ignore[arg-type]
 
 
-def go(road: SnapshotRoad, *steps: int) -> None:
+def go(transport: SnapshotTransport, *steps: int) -> None:
     for step in steps:
-        road.settle()
-        road.publish(Version(0, step), road.anchor_due)
-    road.settle()
+        transport.settle()
+        transport.publish(Version(0, step), transport.anchor_due)
+    transport.settle()
 
 
 def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, controller = road(tmp_path, publisher)
+    path, controller = transport(tmp_path, publisher)
     path.start(Version(0, 0), None)
     go(path, 1, 2, 3, 4)
     assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
@@ -356,7 +356,7 @@ def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_ofte
         collected.set()
         raise StoreError("the store went away")  # costs nothing
 
-    path = SnapshotRoad(
+    path = SnapshotTransport(
         FakePublisher(), FakeWeights(), _export, tmp_path / "scratch", SilentController(WELCOME), 0, collect
     )  # type: ignore[arg-type]
     path.start(Version(0, 0), None)
@@ -367,7 +367,7 @@ def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_ofte
 
 def test_adapters_always_go_whole(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, _ = road(tmp_path, publisher, adapters=True)
+    path, _ = transport(tmp_path, publisher, adapters=True)
     path.start(Version(0, 0), None)
     go(path, 1, 2)
     assert publisher.done == [("lora", 0), ("lora", 1), ("lora", 2)]
@@ -375,7 +375,7 @@ def test_adapters_always_go_whole(tmp_path: Path) -> None:
 
 def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, controller = road(tmp_path, publisher)
+    path, controller = transport(tmp_path, publisher)
     path.start(Version(0, 0), None)
     publisher.failures = 1
     go(path, 1, 2)
@@ -384,7 +384,7 @@ def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Pat
 
 
 def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
-    path, _ = road(tmp_path, FakePublisher(failures=3))
+    path, _ = transport(tmp_path, FakePublisher(failures=3))
     with pytest.raises(StoreError, match="disk full"):
         go(path, 1, 2, 3)
 
@@ -392,10 +392,10 @@ def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
 def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     """A run of one step from its first version to its end; so many publications after the first fail."""
     story, publisher = Story(tmp_path, [batch(0)]), FakePublisher()
-    story.trainer.road = SnapshotRoad(
+    story.trainer.transport = SnapshotTransport(
         publisher, FakeWeights(), _export, tmp_path / "scratch", story.controller, 0
     )  # type: ignore[arg-type]
-    story.trainer.road.start(Version(0, 0), None)
+    story.trainer.transport.start(Version(0, 0), None)
     publisher.failures = failures
     train(story.trainer)
     config: Any = SimpleNamespace(run_dir=tmp_path)

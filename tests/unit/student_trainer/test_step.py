@@ -22,7 +22,7 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
-from student_trainer.step import Aim, train_step
+from student_trainer.step import LossSpec, train_step
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -123,12 +123,14 @@ def own_topk(rows: Rows) -> Rows:
     return msgspec.structs.replace(rows, **moved)
 
 
-def aim(config: ObjectiveConfig, teacher: Student) -> Aim:
+def spec(config: ObjectiveConfig, teacher: Student) -> LossSpec:
     heads: tuple[HeadWeights, ...] = ()
     if isinstance(config, Full):
         heads = (HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
     coefficient = coefficients(config, TEACHERS)
-    return Aim(build(config), discount(config), heads, VOCAB, TEACHERS, coefficient, config.task is not None)
+    return LossSpec(
+        build(config), discount(config), heads, VOCAB, TEACHERS, coefficient, config.task is not None
+    )
 
 
 def batch(parts: list[Rows]) -> TrainBatch:
@@ -148,7 +150,7 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
         for chunk in (3, 64):
             engine = PlainEngine(student(2, chunk), 0.1)
             parts = [marked_rows(teacher, part) for part in packing]
-            metrics.append(train_step(engine, batch(parts), aim(config, teacher), ALONE))
+            metrics.append(train_step(engine, batch(parts), spec(config, teacher), ALONE))
             assert engine.boundaries == [False] * (len(parts) - 1) + [True]
             found.append(engine.gradients)
     size = max(float(g.abs().max()) for g in found[0])
@@ -168,7 +170,7 @@ def test_a_rank_without_rows_adds_nothing() -> None:
     found = []
     for parts in ([rows], [rows, nothing]):
         engine = PlainEngine(student(2), 0.1)
-        train_step(engine, batch(parts), aim(Sampled(), teacher), ALONE)
+        train_step(engine, batch(parts), spec(Sampled(), teacher), ALONE)
         found.append(engine.gradients)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
@@ -180,7 +182,7 @@ def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config:
     if isinstance(config, StudentTopK):
         rows = own_topk(rows)
     engine = PlainEngine(student(1), 0.1)
-    metrics = train_step(engine, batch([rows]), aim(config, teacher), ALONE)
+    metrics = train_step(engine, batch([rows]), spec(config, teacher), ALONE)
     assert abs(metrics["loss"]) < 1e-6
     for before, after in zip(teacher.parameters(), engine.student.parameters(), strict=True):
         assert float((after - before).norm().detach()) <= 1e-6 * float(before.norm().detach())
@@ -195,7 +197,7 @@ def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> Non
     shifted = msgspec.structs.replace(rows, teacher_hidden=pack(np.roll(hidden, 1, axis=0)))
     kl = []
     for part in (rows, shifted):
-        metrics = train_step(PlainEngine(student(1), 0.0), batch([part]), aim(Full(), teacher), ALONE)
+        metrics = train_step(PlainEngine(student(1), 0.0), batch([part]), spec(Full(), teacher), ALONE)
         kl.append(metrics["reverse_kl"])
     assert abs(kl[0]) < 1e-6
     assert kl[1] > 1e-2
@@ -204,7 +206,7 @@ def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> Non
 def test_metrics_follow_from_the_rows() -> None:
     teacher = student(1)
     rows = marked_rows(teacher, [1, 2, 5])
-    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), aim(TopK(k=5), teacher), ALONE)
+    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(TopK(k=5), teacher), ALONE)
     tokens = 4 + 7 + 2
     assert metrics["tokens"] == tokens
     assert metrics["rows"] == 3
@@ -220,7 +222,7 @@ def test_metrics_follow_from_the_rows() -> None:
 def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
     teacher = student(1)
     rows = marked_rows(teacher, [1, 2, 5], step=4)
-    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), aim(Sampled(), teacher), ALONE)
+    metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(Sampled(), teacher), ALONE)
     assert metrics["mismatch_kl"] > 0
     assert metrics["age_max"] == 0
 
@@ -242,10 +244,10 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
         collate(msgspec.structs.replace(rows, teacher_topk_logprob=None), 3, VOCAB)
     stranger = msgspec.structs.replace(rows, teacher=pack(np.array([0, 3], np.int32)))
     with pytest.raises(DataError, match="scored by teacher 3, the trainer knows 1"):
-        train_step(PlainEngine(student(1), 0.1), batch([stranger]), aim(Full(), student(1)), ALONE)
+        train_step(PlainEngine(student(1), 0.1), batch([stranger]), spec(Full(), student(1)), ALONE)
     with pytest.raises(DataError, match="at least one supervised token"):
         nothing = TrainBatch(version=Version(0, 0), denominator=0, micro_batches=[])
-        train_step(PlainEngine(student(1), 0.1), nothing, aim(Sampled(), student(1)), ALONE)
+        train_step(PlainEngine(student(1), 0.1), nothing, spec(Sampled(), student(1)), ALONE)
 
 
 def test_our_head_is_checked_against_the_models_own() -> None:
@@ -263,7 +265,7 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     with torch.no_grad():
         broken.head.weight[0] = torch.nan
     with pytest.raises(DataError, match="the loss of step 4 is nan"):
-        train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), aim(Full(), teacher), ALONE)
+        train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), spec(Full(), teacher), ALONE)
 
 
 # --- mixing -------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def gradients(
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Of one step of the same student, and its metrics."""
     engine = PlainEngine(student(2), 0.1)
-    goal = Aim(
+    goal = LossSpec(
         build(config), None, (), VOCAB, teachers, coefficients(config, teachers), config.task is not None
     )
     metrics = train_step(engine, batch(parts), goal, ALONE)
@@ -386,7 +388,7 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
 
     def gradient(rows: Rows) -> list[torch.Tensor]:
         engine = PlainEngine(student(2), 0.1)
-        train_step(engine, batch([rows]), aim(config, teacher), ALONE)
+        train_step(engine, batch([rows]), spec(config, teacher), ALONE)
         return engine.gradients
 
     rows = rows_of([3, 4, 5])

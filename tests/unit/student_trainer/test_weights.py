@@ -15,9 +15,9 @@ from student_trainer.head import HeadShape
 from student_trainer.model import Student, check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
-from sync.stores.memory import MemoryStore
-from sync.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.publish.publisher import Publisher
+from sync.snapshots.checkpoint import bits, fingerprint, tensors
+from sync.stores.memory import MemoryStore
 from sync.wire import Version
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -9,13 +9,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sync.errors import SnapshotError
-from sync.stores.memory import MemoryStore
-from sync.snapshots import admin
-from sync.snapshots import checkpoint
+from sync.publish.publisher import Publisher, Slice
+from sync.snapshots import admin, checkpoint
 from sync.snapshots.leases import SECONDS, lease
 from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.stores.memory import MemoryStore
 from sync.subscribe.mirror import Mirror
-from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 RUN = "run"

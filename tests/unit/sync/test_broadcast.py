@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from sync.errors import SnapshotError, Unreachable
 from sync.broadcast import broadcast
 from sync.broadcast.broadcast import BroadcastSender, Reception
 from sync.broadcast.buckets import plan
+from sync.errors import SnapshotError, Unreachable
 from sync.snapshots.tensors import TensorMeta, digest, meta_of
 from sync.wire import Audience, BroadcastTicket
 
@@ -181,8 +181,8 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
 @pytest.mark.parametrize(
     ("trainer", "replica", "message"),
     [
-        ("cuda", "cpu", r"broadcasts with nccl and this replica is on a cpu device.*weights\.road"),
-        ("cpu", "cuda", r"broadcasts with gloo and this replica is on a cuda device.*weights\.road"),
+        ("cuda", "cpu", r"broadcasts with nccl and this replica is on a cpu device.*weights\.transport"),
+        ("cpu", "cuda", r"broadcasts with gloo and this replica is on a cuda device.*weights\.transport"),
     ],
 )
 def test_a_replica_that_could_never_meet_the_trainer_says_so_and_takes_no_seat(trainer, replica, message):

@@ -13,13 +13,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sync.errors import SnapshotError
-from sync.delta import codec
+from sync.delta import codec, entropy, kernels
 from sync.delta import file as delta_file
-from sync.delta import entropy
-from sync.delta import kernels
-from sync.snapshots.checkpoint import TensorAt
 from sync.delta.codec import Effort, Mode
+from sync.errors import SnapshotError
+from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}

@@ -24,12 +24,9 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from sync.errors import SnapshotError
-from sync.delta import codec
+from sync.delta import codec, entropy, kernels, rangecoder
 from sync.delta import file as delta_file
-from sync.delta import entropy
-from sync.delta import kernels
-from sync.delta import rangecoder
+from sync.errors import SnapshotError
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 

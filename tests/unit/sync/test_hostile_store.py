@@ -20,16 +20,15 @@ from hostile_store import RUN, delta_file, nested, parts_of, put_file, safetenso
 from safetensors.numpy import load_file
 
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.stores.base import MOST_SMALL, read_small
-from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
-from sync.snapshots import admin
-from sync.snapshots import checkpoint
+from sync.publish.publisher import Publisher, Slice
+from sync.snapshots import admin, checkpoint
 from sync.snapshots.folders import check_no_code, refused
 from sync.snapshots.leases import SECONDS, Lease, lease, leased
 from sync.snapshots.manifest import dump, manifest_key, read_manifest
+from sync.stores.base import MOST_SMALL, read_small
+from sync.stores.directory import DirectoryStore
+from sync.stores.memory import MemoryStore
 from sync.subscribe.mirror import Mirror
-from sync.publish.publisher import Publisher, Slice
 from sync.wire import Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))

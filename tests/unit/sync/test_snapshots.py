@@ -15,14 +15,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from sync.errors import AlreadyPublished, SnapshotError, StoreError
+from sync.publish.base_shard import BaseShard
+from sync.publish.publisher import Publisher, PublishReport, Slice
+from sync.snapshots import checkpoint
+from sync.snapshots.manifest import read_latest, read_manifest, versions
 from sync.stores.base import Store
 from sync.stores.bucket import BucketStore
 from sync.stores.memory import MemoryStore
-from sync.snapshots import checkpoint
-from sync.publish.base_shard import Held
-from sync.snapshots.manifest import read_latest, read_manifest, versions
 from sync.subscribe.mirror import Mirror, digests, read_chain
-from sync.publish.publisher import Publisher, PublishReport, Slice
 from sync.wire import Version
 
 RUN = "run"
@@ -357,7 +357,7 @@ def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_p
     with pytest.raises(AlreadyPublished):
         rival.anchor(v(0))
     rival.publishers[0]._base = v(0)
-    rival.publishers[0]._held = Held(rival.publishers[0]._slices, rival.shards(0))
+    rival.publishers[0]._held = BaseShard(rival.publishers[0]._slices, rival.shards(0))
     with pytest.raises(AlreadyPublished):
         rival.delta(v(1))
     assert rival.publishers[0].anchor_due

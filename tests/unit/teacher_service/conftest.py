@@ -28,20 +28,20 @@ async def serving(
     claim: Claim | None = None,
 ) -> AsyncIterator[str]:
     """URL of the service while it runs."""
-    facts = engine.facts
+    engine_info = engine.engine_info
     info = TeacherInfo(
         name="t",
         model=model,
         revision=None,
-        dtype=facts.dtype,
-        engine=facts.engine,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        max_length=facts.max_length,
+        dtype=engine_info.dtype,
+        engine=engine_info.engine,
+        vocab_size=engine_info.vocab_size,
+        hidden_size=engine_info.hidden_size,
+        max_length=engine_info.max_length,
         tokenizer_fingerprint="0",
         chat_template_fingerprint=None,
         fingerprint=model,
-        can=list(facts.can),
+        can=list(engine_info.can),
     )
     service = TeacherService(
         engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token, claim=claim

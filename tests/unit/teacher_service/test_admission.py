@@ -12,10 +12,10 @@ import pytest
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
 from teacher_service import admission
 from teacher_service.admission import BadRequest, admit, check_reply_size, check_request
-from teacher_service.engines.base import Facts, Item
+from teacher_service.engines.base import EngineInfo, Item
 
-FACTS = Facts("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
-SAMPLED_ONLY = Facts("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
+FACTS = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
+SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
 GOOD = ScoreSequence("a", pack(np.array([1, 2, 3, 4], np.int32)), 2)
 
 
@@ -48,7 +48,7 @@ def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
         (changed(start=0), "start is 0, the first completion token must be in 1 … 3"),
         (changed(start=4), "start is 4"),
         (changed(start=-1), "start is -1"),
-        (changed(token_ids=ids(1, 2, 10)), "token id 10 is outside the vocabulary 0 … 9"),
+        (changed(token_ids=ids(1, 2, 10)), "token id 10 is outside the vocabulary of"),
         (changed(token_ids=ids(1, -1, 3)), "token id -1 is outside"),
         (changed(token_ids=pack(np.array([1, 2, 3], np.int64))), "dtype i8, expected i4"),
         (changed(token_ids=pack(np.array([[1, 2, 3]], np.int32))), "expected 1 dimensions"),
@@ -70,7 +70,7 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
 
 
 @pytest.mark.parametrize(
-    ("request_", "facts", "says"),
+    ("request_", "engine_info", "says"),
     [
         (ScoreRequest(sequences=[]), FACTS, "no sequences"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), FACTS, "topk is 11, this teacher gives 0 to 10"),
@@ -85,10 +85,10 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
     ],
 )
 def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
-    request_: ScoreRequest, facts: Facts, says: str
+    request_: ScoreRequest, engine_info: EngineInfo, says: str
 ) -> None:
     with pytest.raises(BadRequest) as refusal:
-        check_request(request_, facts)
+        check_request(request_, engine_info)
     assert refusal.value.status == 422
     assert says in str(refusal.value)
 

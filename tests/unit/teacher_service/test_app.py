@@ -23,19 +23,19 @@ from sync.wire import (
     ScoreReply,
     ScoreRequest,
     ScoreSequence,
+    TeacherCompletion,
+    TeacherGenerateReply,
+    TeacherGenerateRequest,
     TeacherInfo,
+    TeacherPrompt,
     Want,
-    WritePrompt,
-    WriteReply,
-    WriteRequest,
-    Written,
     decode,
     encode,
     pack,
     unpack,
 )
 from teacher_service.client import TeacherClient
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.engines.table import TableEngine, random_table
 
 V = 11
@@ -53,11 +53,11 @@ class GatedEngine(TableEngine):
         self.begun = threading.Event()
         self.sequences = 0
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         self.begun.set()
         self.gate.wait(10)
         self.sequences += len(items)
-        return super().score(items, asked)
+        return super().score(items, options)
 
 
 def sequence(ids: list[int], start: int, gather: list[list[int]] | None = None) -> ScoreSequence:
@@ -66,46 +66,46 @@ def sequence(ids: list[int], start: int, gather: list[list[int]] | None = None) 
 
 
 async def test_every_mark_equals_the_table(serve: Serve) -> None:
-    asked = ScoreRequest(
+    options = ScoreRequest(
         sequences=[sequence([1, 2, 3, 4], 2, [[0, -1], [5, 4]])],
         want=Want(topk=3, entropy=True, hidden=True),
     )
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
-        (marks,) = (await peer.call("/v1/score", asked, ScoreReply)).results
+        (scores,) = (await peer.call("/v1/score", options, ScoreReply)).results
         head = await peer.call("/v1/head", None, Head)
-    assert isinstance(marks, Scored)
+    assert isinstance(scores, Scored)
     rows = TABLE[[2, 3]]
-    assert marks.topk_ids is not None
-    assert marks.topk_logprob is not None
-    assert marks.tail is not None
-    assert marks.gathered is not None
-    assert marks.entropy is not None
-    assert marks.hidden is not None
+    assert scores.topk_ids is not None
+    assert scores.topk_logprob is not None
+    assert scores.tail is not None
+    assert scores.gathered is not None
+    assert scores.entropy is not None
+    assert scores.hidden is not None
     best = np.argsort(-rows, axis=1)[:, :3]
-    np.testing.assert_array_equal(unpack(marks.logprob), [TABLE[2, 3], TABLE[3, 4]])
-    np.testing.assert_array_equal(unpack(marks.topk_ids), best)
-    np.testing.assert_array_equal(unpack(marks.topk_logprob), np.take_along_axis(rows, best, 1))
+    np.testing.assert_array_equal(unpack(scores.logprob), [TABLE[2, 3], TABLE[3, 4]])
+    np.testing.assert_array_equal(unpack(scores.topk_ids), best)
+    np.testing.assert_array_equal(unpack(scores.topk_logprob), np.take_along_axis(rows, best, 1))
     np.testing.assert_allclose(
-        unpack(marks.tail) + np.exp(unpack(marks.topk_logprob)).sum(1), [1, 1], atol=1e-6
+        unpack(scores.tail) + np.exp(unpack(scores.topk_logprob)).sum(1), [1, 1], atol=1e-6
     )
-    np.testing.assert_array_equal(unpack(marks.gathered), [[TABLE[2, 0], 0], [TABLE[3, 5], TABLE[3, 4]]])
-    np.testing.assert_allclose(unpack(marks.entropy), -(np.exp(rows) * rows).sum(1), atol=1e-6)
-    np.testing.assert_allclose(unpack(marks.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
+    np.testing.assert_array_equal(unpack(scores.gathered), [[TABLE[2, 0], 0], [TABLE[3, 5], TABLE[3, 4]]])
+    np.testing.assert_allclose(unpack(scores.entropy), -(np.exp(rows) * rows).sum(1), atol=1e-6)
+    np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
 
 
 async def test_prompt_positions_come_only_when_asked_for(serve: Serve) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
         for want, expected in ((Want(), [TABLE[2, 3]]), (Want(prompt=True), [TABLE[1, 2], TABLE[2, 3]])):
-            asked = ScoreRequest(sequences=[sequence([1, 2, 3], 2)], want=want)
-            (marks,) = (await peer.call("/v1/score", asked, ScoreReply)).results
-            assert isinstance(marks, Scored)
-            np.testing.assert_array_equal(unpack(marks.logprob), expected)
+            options = ScoreRequest(sequences=[sequence([1, 2, 3], 2)], want=want)
+            (scores,) = (await peer.call("/v1/score", options, ScoreReply)).results
+            assert isinstance(scores, Scored)
+            np.testing.assert_array_equal(unpack(scores.logprob), expected)
 
 
 async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Serve) -> None:
-    asked = ScoreRequest(sequences=[sequence([1, 99], 1), sequence([1, 2, 3], 1), sequence([1] * 65, 1)])
+    options = ScoreRequest(sequences=[sequence([1, 99], 1), sequence([1, 2, 3], 1), sequence([1] * 65, 1)])
     async with serve(TableEngine(TABLE, max_length=64)) as url, Peer(url) as peer:
-        first, second, third = (await peer.call("/v1/score", asked, ScoreReply)).results
+        first, second, third = (await peer.call("/v1/score", options, ScoreReply)).results
         only_bad = ScoreRequest(sequences=[sequence([1, 99], 1)])
         (refused,) = (await peer.call("/v1/score", only_bad, ScoreReply)).results
     assert isinstance(first, ScoreRefused)
@@ -118,59 +118,59 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Se
 
 async def test_a_full_teacher_answers_429_with_retry_after(serve: Serve) -> None:
     engine = GatedEngine()
-    asked = ScoreRequest(sequences=[sequence([1] * 20, 1)])
+    options = ScoreRequest(sequences=[sequence([1] * 20, 1)])
     async with serve(engine, queue_tokens=30) as url, Peer(url) as peer, httpx.AsyncClient() as http:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", asked, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
-        refusal = await http.post(f"{url}/v1/score", content=encode(asked))
+        refusal = await http.post(f"{url}/v1/score", content=encode(options))
         assert refusal.status_code == 429
         assert float(refusal.headers["retry-after"]) > 0
         with pytest.raises(Overloaded):
-            await peer.once("/v1/score", encode(asked), 5)
+            await peer.once("/v1/score", encode(options), 5)
         assert (await http.get(f"{url}/health")).status_code == 200
         engine.gate.set()
         assert len((await first).results) == 1
-        assert len((await peer.call("/v1/score", asked, ScoreReply)).results) == 1
+        assert len((await peer.call("/v1/score", options, ScoreReply)).results) == 1
 
 
 async def test_a_request_that_could_never_fit_is_refused_for_good(serve: Serve) -> None:
-    asked = ScoreRequest(sequences=[sequence([1] * 20, 1), sequence([1] * 20, 1)])
+    options = ScoreRequest(sequences=[sequence([1] * 20, 1), sequence([1] * 20, 1)])
     async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="413: 40 tokens pass queue_tokens = 30"):
-            await peer.once("/v1/score", encode(asked), 5)
+            await peer.once("/v1/score", encode(options), 5)
 
 
 async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Serve) -> None:
     engine = GatedEngine()
-    asked = ScoreRequest(sequences=[sequence([1, 2], 1)])
+    options = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", asked, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
         late = ScoreRequest(sequences=[sequence([1, 2], 1)], deadline=0.05)
         with pytest.raises(RemoteError, match=r"408.*deadline of 0.05 s passed"):
             await peer.once("/v1/score", encode(late), 5)
         engine.gate.set()
         await first
-        await peer.call("/v1/score", asked, ScoreReply)
+        await peer.call("/v1/score", options, ScoreReply)
     assert engine.sequences == 2
 
 
 async def test_work_of_a_caller_that_left_is_not_done(serve: Serve) -> None:
     engine = GatedEngine()
-    asked = ScoreRequest(sequences=[sequence([1, 2], 1)])
+    options = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", asked, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
-        leaver = asyncio.create_task(peer.call("/v1/score", asked, ScoreReply))
+        leaver = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
         await held_tokens(url, 4)
         leaver.cancel()
         await held_tokens(url, 2)
         engine.gate.set()
         await first
-        await peer.call("/v1/score", asked, ScoreReply)
+        await peer.call("/v1/score", options, ScoreReply)
     assert engine.sequences == 2
 
 
@@ -210,38 +210,42 @@ async def test_a_function_teacher_has_no_head(serve: Serve) -> None:
 def test_replies_keep_half_precision_only_for_lists() -> None:
     from teacher_service.replies import scored
 
-    marks = Marks(np.array([-1.1], np.float32), np.array([[3]], np.int32), np.array([[-1.1]], np.float32))
-    half = scored("a", marks, "f2")
+    scores = EngineScores(
+        np.array([-1.1], np.float32), np.array([[3]], np.int32), np.array([[-1.1]], np.float32)
+    )
+    half = scored("a", scores, "f2")
     assert half.topk_logprob is not None
     assert (half.logprob.dtype, half.topk_logprob.dtype) == ("f4", "f2")
     body = encode(ScoreReply(teacher="t", results=[half]))
     assert decode(body, ScoreReply).results == [half]
 
 
-def writing(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> WriteRequest:
-    asked = [WritePrompt(str(i), pack(np.array(ids, np.int32)), seed + i) for i, ids in enumerate(prompts)]
-    return WriteRequest(prompts=asked, max_tokens=max_tokens, **more)
+def writing(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> TeacherGenerateRequest:
+    options = [
+        TeacherPrompt(str(i), pack(np.array(ids, np.int32)), seed + i) for i, ids in enumerate(prompts)
+    ]
+    return TeacherGenerateRequest(prompts=options, max_tokens=max_tokens, **more)
 
 
 async def test_what_is_written_has_the_tables_log_probabilities_and_depends_on_its_seed_alone(
     serve: Serve,
 ) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
-        asked = writing([1, 2], [4], stop_token_ids=[5])
-        both = (await peer.call("/v1/write", asked, WriteReply)).results
+        options = writing([1, 2], [4], stop_token_ids=[5])
+        both = (await peer.call("/v1/generate", options, TeacherGenerateReply)).results
         (alone,) = (
-            await peer.call("/v1/write", writing([4], seed=4, stop_token_ids=[5]), WriteReply)
+            await peer.call("/v1/generate", writing([4], seed=4, stop_token_ids=[5]), TeacherGenerateReply)
         ).results
-        (other,) = (await peer.call("/v1/write", writing([4], seed=9), WriteReply)).results
+        (other,) = (await peer.call("/v1/generate", writing([4], seed=9), TeacherGenerateReply)).results
     for prompt, text in zip(([1, 2], [4]), both, strict=True):
-        assert isinstance(text, Written)
+        assert isinstance(text, TeacherCompletion)
         ids = [prompt[-1], *unpack(text.token_ids).tolist()]
         np.testing.assert_allclose(unpack(text.logprob), TABLE[ids[:-1], ids[1:]], atol=1e-6)
         assert (text.finish_reason == "stop") == (ids[-1] == 5)
         assert len(ids) == 7 or ids[-1] == 5
-    assert isinstance(both[1], Written)
-    assert isinstance(alone, Written)
-    assert isinstance(other, Written)
+    assert isinstance(both[1], TeacherCompletion)
+    assert isinstance(alone, TeacherCompletion)
+    assert isinstance(other, TeacherCompletion)
     assert alone.token_ids == both[1].token_ids != other.token_ids
 
 
@@ -249,18 +253,20 @@ async def test_a_prompt_that_cannot_be_completed_is_refused_alone_and_a_bad_requ
     serve: Serve,
 ) -> None:
     async with serve(TableEngine(TABLE, max_length=16)) as url, Peer(url) as peer:
-        results = (await peer.call("/v1/write", writing([1], [99], [1] * 11), WriteReply)).results
+        results = (
+            await peer.call("/v1/generate", writing([1], [99], [1] * 11), TeacherGenerateReply)
+        ).results
         for request, says in (
-            (writing([1], max_tokens=16), "max_tokens is 16, this teacher writes 1 to 15"),
+            (writing([1], max_tokens=16), "max_tokens is 16, this teacher takes 1 to 15"),
             (writing([1], temperature=0.0), "temperature is 0.0"),
-            (writing([1], stop_token_ids=[11]), "stop id 11 is outside the vocabulary 0 … 10"),
+            (writing([1], stop_token_ids=[11]), "stop id 11 is outside the vocabulary of"),
             (writing(), "no prompts"),
             (writing([1], deadline=-1.0), "deadline is -1.0"),
             (writing(*[[1] * 8] * 80), "pass queue_tokens = 1000"),
         ):
             with pytest.raises(RemoteError, match=says):
-                await peer.call("/v1/write", request, WriteReply)
-    assert isinstance(results[0], Written)
+                await peer.call("/v1/generate", request, TeacherGenerateReply)
+    assert isinstance(results[0], TeacherCompletion)
     assert isinstance(results[1], ScoreRefused)
     assert "token id 99" in results[1].error
     assert isinstance(results[2], ScoreRefused)
@@ -273,7 +279,7 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
     class OnlyAtOne(TableEngine):
         def __init__(self) -> None:
             super().__init__(TABLE)
-            self.facts = replace(self.facts, can=("topk",))
+            self.engine_info = replace(self.engine_info, can=("topk",))
 
     ids, temperature = np.array([3, 1, 4, 1], np.int32), 0.7
     one = ScoreSequence("a", pack(ids), 1)
@@ -297,11 +303,11 @@ async def test_an_engine_that_cannot_write_says_so(serve: Serve) -> None:
     class Dumb(TableEngine):
         def __init__(self) -> None:
             super().__init__(TABLE)
-            self.facts = replace(self.facts, can=("topk",))
+            self.engine_info = replace(self.engine_info, can=("topk",))
 
     async with serve(Dumb()) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="cannot give 'write'"):
-            await peer.call("/v1/write", writing([1]), WriteReply)
+            await peer.call("/v1/generate", writing([1]), TeacherGenerateReply)
 
 
 async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> None:
@@ -311,7 +317,7 @@ async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> No
         texts = await client.write(prompts, 6, [5])
         assert client.counters.requests == 5
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
-    assert all(isinstance(text, Written) for text in texts)
+    assert all(isinstance(text, TeacherCompletion) for text in texts)
 
 
 class LyingEngine(TableEngine):
@@ -321,14 +327,14 @@ class LyingEngine(TableEngine):
         super().__init__(TABLE)
         self.column, self.value = column, value
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
-        marks, first = super().score(items, asked), 0
-        spoilt = np.array(getattr(marks, self.column))
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+        scores, first = super().score(items, options), 0
+        spoilt = np.array(getattr(scores, self.column))
         for item in items:
             if item.token_ids_L[0] == 7:
                 spoilt[first] = self.value
             first += item.positions
-        return replace(marks, **{self.column: spoilt})
+        return replace(scores, **{self.column: spoilt})
 
 
 @pytest.mark.parametrize(
@@ -346,11 +352,11 @@ class LyingEngine(TableEngine):
 async def test_an_engine_that_lies_costs_that_sequence_alone(
     serve: Serve, column: str, value: float, field: str
 ) -> None:
-    asked = [
+    options = [
         ScoreSequence(name, pack(np.array([first, 2, 3], "i4")), 1) for name, first in (("a", 7), ("b", 1))
     ]
     async with serve(LyingEngine(column, value)) as url, TeacherClient("t", [url]) as client:
-        first, second = await client.score(asked, Want(topk=2, hidden=True))
+        first, second = await client.score(options, Want(topk=2, hidden=True))
     assert isinstance(first, ScoreRefused)
     assert first.unusable
     assert first.error.startswith(f"the engine's answer: {field} is ")
@@ -358,8 +364,8 @@ async def test_an_engine_that_lies_costs_that_sequence_alone(
 
 
 async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Serve) -> None:
-    asked = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
+    options = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
     async with serve(LyingEngine("entropy_C", np.nan)) as url, TeacherClient("t", [url]) as client:
-        (answer,) = await client.score(asked, Want(entropy=True))
+        (answer,) = await client.score(options, Want(entropy=True))
     assert isinstance(answer, Scored)
     assert answer.entropy is None

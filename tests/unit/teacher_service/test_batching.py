@@ -15,10 +15,17 @@ from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
 from teacher_service import batching
 from teacher_service.batching import Batcher, split
-from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
+from teacher_service.engines.base import (
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
 from teacher_service.engines.table import TableEngine, random_table
 from teacher_service.metrics import Metrics
-from teacher_service.request_queue import Ticket
+from teacher_service.request_queue import QueuedRequest
 
 POISON = 7
 
@@ -28,19 +35,19 @@ class RecordingEngine(TableEngine):
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__(random_table(11))
-        self.batches: list[tuple[Asked, list[int]]] = []
+        self.batches: list[tuple[ScoreOptions, list[int]]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Event()
         self.error = error or DataError("poisoned")
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
-        self.batches.append((asked, [len(item.token_ids_L) for item in items]))
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+        self.batches.append((options, [len(item.token_ids_L) for item in items]))
         self.begun.set()
         self.gate.wait(10)
         if any(item.token_ids_L[0] == POISON for item in items):
             raise self.error
-        return super().score(items, asked)
+        return super().score(items, options)
 
     def head(self) -> Head | None:
         return None
@@ -64,12 +71,12 @@ async def running(
 
 
 def submit(
-    batcher: Batcher, items: list[Item], asked: Asked = Asked(), deadline: float | None = None
-) -> Ticket:
-    return batcher.submit([(i, it, asked) for i, it in enumerate(items)], len(items), deadline)
+    batcher: Batcher, items: list[Item], options: ScoreOptions = ScoreOptions(), deadline: float | None = None
+) -> QueuedRequest:
+    return batcher.submit([(i, it, options) for i, it in enumerate(items)], len(items), deadline)
 
 
-async def busy(batcher: Batcher, engine: RecordingEngine) -> Ticket:
+async def busy(batcher: Batcher, engine: RecordingEngine) -> QueuedRequest:
     """Hold the engine in a batch of one sequence of 2 tokens."""
     engine.gate.clear()
     ticket = submit(batcher, [item(2)])
@@ -91,10 +98,10 @@ async def test_different_questions_are_not_mixed_and_the_oldest_goes_first() -> 
     engine = RecordingEngine()
     async with running(engine) as batcher:
         await busy(batcher, engine)
-        tickets = [submit(batcher, [item(3)], Asked(topk=k)) for k in (2, 1, 2, 1)]
+        tickets = [submit(batcher, [item(3)], ScoreOptions(topk=k)) for k in (2, 1, 2, 1)]
         engine.gate.set()
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
-    assert engine.batches[1:] == [(Asked(topk=2), [3, 3]), (Asked(topk=1), [3, 3])]
+    assert engine.batches[1:] == [(ScoreOptions(topk=2), [3, 3]), (ScoreOptions(topk=1), [3, 3])]
 
 
 async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
@@ -157,9 +164,9 @@ async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
         ticket = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
         await ticket.done.wait()
     assert ticket.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
-    assert [isinstance(outcome, Marks) for outcome in ticket.outcomes] == [True, False, True, True]
-    alone = TableEngine(random_table(11)).score([item(4)], Asked())
-    assert isinstance(ticket.outcomes[3], Marks)
+    assert [isinstance(outcome, EngineScores) for outcome in ticket.outcomes] == [True, False, True, True]
+    alone = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
+    assert isinstance(ticket.outcomes[3], EngineScores)
     np.testing.assert_array_equal(ticket.outcomes[3].logprob_C, alone.logprob_C)
 
 
@@ -198,9 +205,9 @@ async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
 
 
 def test_columns_that_do_not_have_a_row_for_each_position_are_cut_for_nobody() -> None:
-    marks = Marks(np.zeros(4, np.float32), entropy_C=np.zeros(3, np.float32))
+    scores = EngineScores(np.zeros(4, np.float32), entropy_C=np.zeros(3, np.float32))
     with pytest.raises(DataError, match="entropy_C of 3 rows for 4 positions"):
-        split(marks, [2, 1, 1])
+        split(scores, [2, 1, 1])
 
 
 class Scribbler(RecordingEngine):
@@ -210,58 +217,62 @@ class Scribbler(RecordingEngine):
         super().__init__()
         self.pen, self.stepped, self.closed = threading.Event(), threading.Event(), threading.Event()
 
-    def write(self, drafts: Sequence[Draft], manner: Manner) -> Iterator[list[Text] | None]:
+    def write(
+        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
+    ) -> Iterator[list[EngineCompletion] | None]:
         try:
-            if any(draft.token_ids_P[0] == POISON for draft in drafts):
+            if any(engine_prompt.token_ids_P[0] == POISON for engine_prompt in engine_prompts):
                 raise self.error
             while not self.pen.is_set():
                 self.stepped.set()
                 time.sleep(0.002)
                 yield None
             yield [
-                Text(draft.token_ids_P, np.zeros(len(draft.token_ids_P), np.float32), True)
-                for draft in drafts
+                EngineCompletion(
+                    engine_prompt.token_ids_P, np.zeros(len(engine_prompt.token_ids_P), np.float32), True
+                )
+                for engine_prompt in engine_prompts
             ]
         finally:
             self.closed.set()
 
 
-def drafts(*fills: int) -> list[tuple[int, Draft]]:
-    return [(i, Draft(np.full(2, fill, np.int32), 0)) for i, fill in enumerate(fills)]
+def engine_prompts(*fills: int) -> list[tuple[int, EnginePrompt]]:
+    return [(i, EnginePrompt(np.full(2, fill, np.int32), 0)) for i, fill in enumerate(fills)]
 
 
-MANNER = Manner(4, 1.0, ())
+MANNER = GenerationParams(4, 1.0, ())
 
 
 async def test_scores_are_given_while_a_text_is_being_written() -> None:
     engine = Scribbler()
     async with running(engine) as batcher:
-        written = batcher.submit_drafts(drafts(1, 2), MANNER, 2, None)
+        written = batcher.submit_engine_prompts(engine_prompts(1, 2), MANNER, 2, None)
         for _ in range(3):
             await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert engine.stepped.is_set()
         assert not written.done.is_set()
         engine.pen.set()
         await asyncio.wait_for(written.done.wait(), 60)
-        assert all(isinstance(outcome, Text) for outcome in written.outcomes)
+        assert all(isinstance(outcome, EngineCompletion) for outcome in written.outcomes)
 
 
 async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_written() -> None:
     engine = Scribbler()
     engine.pen.set()
     async with running(engine) as batcher:
-        ticket = batcher.submit_drafts(drafts(1, POISON, 2), MANNER, 3, None)
+        ticket = batcher.submit_engine_prompts(engine_prompts(1, POISON, 2), MANNER, 3, None)
         await asyncio.wait_for(ticket.done.wait(), 60)
     first, second, third = ticket.outcomes
-    assert isinstance(first, Text)
+    assert isinstance(first, EngineCompletion)
     assert second == "the engine failed on this prompt: DataError: poisoned"
-    assert isinstance(third, Text)
+    assert isinstance(third, EngineCompletion)
 
 
 async def test_a_text_that_nobody_waits_for_any_more_is_given_up() -> None:
     engine = Scribbler()
     async with running(engine) as batcher:
-        ticket = batcher.submit_drafts(drafts(1), MANNER, 1, None)
+        ticket = batcher.submit_engine_prompts(engine_prompts(1), MANNER, 1, None)
         await asyncio.to_thread(engine.stepped.wait, 10)
         batcher.release(ticket)
         await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
@@ -271,7 +282,7 @@ async def test_a_text_that_nobody_waits_for_any_more_is_given_up() -> None:
 async def test_texts_count_against_the_queue_with_all_they_may_become() -> None:
     engine = Scribbler()
     async with running(engine, queue_tokens=13) as batcher:
-        batcher.submit_drafts(drafts(1, 2), MANNER, 2, None)
+        batcher.submit_engine_prompts(engine_prompts(1, 2), MANNER, 2, None)
         with pytest.raises(Overloaded, match="12 tokens wait and 6 more would pass queue_tokens = 13"):
-            batcher.submit_drafts(drafts(3), MANNER, 1, None)
+            batcher.submit_engine_prompts(engine_prompts(3), MANNER, 1, None)
         engine.pen.set()

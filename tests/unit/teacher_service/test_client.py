@@ -16,7 +16,7 @@ from sync.claims import Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
 from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.engines.table import TableEngine, random_table
 
 V = 11
@@ -34,11 +34,11 @@ class CountingEngine(TableEngine):
         self.gate = threading.Event()
         self.gate.set()
 
-    def score(self, items: Sequence[Item], asked: Asked) -> Marks:
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         self.begun.set()
         self.gate.wait(10)
         self.sequences += len(items)
-        return super().score(items, asked)
+        return super().score(items, options)
 
 
 def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
@@ -47,9 +47,9 @@ def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
     return [ScoreSequence(f"{seed}-{i}", pack(ids[i]), 2) for i in range(n)]
 
 
-def right(asked: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
+def right(options: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
     """Whether every result is the table's mark on the sequence at its place."""
-    for sequence, result in zip(asked, results, strict=True):
+    for sequence, result in zip(options, results, strict=True):
         ids = unpack(sequence.token_ids)
         assert isinstance(result, Scored)
         np.testing.assert_array_equal(unpack(result.logprob), TABLE[ids[1:-1], ids[2:]])
@@ -64,9 +64,9 @@ def free_port() -> int:
 
 async def test_callers_that_ask_at_once_share_a_request_and_get_their_own_marks(serve: Serve) -> None:
     async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
-        asked = [sequences(3, seed=seed) for seed in range(10)]
-        answers = await asyncio.gather(*(client.score(one) for one in asked))
-        assert all(right(one, answer) for one, answer in zip(asked, answers, strict=True))
+        options = [sequences(3, seed=seed) for seed in range(10)]
+        answers = await asyncio.gather(*(client.score(one) for one in options))
+        assert all(right(one, answer) for one, answer in zip(options, answers, strict=True))
         assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (1, 30, 180)
 
 
@@ -84,8 +84,8 @@ async def test_different_questions_travel_apart(serve: Serve) -> None:
 
 async def test_a_long_question_is_cut_into_bounded_requests(serve: Serve) -> None:
     async with serve(CountingEngine()) as url, TeacherClient("t", [url], request_tokens=20) as client:
-        asked = sequences(10)
-        assert right(asked, await client.score(asked))
+        options = sequences(10)
+        assert right(options, await client.score(options))
         assert client.counters.requests == 4
 
 
@@ -102,8 +102,8 @@ async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Serve)
         serve(two) as second,
         TeacherClient("t", [first, second], request_tokens=6) as client,
     ):
-        asked = sequences(40)
-        assert right(asked, await client.score(asked))
+        options = sequences(40)
+        assert right(options, await client.score(options))
     assert one.sequences == two.sequences == 20
 
 
@@ -111,8 +111,8 @@ async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serv
     one, two, port = CountingEngine(), CountingEngine(), free_port()
     urls = [f"http://127.0.0.1:{port}"]
     async with serve(one) as living, TeacherClient("t", [*urls, living], request_tokens=6) as client:
-        asked = sequences(8)
-        assert right(asked, await client.score(asked))
+        options = sequences(8)
+        assert right(options, await client.score(options))
         assert one.sequences == 8
         assert client.replicas.retries >= 1
         async with serve(two, port=port):
@@ -132,23 +132,23 @@ async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: S
         silent.listen()
         mute = "http://127.0.0.1:{1}".format(*silent.getsockname())
         async with serve(engine) as living, TeacherClient("t", [mute, living], health=0.1) as client:
-            asked = sequences(2)
-            assert right(asked, await client.score(asked, deadline=20))
+            options = sequences(2)
+            assert right(options, await client.score(options, deadline=20))
     assert engine.sequences == 2
 
 
 async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Serve) -> None:
     good, bad = CountingEngine(), CountingEngine()
     async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
-        asked = sequences(2)
-        await client.score(asked)
-        assert client.answered_by(asked[0].id) == other
+        options = sequences(2)
+        await client.score(options)
+        assert client.answered_by(options[0].id) == other
         assert client.leave_out(other)
         before = bad.sequences
         for seed in range(4):
-            asked = sequences(2, seed=seed)
-            assert right(asked, await client.score(asked))
-            assert client.answered_by(asked[1].id) == url
+            options = sequences(2, seed=seed)
+            assert right(options, await client.score(options))
+            assert client.answered_by(options[1].id) == url
         assert bad.sequences == before
         assert not client.leave_out(url)
 

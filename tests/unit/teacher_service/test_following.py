@@ -13,7 +13,7 @@ from sync.errors import ConfigError, StoreError
 from sync.wire import Version
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.following import FollowingEngine
 from teacher_service.engines.table import TableEngine, random_table
 
@@ -77,13 +77,13 @@ def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
             store.version = Version(0, step)
             another_look(store)
             assert (engine.version and engine.version.step) == held
-            marks = engine.score([ITEM], Asked()).logprob_C
-            expected = TableEngine(random_table(11, seed=held or 0)).score([ITEM], Asked()).logprob_C
-            assert marks.tolist() == expected.tolist()
+            scores = engine.score([ITEM], ScoreOptions()).logprob_C
+            expected = TableEngine(random_table(11, seed=held or 0)).score([ITEM], ScoreOptions()).logprob_C
+            assert scores.tolist() == expected.tolist()
         assert loads.folders == [None, "2", "4"]
         assert loads.closed == 2
         assert engine.head() is None
-        assert engine.facts.can == ("topk", "gather", "entropy", "prompt", "write", "temperature")
+        assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "write", "temperature")
     finally:
         engine.close()
     assert loads.closed == 3

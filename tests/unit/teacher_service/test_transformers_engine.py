@@ -25,7 +25,14 @@ from transformers import (
 from sync.errors import ConfigError
 from sync.wire import unpack
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Draft, Item, Manner, Marks, Text
+from teacher_service.engines.base import (
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import inverse
 from teacher_service.engines.transformers import TransformersEngine, load
@@ -35,7 +42,7 @@ VOCAB = 37
 PADDED = 48
 
 
-EVERYTHING = Asked(topk=5, gather=3, entropy=True, hidden=True)
+EVERYTHING = ScoreOptions(topk=5, gather=3, entropy=True, hidden=True)
 LENGTHS = [9, 3, 17, 2, 9, 30, 5, 12]
 
 
@@ -87,28 +94,28 @@ def check_against_plain(
     model: Any, engine: TransformersEngine, tolerance: float = 1e-5, temperature: float = 1.0
 ) -> None:
     items = random_items(1, LENGTHS, k=3)
-    marks = engine.score(items, EVERYTHING._replace(temperature=temperature))
+    scores = engine.score(items, EVERYTHING._replace(temperature=temperature))
     logp_CV = np.concatenate([plain_logprobs(model, item, temperature) for item in items])
     targets_C = np.concatenate([item.token_ids_L[item.first :] for item in items])
     wanted_CK = np.concatenate([item.gather_ids_TK for item in items if item.gather_ids_TK is not None])
     rows = np.arange(len(targets_C))
     best_CK = np.argsort(-logp_CV, axis=1)[:, :5]
-    close(marks.logprob_C, logp_CV[rows, targets_C], tolerance)
-    assert np.array_equal(marks.topk_ids_CK, best_CK)
-    close(marks.topk_logprob_CK, logp_CV[rows[:, None], best_CK], tolerance)
-    close(marks.tail_C, 1 - np.exp(logp_CV[rows[:, None], best_CK]).sum(1), tolerance)
-    close(marks.gathered_CK, np.where(wanted_CK < 0, 0, logp_CV[rows[:, None], wanted_CK]), tolerance)
-    close(marks.entropy_C, -(np.exp(logp_CV) * logp_CV).sum(1), tolerance)
+    close(scores.logprob_C, logp_CV[rows, targets_C], tolerance)
+    assert np.array_equal(scores.topk_ids_CK, best_CK)
+    close(scores.topk_logprob_CK, logp_CV[rows[:, None], best_CK], tolerance)
+    close(scores.tail_C, 1 - np.exp(logp_CV[rows[:, None], best_CK]).sum(1), tolerance)
+    close(scores.gathered_CK, np.where(wanted_CK < 0, 0, logp_CV[rows[:, None], wanted_CK]), tolerance)
+    close(scores.entropy_C, -(np.exp(logp_CV) * logp_CV).sum(1), tolerance)
     if temperature == 1:
-        close(logprobs_from_head(engine, marks), logp_CV, tolerance)
+        close(logprobs_from_head(engine, scores), logp_CV, tolerance)
 
 
-def logprobs_from_head(engine: TransformersEngine, marks: Marks) -> np.ndarray:
+def logprobs_from_head(engine: TransformersEngine, scores: EngineScores) -> np.ndarray:
     """float64 [C, V]: what a reader computes from hidden states and the Head message, by its formula."""
     head = engine.head()
     assert head is not None
-    assert marks.hidden_CH is not None
-    logits = marks.hidden_CH.astype(np.float64) @ unpack(head.weight).astype(np.float64).T
+    assert scores.hidden_CH is not None
+    logits = scores.hidden_CH.astype(np.float64) @ unpack(head.weight).astype(np.float64).T
     if head.bias is not None:
         logits += unpack(head.bias)
     logits *= head.scale
@@ -163,28 +170,28 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: p
 
 def test_topk_and_its_tail_sum_to_one(qwen: Any) -> None:
     for k in (1, 7, VOCAB):
-        marks = TransformersEngine(qwen, VOCAB).score(random_items(2, LENGTHS), Asked(topk=k))
-        assert marks.topk_logprob_CK is not None
-        assert marks.tail_C is not None
-        close(np.exp(marks.topk_logprob_CK).sum(1) + marks.tail_C, np.ones(len(marks.tail_C)))
+        scores = TransformersEngine(qwen, VOCAB).score(random_items(2, LENGTHS), ScoreOptions(topk=k))
+        assert scores.topk_logprob_CK is not None
+        assert scores.tail_C is not None
+        close(np.exp(scores.topk_logprob_CK).sum(1) + scores.tail_C, np.ones(len(scores.tail_C)))
 
 
 def test_rows_beyond_the_tokenizer_get_no_probability(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
-    marks = engine.score(random_items(3, LENGTHS), Asked(topk=VOCAB))
-    assert marks.topk_ids_CK is not None
-    assert marks.topk_ids_CK.max() == VOCAB - 1
+    scores = engine.score(random_items(3, LENGTHS), ScoreOptions(topk=VOCAB))
+    assert scores.topk_ids_CK is not None
+    assert scores.topk_ids_CK.max() == VOCAB - 1
     head = engine.head()
     assert head is not None
     assert head.weight.shape == (VOCAB, 32)
-    assert engine.facts.vocab_size == VOCAB < PADDED
+    assert engine.engine_info.vocab_size == VOCAB < PADDED
 
 
 def test_a_sequence_is_marked_the_same_alone_and_in_any_batch(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     items = random_items(4, LENGTHS)
-    together = engine.score(items, Asked()).logprob_C
-    alone = np.concatenate([engine.score([item], Asked()).logprob_C for item in items])
+    together = engine.score(items, ScoreOptions()).logprob_C
+    alone = np.concatenate([engine.score([item], ScoreOptions()).logprob_C for item in items])
     close(together, alone)
 
 
@@ -192,7 +199,7 @@ def test_a_shift_by_one_position_cannot_hide(qwen: Any) -> None:
     """KL of a student that equals the teacher: zero as marked, orders of magnitude more when shifted."""
     (item,) = random_items(6, [40])
     expected = plain_logprobs(qwen, item)[np.arange(item.positions), item.token_ids_L[item.first :]]
-    marked = TransformersEngine(qwen, VOCAB).score([item], Asked()).logprob_C
+    marked = TransformersEngine(qwen, VOCAB).score([item], ScoreOptions()).logprob_C
     right = np.abs(expected - marked).mean()
     assert right < 1e-5
     for shifted in (np.abs(expected[1:] - marked[:-1]), np.abs(expected[:-1] - marked[1:])):
@@ -247,16 +254,16 @@ def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
     model = type(qwen)(qwen.config).to(torch.bfloat16)
     engine = TransformersEngine(model, VOCAB)
     items = random_items(5, LENGTHS)
-    marks = engine.score(items, Asked(hidden=True))
-    assert marks.hidden_CH is not None
-    assert marks.hidden_CH.dtype == np.uint16
+    scores = engine.score(items, ScoreOptions(hidden=True))
+    assert scores.hidden_CH is not None
+    assert scores.hidden_CH.dtype == np.uint16
     head = engine.head()
     assert head is not None
-    widened = dataclasses.replace(marks, hidden_CH=widen(marks.hidden_CH))
+    widened = dataclasses.replace(scores, hidden_CH=widen(scores.hidden_CH))
     logits = widened.hidden_CH @ widen(unpack(head.weight)).T
     logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     targets = np.concatenate([item.token_ids_L[item.first :] for item in items])
-    close(marks.logprob_C, logp[np.arange(len(targets)), targets], 1e-4)
+    close(scores.logprob_C, logp[np.arange(len(targets)), targets], 1e-4)
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -276,17 +283,19 @@ def test_a_teacher_that_left_its_files_does_not_change_with_them(
     config = TeacherConfig(path=str(tmp_path), device="cpu")
     engine = load(config, VOCAB, leave_files=True)
     items = random_items(3, LENGTHS)
-    before = engine.score(items, Asked()).logprob_C
+    before = engine.score(items, ScoreOptions()).logprob_C
     (file,) = tmp_path.glob("*.safetensors")
     weights = np.memmap(file, np.uint8, "r+", offset=file.stat().st_size // 2)
     weights[:] = 0
     weights.flush()
-    np.testing.assert_array_equal(engine.score(items, Asked()).logprob_C, before)
+    np.testing.assert_array_equal(engine.score(items, ScoreOptions()).logprob_C, before)
 
 
-def texts_of(engine: TransformersEngine, drafts: list[Draft], manner: Manner) -> list[Text]:
-    *steps, texts = engine.write(drafts, manner)
-    assert steps.count(None) == len(steps) <= manner.max_tokens
+def texts_of(
+    engine: TransformersEngine, engine_prompts: list[EnginePrompt], generation: GenerationParams
+) -> list[EngineCompletion]:
+    *steps, texts = engine.write(engine_prompts, generation)
+    assert steps.count(None) == len(steps) <= generation.max_tokens
     assert texts is not None
     return texts
 
@@ -296,15 +305,17 @@ def test_what_it_writes_has_the_marks_it_gives_and_does_not_depend_on_its_compan
 ) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     rng = np.random.default_rng(1)
-    drafts = [Draft(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))]
-    manner = Manner(12, 1.0, (4, 5))
-    together = texts_of(engine, drafts, manner)
-    for draft, text in zip(drafts, together, strict=True):
-        (alone,) = texts_of(engine, [draft], manner)
+    engine_prompts = [
+        EnginePrompt(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))
+    ]
+    generation = GenerationParams(12, 1.0, (4, 5))
+    together = texts_of(engine, engine_prompts, generation)
+    for engine_prompt, text in zip(engine_prompts, together, strict=True):
+        (alone,) = texts_of(engine, [engine_prompt], generation)
         np.testing.assert_array_equal(alone.token_ids_T, text.token_ids_T)
-        whole = np.concatenate([draft.token_ids_P, text.token_ids_T])
-        marks = engine.score([Item(whole, len(draft.token_ids_P))], Asked())
-        close(text.logprob_T, marks.logprob_C)
+        whole = np.concatenate([engine_prompt.token_ids_P, text.token_ids_T])
+        scores = engine.score([Item(whole, len(engine_prompt.token_ids_P))], ScoreOptions())
+        close(text.logprob_T, scores.logprob_C)
         assert text.token_ids_T.max() < VOCAB
         assert text.ended == (text.token_ids_T[-1] in (4, 5))
         assert not np.isin(text.token_ids_T[:-1], (4, 5)).any()
@@ -316,8 +327,8 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
     engine = TransformersEngine(qwen, VOCAB)
     prompt, count = np.array([3, 1, 4], np.int32), 4000
     for temperature in (1.0, 2.0):
-        manner = Manner(1, temperature, ())
-        texts = texts_of(engine, [Draft(prompt, seed) for seed in range(count)], manner)
+        generation = GenerationParams(1, temperature, ())
+        texts = texts_of(engine, [EnginePrompt(prompt, seed) for seed in range(count)], generation)
         counts = np.bincount([text.token_ids_T[0] for text in texts], minlength=VOCAB)
         with torch.inference_mode():
             logits = qwen(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1, :VOCAB]

@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.run_log.audit import AuditReport, check
-from distill.run_log.run_log import Books
-from distill.controller import Controller
-from distill.run_log.journal import Journal
-from distill.buffer.late import rules
 from distill.bench.in_memory import MemoryPrompts, MemoryTrainer
+from distill.buffer.late import rules
+from distill.controller import Controller
 from distill.interfaces import Hooks, Quarantined
-from distill.run_log.records import HandedOut, Location, Rollout
-from distill.run_log.segments import read_all
 from distill.prompts.stream import PromptStream
+from distill.run_log.audit import AuditReport, check
+from distill.run_log.journal import Journal
+from distill.run_log.records import HandedOut, Location, Rollout
+from distill.run_log.run_log import RunLog
+from distill.run_log.segments import read_all
 from sync.wire import (
     Array,
     BatchRequest,
@@ -93,15 +93,15 @@ def build(controller, config) -> Callable[..., Controller]:
 async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_once(
     build, tmp_path: Path, bad: set[str], most: int
 ) -> None:
-    put_aside: list[Quarantined] = []
-    run = build(hooks=Hooks(quarantined=put_aside.append))
-    trainer = Dying(run.desk, checkpoint_every=1)
+    quarantine: list[Quarantined] = []
+    run = build(hooks=Hooks(quarantined=quarantine.append))
+    trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset(bad)
     summary = await until_done(run, trainer)
     assert summary is not None
     assert summary["completed"]
-    assert {one.prompt.id for one in put_aside} == bad
-    assert {one.reason for one in put_aside} == {"poisoned"}
+    assert {one.prompt.id for one in quarantine} == bad
+    assert {one.reason for one in quarantine} == {"poisoned"}
     assert summary["rollouts"]["dropped"]["poisoned"] == len(bad)
     assert trainer.deaths <= most
     trained = [i for steps in trainer.ledger.values() for ids in steps.values() for i in ids]
@@ -117,11 +117,11 @@ async def test_a_controller_that_starts_again_goes_on_with_the_parts(
     build, tmp_path: Path, deaths: int
 ) -> None:
     first = build()
-    trainer = Dying(first.desk)
+    trainer = Dying(first.session)
     trainer.bad = frozenset({"0:11:0"})
     assert await until_done(first, trainer, deaths) is None
     again = build()
-    trainer.desk = again.desk
+    trainer.session = again.session
     summary = await until_done(again, trainer)
     assert summary is not None
     assert summary["rollouts"]["dropped"]["poisoned"] == 1
@@ -139,7 +139,7 @@ async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) 
             return await super()._step(version, shares)
 
     run = build()
-    trainer = Once(run.desk)
+    trainer = Once(run.session)
     summary = await until_done(run, trainer)
     assert summary is not None
     assert summary["rollouts"]["dropped"] == {}
@@ -156,11 +156,11 @@ async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path
                 raise Died
             return await super()._step(version, shares)
 
-    put_aside: list[Quarantined] = []
-    run = build(hooks=Hooks(quarantined=put_aside.append))
-    trainer = Twice(run.desk, checkpoint_every=1)
+    quarantine: list[Quarantined] = []
+    run = build(hooks=Hooks(quarantined=quarantine.append))
+    trainer = Twice(run.session, checkpoint_every=1)
     assert await until_done(run, trainer) is not None
-    assert put_aside == []
+    assert quarantine == []
     sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
     assert sizes[:4] == [8, 8, 4, 4]
     report = audited(tmp_path, trainer)
@@ -174,16 +174,16 @@ async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(buil
     class Prefetching(Dying):
         async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
             expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
-            asked = asyncio.create_task(self.desk.batch(expected))
+            asked = asyncio.create_task(self.session.batch(expected))
             await asyncio.wait({asked}, timeout=0.05)
-            if parts := run.books.state.trials.parts:
+            if parts := run.run_log.state.trials.parts:
                 ahead.append(len(parts))
                 assert not asked.done()
                 asked.cancel()
             return await super()._step(version, shares)
 
     run = build()
-    trainer = Prefetching(run.desk, checkpoint_every=1)
+    trainer = Prefetching(run.session, checkpoint_every=1)
     trainer.bad = frozenset({"0:6:0"})
     summary = await until_done(run, trainer)
     assert summary is not None
@@ -202,7 +202,7 @@ async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path
             return await super()._batch(version, rank)
 
     run = build()
-    trainer = Early(run.desk)
+    trainer = Early(run.session)
     assert await until_done(run, trainer) is not None
     assert {len(ids) for ids in trainer.ledger[4].values()} == {8}
     report = audited(tmp_path, trainer)
@@ -219,8 +219,8 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
         objective={"type": "sampled", "task": {"baseline": "group"}},
     )
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=4)
-    run = controller(settings, prompts=prompts, judge=lambda prompt, tokens: 1.0)
-    trainer = Dying(run.desk, checkpoint_every=1)
+    run = controller(settings, prompts=prompts, reward_fn=lambda prompt, tokens: 1.0)
+    trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset({"0:2:1"})
     summary = await until_done(run, trainer)
     assert summary is not None
@@ -266,29 +266,29 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
 ) -> None:
     settings = config()
     journal, prompts = Journal(tmp_path / "journal", "never"), PromptStream(MemoryPrompts(), 0)
-    books = Books.open(journal, prompts, run="test", seed=0, rules=rules(settings))
-    await books.open_lineage(None, "model")
-    issued = books.issue(8)
-    await books.admit(
+    run_log = RunLog.open(journal, prompts, run="test", seed=0, rules=rules(settings))
+    await run_log.open_lineage(None, "model")
+    issued = run_log.issue(8)
+    await run_log.admit(
         [rollout_of(one.prompt.id, one.number, **(changes if one.number == 3 else {})) for one in issued]
     )
     if composed:
-        assert await books.compose() is not None
-        books.write(HandedOut(Version(0, 0)))
+        assert await run_log.compose() is not None
+        run_log.write(HandedOut(Version(0, 0)))
         await journal.commit()
     journal.close()
 
-    put_aside: list[Quarantined] = []
-    run = controller(settings, hooks=Hooks(quarantined=put_aside.append), vocab_size=50)
-    trainer = Dying(run.desk)
+    quarantine: list[Quarantined] = []
+    run = controller(settings, hooks=Hooks(quarantined=quarantine.append), vocab_size=50)
+    trainer = Dying(run.session)
     summary = await until_done(run, trainer)
     assert summary is not None
     assert summary["completed"]
-    assert [(one.prompt.id, one.reason) for one in put_aside] == [("0:3:0", "unusable")]
-    assert why in put_aside[0].detail
+    assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "unusable")]
+    assert why in quarantine[0].detail
     assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
     trainer.welcomes.insert(
-        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.books.run)
+        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.run_log.run)
     )
     report = audited(tmp_path, trainer)
     assert report.ok, report.journal_damaged

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.batching.packing import Marks, Shape, compose, group_means, rows_of
+from distill.batching.packing import LossWeights, Shape, compose, group_means, rows_of
 from distill.run_log.records import Rollout
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
 
 
-def rollout(number: int, prompt: int, length: int, **marks: Array | None) -> Rollout:
+def rollout(number: int, prompt: int, length: int, **loss_weights: Array | None) -> Rollout:
     """Tokens number·1000 + place; the first half from step 3, the rest from step 5."""
     tokens = np.arange(prompt + length, dtype="i4") + 1000 * number
     half = length // 2
@@ -27,7 +27,7 @@ def rollout(number: int, prompt: int, length: int, **marks: Array | None) -> Rol
         [span for span in spans if span.end > span.start],
         number % 2 == 1,
         "t1",
-        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **marks),  # type: ignore[arg-type]
+        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **loss_weights),  # type: ignore[arg-type]
     )
 
 
@@ -162,7 +162,7 @@ def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> No
         msgspec.structs.replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)
     ]
     means = group_means(mixed, lambda name: "all")
-    (batch,) = compose(mixed, Version(0, 6), 1, Shape(100, list(TEACHERS)), step, Marks({}, means))
+    (batch,) = compose(mixed, Version(0, 6), 1, Shape(100, list(TEACHERS)), step, LossWeights({}, means))
     rewards, baselines = {}, {}
     for rows in batch.micro_batches:
         assert (rows.reward is None) == (rows.baseline is None)
@@ -182,13 +182,13 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     rollouts = [msgspec.structs.replace(rollout(i, 1, 2 + i), reward=float(i % 3)) for i in range(4)]
     means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
     assert means == {"r0": 0.5, "r1": 0.5, "r2": 1.0, "r3": 1.0}
-    marks = Marks({f"r{i}": 1 / (1 + i) for i in range(4)}, means)
-    batches = compose(rollouts, Version(0, 6), 2, Shape(4, list(TEACHERS)), step, marks)
+    loss_weights = LossWeights({f"r{i}": 1 / (1 + i) for i in range(4)}, means)
+    batches = compose(rollouts, Version(0, 6), 2, Shape(4, list(TEACHERS)), step, loss_weights)
     rows = [micro for batch in batches for micro in batch.micro_batches]
     for micro in rows:
         assert micro.weight is not None
         assert micro.baseline is not None
-        assert unpack(micro.weight).tolist() == [np.float32(marks.weights[i]) for i in micro.ids]
+        assert unpack(micro.weight).tolist() == [np.float32(loss_weights.weights[i]) for i in micro.ids]
         assert unpack(micro.baseline).tolist() == [np.float32(means[i]) for i in micro.ids]
     assert sum(len(micro.ids) for micro in rows) == 4
     assert group_means([rollout(9, 1, 2)], lambda name: name) == {}

@@ -15,9 +15,9 @@ from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines import gpu_slots as seats_module
-from teacher_service.engines.base import Asked, Draft, Engine, Item, Manner
-from teacher_service.engines.idle_unload import RestingEngine
-from teacher_service.engines.gpu_slots import Seat, SeatsConfig
+from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item, ScoreOptions
+from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
+from teacher_service.engines.idle_unload import IdleUnloadEngine
 from teacher_service.engines.table import TableEngine, random_table
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
@@ -40,7 +40,7 @@ class Loads:
         return Counted(random_table(11))
 
 
-def wait_until_it_rests(engine: RestingEngine) -> None:
+def wait_until_it_rests(engine: IdleUnloadEngine) -> None:
     for _ in range(6000):
         if not engine.awake:
             with engine._lock:  # which it holds until it has closed what it held
@@ -51,12 +51,12 @@ def wait_until_it_rests(engine: RestingEngine) -> None:
 
 def test_it_rests_without_work_and_gives_the_same_marks_after_waking() -> None:
     loads = Loads()
-    engine = RestingEngine(loads, 0.05)
-    before = engine.score([ITEM], Asked()).logprob_C
+    engine = IdleUnloadEngine(loads, 0.05)
+    before = engine.score([ITEM], ScoreOptions()).logprob_C
     wait_until_it_rests(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
     engine._idle_seconds = 60.0  # it is not to rest again before it was looked at
-    after = engine.score([ITEM], Asked()).logprob_C
+    after = engine.score([ITEM], ScoreOptions()).logprob_C
     assert np.array_equal(before, after)
     assert engine.awake
     assert loads.loaded == 2
@@ -67,9 +67,9 @@ def test_it_rests_without_work_and_gives_the_same_marks_after_waking() -> None:
 
 def test_work_keeps_it_awake() -> None:
     loads = Loads()
-    engine = RestingEngine(loads, 60)
+    engine = IdleUnloadEngine(loads, 60)
     for _ in range(3):
-        engine.score([ITEM], Asked())
+        engine.score([ITEM], ScoreOptions())
     assert engine.head() is not None
     assert (loads.loaded, loads.closed) == (1, 0)
     engine.close()
@@ -81,19 +81,19 @@ def test_only_engines_that_can_be_loaded_again_may_rest() -> None:
         build(config, 10)
 
 
-def seated(loads: Loads, tmp_path: Path, seats: int = 1) -> RestingEngine:
-    return RestingEngine(loads, 60, Seat(SeatsConfig(folder=tmp_path, seats=seats)))
+def seated(loads: Loads, tmp_path: Path, slots: int = 1) -> IdleUnloadEngine:
+    return IdleUnloadEngine(loads, 60, GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=slots)))
 
 
 def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Path) -> None:
     loads = Loads()
     first, second = seated(loads, tmp_path, 2), seated(loads, tmp_path, 2)
-    first.score([ITEM], Asked())
-    second.score([ITEM], Asked())
-    first.score([ITEM], Asked())
+    first.score([ITEM], ScoreOptions())
+    second.score([ITEM], ScoreOptions())
+    first.score([ITEM], ScoreOptions())
     third = seated(loads, tmp_path, 2)
     assert [engine.awake for engine in (first, second, third)] == [True, False, True]
-    second.score([ITEM], Asked())
+    second.score([ITEM], ScoreOptions())
     assert [engine.awake for engine in (first, second, third)] == [False, True, True]
     assert (loads.loaded, loads.closed) == (4, 2)
     for engine in (first, second, third):
@@ -104,12 +104,12 @@ def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Pat
 def test_teachers_that_share_one_seat_take_turns_and_never_hold_two(tmp_path: Path) -> None:
     loads = Loads()
     engines = [seated(loads, tmp_path) for _ in range(3)]
-    expected = TableEngine(random_table(11)).score([ITEM], Asked()).logprob_C
+    expected = TableEngine(random_table(11)).score([ITEM], ScoreOptions()).logprob_C
     most = []
 
-    def work(engine: RestingEngine) -> None:
+    def work(engine: IdleUnloadEngine) -> None:
         for _ in range(3):
-            assert np.array_equal(engine.score([ITEM], Asked()).logprob_C, expected)
+            assert np.array_equal(engine.score([ITEM], ScoreOptions()).logprob_C, expected)
             most.append(loads.loaded - loads.closed)
 
     with ThreadPoolExecutor(3) as pool:
@@ -120,23 +120,23 @@ def test_teachers_that_share_one_seat_take_turns_and_never_hold_two(tmp_path: Pa
 
 
 def test_a_seat_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
-    config = SeatsConfig(folder=tmp_path, seats=1)
-    seat = Seat(config)
-    seat.take()
-    seat.keep_for(60)
+    config = GpuSlotsConfig(folder=tmp_path, slots=1)
+    slot = GpuSlot(config)
+    slot.take()
+    slot.keep_for(60)
     (tmp_path / "seat-0.wanted").touch()
-    assert not seat.wanted
-    seat.keep_for(0)
-    assert seat.wanted
-    seat.leave()
-    assert not seat.taken
+    assert not slot.wanted
+    slot.keep_for(0)
+    assert slot.wanted
+    slot.leave()
+    assert not slot.taken
 
 
 def test_which_seat_was_used_last_is_read_from_no_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SeatsConfig(folder=tmp_path, seats=2)
-    first, second, third = Seat(config), Seat(config), Seat(config)
+    config = GpuSlotsConfig(folder=tmp_path, slots=2)
+    first, second, third = GpuSlot(config), GpuSlot(config), GpuSlot(config)
     first.take()
     second.take()
     first.used()
@@ -157,8 +157,8 @@ def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a teacher with work to do takes it again at once, and loads its model for nothing."""
-    seat, path = Seat(SeatsConfig(folder=tmp_path, seats=1)), tmp_path / "seat-0"
-    seat.take()
+    slot, path = GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=1)), tmp_path / "seat-0"
+    slot.take()
     (tmp_path / "seat-0.wanted").touch()
     held: list[int] = []
 
@@ -171,18 +171,18 @@ def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
 
     turns: list[str] = []
     monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile))
-    seat.leave()
-    seat.take()
+    slot.leave()
+    slot.take()
     assert turns == ["whoever asked"]
-    assert seat.taken
-    seat.leave()
+    assert slot.taken
+    slot.leave()
 
 
 def test_a_text_that_is_being_written_keeps_the_model_and_the_seat_to_its_end(tmp_path: Path) -> None:
     loads = Loads()
     first = seated(loads, tmp_path)
-    drafts = [Draft(np.array([1, 2], np.int32), seed) for seed in range(3)]
-    steps = first.write(drafts, Manner(2, 1.0, ()))
+    engine_prompts = [EnginePrompt(np.array([1, 2], np.int32), seed) for seed in range(3)]
+    steps = first.write(engine_prompts, GenerationParams(2, 1.0, ()))
     assert next(steps) is None
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(seated, loads, tmp_path)
@@ -205,10 +205,10 @@ def test_a_load_that_fails_gives_its_seat_back(tmp_path: Path) -> None:
     def broken() -> Engine:
         raise ConfigError("no such model")
 
-    config = SeatsConfig(folder=tmp_path, seats=1)
+    config = GpuSlotsConfig(folder=tmp_path, slots=1)
     with pytest.raises(ConfigError):
-        RestingEngine(broken, 60, Seat(config))
-    other = Seat(config)
+        IdleUnloadEngine(broken, 60, GpuSlot(config))
+    other = GpuSlot(config)
     other.take()
     assert other.taken
     other.leave()

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.config import RunConfig
 from distill.bench.in_memory import MemoryReplica
+from distill.config import RunConfig
 from distill.evaluation import service
 from distill.launch import single_role as alone
-from distill.preflight import engines as live
-from distill.preflight import checks as preflight
-from distill.preflight.probes import Finding
 from distill.loading import validate
+from distill.preflight import checks as preflight
+from distill.preflight import engines as live
+from distill.preflight.probes import Finding
 from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.errors import ConfigError
@@ -35,7 +35,7 @@ from sync.wire import (
 )
 from teacher_service.describe import describe, load_tokenizer
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Engine, Item
+from teacher_service.engines.base import Engine, Item, ScoreOptions
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
         "run": {"name": "x", "steps": 3},
         "student": {"path": str(models / "student")},
         "teachers": {"t": {"path": str(models / "teacher"), "dtype": "float32"}},
-        "prompts": {"type": "task", "task": "both_ends"},
+        "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"max_tokens": 12},
         "trainer": {"deepspeed": "x.json"},
         "evaluation": {"prompts": 8, "device": "cpu"},
@@ -67,24 +67,24 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
 class Teacher:
     """A teacher's engine without its process; `info` may be told to differ."""
 
-    def __init__(self, config: RunConfig, **facts: Any) -> None:
+    def __init__(self, config: RunConfig, **engine_info: Any) -> None:
         tokenizer = load_tokenizer(config.teachers["t"])
         self.engine: Engine = build(config.teachers["t"], len(tokenizer.get_vocab()))
-        self.facts = describe("t", self.engine.facts, tokenizer)
-        self._told = facts
+        self.engine_info = describe("t", self.engine.engine_info, tokenizer)
+        self._told = engine_info
         self.scored = 0
 
     async def info(self, timeout: float | None = None) -> TeacherInfo:
         import msgspec
 
-        return msgspec.structs.replace(self.facts, **self._told)
+        return msgspec.structs.replace(self.engine_info, **self._told)
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         self.scored += len(sequences)
         items = [Item(unpack(one.token_ids), one.start) for one in sequences]
-        flat = self.engine.score(items, Asked()).logprob_C
+        flat = self.engine.score(items, ScoreOptions()).logprob_C
         parts = np.split(flat, np.cumsum([item.positions for item in items])[:-1])
         return [Scored(one.id, pack(part)) for one, part in zip(sequences, parts, strict=True)]
 
@@ -178,7 +178,7 @@ async def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_said(mode
     teacher = Teacher(config)
     said = await findings(config, live.Engines({"t": teacher}, Evaluator(config)))
     assert failed(said) == []
-    can = [mark for mark in teacher.facts.can if mark != "temperature"]
+    can = [score_hidden for score_hidden in teacher.engine_info.can if score_hidden != "temperature"]
     said = await findings(config, live.Engines({"t": Teacher(config, can=can)}, None))
     assert failed(said) == ["teacher t: marks"]
     assert 'objective "full" needs temperature' in said[-2].line
@@ -248,12 +248,12 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
-    assert preflight.check(configure(models, **sections)).judge is not None
-    with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.judge'):
+    assert preflight.check(configure(models, **sections)).reward_fn is not None
+    with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(configure(models, prompts=jsonl, **sections))
     path.write_text('{"prompt": "abc>", "gold": "a"}\n' * 20)
-    judged = jsonl | {"answer_field": "gold", "judge": "exact"}
-    assert preflight.check(configure(models, prompts=judged, **sections)).judge is not None
+    judged = jsonl | {"answer_field": "gold", "reward_fn": "exact"}
+    assert preflight.check(configure(models, prompts=judged, **sections)).reward_fn is not None
 
 
 def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, models: Path) -> None:
@@ -284,7 +284,7 @@ def test_the_best_version_by_pass_rate_needs_a_judge(tmp_path: Path, models: Pat
         trainer={"deepspeed": str(json_file)},
         evaluation={"metric": "pass_rate"},
     )
-    with pytest.raises(ConfigError, match=r'nobody judges prompts of type "jsonl": set prompts\.judge'):
+    with pytest.raises(ConfigError, match=r'nobody judges prompts of type "jsonl": set prompts\.reward_fn'):
         preflight.check(config)
 
 
@@ -300,6 +300,6 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
-    off = {"evaluation": False, "weights": {"road": "broadcast"}}
-    with pytest.raises(ConfigError, match=r'weights.road is "broadcast", and it reads the store'):
+    off = {"evaluation": False, "weights": {"transport": "broadcast"}}
+    with pytest.raises(ConfigError, match=r'weights.transport is "broadcast", and it reads the store'):
         preflight.check(configure(models, **sections, **off))

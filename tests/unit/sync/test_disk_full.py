@@ -15,11 +15,11 @@ from small_disk import mounted
 from distill.bench.full_disk import fill, free
 from distill.metrics.trackers import Lines
 from sync import disk_full as room
+from sync.disk_full import append, is_full, until_disk_space
 from sync.errors import StoreError
-from sync.disk_full import append, is_full, until_room
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
-from sync.stores.retry_on_full import PatientStore
+from sync.stores.retry_on_full import RetryOnFullStore
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_lines_that_found_no_room_come_with_the_next_one(small: Path) -> None:
 def test_a_version_is_written_when_there_is_room_and_said_once(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PatientStore(DirectoryStore(small / "store"))
+    store = RetryOnFullStore(DirectoryStore(small / "store"))
     fill(small)
     waits: list[float] = []
 
@@ -88,12 +88,12 @@ def test_a_version_is_written_when_there_is_room_and_said_once(
 
 
 def test_other_failures_of_a_store_are_not_waited_for(tmp_path: Path) -> None:
-    store = PatientStore(MemoryStore())
+    store = RetryOnFullStore(MemoryStore())
     store.create("key", b"1")
     with pytest.raises(StoreError, match="already has"):
         store.create("key", b"2")
     with pytest.raises(PermissionError):
-        until_room(lambda: _refuse(), "what")
+        until_disk_space(lambda: _refuse(), "what")
 
 
 def _refuse() -> Any:

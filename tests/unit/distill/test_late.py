@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from distill.config import RunConfig
-from distill.buffer.staleness import Bound
 from distill.batching.batcher import Hold
 from distill.buffer.late import rules
+from distill.buffer.staleness import Bound
+from distill.config import RunConfig
 from distill.run_log.state import Rules
 from sync.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 from distill.config import JsonlPrompts
 from distill.loading import validate
 from distill.prompts.held_out import PromptSplit, open_prompts
-from distill.prompts.rewards import load_judge
+from distill.prompts.rewards import load_reward_fn
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 
@@ -52,10 +52,10 @@ def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> Promp
 
 
 def judged(name: str, answer: str, completion: str) -> float:
-    config = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", judge=name)
-    judge = load_judge(config, Letters())
-    assert judge is not None
-    return judge(Prompt("1", [1], "default", answer), [*Letters().encode(completion), EOS])
+    config = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
+    reward_fn = load_reward_fn(config, Letters())
+    assert reward_fn is not None
+    return reward_fn(Prompt("1", [1], "default", answer), [*Letters().encode(completion), EOS])
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_an_answer_is_right_or_wrong(name: str, answer: str, right: str, wrong: 
 
 def test_rows_with_a_judge_are_judged_and_rows_without_one_are_not(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "gold": i + 1} for i in range(30)]
-    split = open_rows(tmp_path, rows, answer_field="gold", judge="number")
-    assert split.judge is not None
+    split = open_rows(tmp_path, rows, answer_field="gold", reward_fn="number")
+    assert split.reward_fn is not None
     for prompt in (split.train[0], split.held_out[0]):
         right = int(prompt.text.split("+")[0]) + 1
-        assert split.judge(prompt, Letters().encode(f"{right}")) == 1.0
-        assert split.judge(prompt, Letters().encode(f"{right}0")) == 0.0
-    assert open_rows(tmp_path, rows, answer_field="gold").judge is None
+        assert split.reward_fn(prompt, Letters().encode(f"{right}")) == 1.0
+        assert split.reward_fn(prompt, Letters().encode(f"{right}0")) == 0.0
+    assert open_rows(tmp_path, rows, answer_field="gold").reward_fn is None
 
 
 def length_of_answer(prompt: Prompt, completion: str) -> float:
@@ -118,9 +118,9 @@ def only_short(prompt: Prompt, completion: str) -> bool:
 
 def test_a_function_of_the_users_reads_prompt_and_completion(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "gold": "abc"}]
-    split = open_rows(tmp_path, rows, answer_field="gold", judge=f"{__name__}:length_of_answer")
-    assert split.judge is not None
-    assert split.judge(split.train[0], Letters().encode("xy")) == 2.5
+    split = open_rows(tmp_path, rows, answer_field="gold", reward_fn=f"{__name__}:length_of_answer")
+    assert split.reward_fn is not None
+    assert split.reward_fn(split.train[0], Letters().encode("xy")) == 2.5
 
 
 def half(prompt: Prompt, completion: str) -> np.float32:
@@ -132,11 +132,11 @@ def test_a_number_of_numpys_is_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "message"),
+    ("reward_fn", "message"),
     [
         ("number", r"compares with a reference answer: name its field in prompts\.answer_field"),
         ("closest", r"'closest' cannot be loaded .*say exact, contains, number, or"),
-        ("no_such_module:judge", r"cannot be loaded \(ModuleNotFoundError"),
+        ("no_such_module:reward_fn", r"cannot be loaded \(ModuleNotFoundError"),
         (f"{__name__}:missing", r"cannot be loaded \(AttributeError"),
         (f"{__name__}:EOS", r"EOS is a int and cannot be called"),
         (f"{__name__}:none", r"gave None for prompt 1.*a bool or a finite number"),
@@ -147,10 +147,10 @@ def test_a_number_of_numpys_is_a_number() -> None:
 )
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_a_judge_that_cannot_be_used_is_refused_with_the_prompts(
-    tmp_path: Path, judge: str, message: str
+    tmp_path: Path, reward_fn: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_rows(tmp_path, [{"prompt": "a"}], judge=judge)
+        open_rows(tmp_path, [{"prompt": "a"}], reward_fn=reward_fn)
 
 
 def test_a_judge_that_fails_later_is_named_with_what_it_failed_on() -> None:
@@ -159,15 +159,15 @@ def test_a_judge_that_fails_later_is_named_with_what_it_failed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "gold", "message"),
+    ("reward_fn", "gold", "message"),
     [
         ("number", "none", r"prompts\.jsonl:2: the reference answer 'none' has no number"),
         ("contains", " ", r"prompts\.jsonl:2: the reference answer is empty"),
     ],
 )
 def test_an_answer_that_nothing_can_equal_is_named_by_file_and_line(
-    tmp_path: Path, judge: str, gold: str, message: str
+    tmp_path: Path, reward_fn: str, gold: str, message: str
 ) -> None:
     rows = [{"prompt": "a", "gold": "1"}, {"prompt": "b", "gold": gold}]
     with pytest.raises(DataError, match=message):
-        open_rows(tmp_path, rows, answer_field="gold", judge=judge)
+        open_rows(tmp_path, rows, answer_field="gold", reward_fn=reward_fn)

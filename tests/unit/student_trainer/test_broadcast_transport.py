@@ -11,11 +11,11 @@ import torch
 
 from student_trainer import controller_client as module
 from student_trainer.controller_client import HttpController, SilentController
-from student_trainer.transports import BroadcastRoad
+from student_trainer.transports import BroadcastTransport
 from student_trainer.weights import Weights
+from sync.broadcast.broadcast import BroadcastSender, Reception
 from sync.errors import SnapshotError, Unreachable
 from sync.transport import BlockingPeer
-from sync.broadcast.broadcast import BroadcastSender, Reception
 from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
 
 WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
@@ -62,9 +62,9 @@ def test_a_version_goes_to_those_that_are_left(
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Seating(dead=2)
-    road = BroadcastRoad(sender, Two(), controller)
-    road.publish(VERSION, anchor=False)
-    road.settle()
+    transport = BroadcastTransport(sender, Two(), controller)
+    transport.publish(VERSION, anchor=False)
+    transport.settle()
     assert [event.version for event in controller.told if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
@@ -72,7 +72,7 @@ def test_a_version_goes_to_those_that_are_left(
     received = controller.receptions[-1].result().tensors
     assert all(torch.equal(received[name], tensor) for name, tensor in Two().gathered())
     assert caplog.text.count("student-1: killed") == 2
-    road.close()
+    transport.close()
 
 
 def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
@@ -80,14 +80,14 @@ def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Seating(dead=12)
-    road = BroadcastRoad(sender, Two(), controller)
+    transport = BroadcastTransport(sender, Two(), controller)
     for _ in range(2):
-        road.publish(VERSION, anchor=False)
-        road.settle()
+        transport.publish(VERSION, anchor=False)
+        transport.settle()
     assert "was not published (2 of 3)" in caplog.text
-    road.publish(VERSION, anchor=False)
+    transport.publish(VERSION, anchor=False)
     with pytest.raises(Unreachable, match="student-1: killed"):
-        road.settle()
+        transport.settle()
     assert len(controller.told) == 12
 
 
@@ -130,8 +130,8 @@ def test_a_broadcast_under_way_is_given_up_after_a_stop(
 ) -> None:
     stopping = asked_in(0.5)
     controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=stopping)
-    road = BroadcastRoad(BroadcastSender("127.0.0.1", 0, 60.0), Two(), controller, stopping.is_set)
-    road.publish(Version(0, 3), anchor=False)
-    road.close()
+    transport = BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), Two(), controller, stopping.is_set)
+    transport.publish(Version(0, 3), anchor=False)
+    transport.close()
     assert "L000-v00000003 was not published (1 of 3)" in caplog.text
     controller.close(0.0)

@@ -9,13 +9,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from sync.claims import Claim
-from sync.errors import SnapshotError
-from sync.replica.config import ReplicaConfig
-from sync.stores import open_store
-from sync.snapshots import checkpoint
 from sync.delta.file import Slice
-from sync.subscribe.subscriber import Followed
+from sync.errors import SnapshotError
 from sync.publish.publisher import Publisher
+from sync.replica.config import ReplicaConfig
+from sync.snapshots import checkpoint
+from sync.stores import open_store
+from sync.subscribe.subscriber import Subscriber
 from sync.wire import RunIdentity, Version
 
 
@@ -29,7 +29,7 @@ def test_nothing_is_followed_before_a_run_claims_the_process_and_then_that_run_a
     publisher = Publisher(store, "toy", checkpoint.fingerprint(folder), slices, run_id="aa")
     publisher.anchor(Version(0, 0), None, folder, {"w": weights.view("<u4")})
     claim = Claim(RunIdentity("toy"))
-    followed = Followed(config, claim)
+    followed = Subscriber(config, claim)
     assert followed.newest() is None
     claim.admit(RunIdentity("toy", "aa"), claims=True)
     assert followed.newest() == Version(0, 0)

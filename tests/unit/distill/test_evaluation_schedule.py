@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from distill.config import EvaluationConfig
-from distill.run_log.run_log import Books
-from distill.buffer.staleness import Bound
-from distill.evaluation.schedule import Evaluations, best, exhausted
-from distill.run_log.journal import Journal
 from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts
-from distill.run_log.state import Rules
+from distill.buffer.staleness import Bound
+from distill.config import EvaluationConfig
+from distill.evaluation.schedule import Evaluations, best, exhausted
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
+from distill.run_log.journal import Journal
+from distill.run_log.run_log import RunLog
+from distill.run_log.state import Rules
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
 
@@ -45,8 +45,8 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
     assert exhausted(reports, "reverse_kl", patience) is over
 
 
-def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, Books]:
-    books = Books.open(
+def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, RunLog]:
+    run_log = RunLog.open(
         Journal(folder, "never"),
         PromptStream(MemoryPrompts(), 0),
         run="r",
@@ -54,8 +54,8 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
         rules=Rules(1, Bound(0, 0)),
     )
     config = EvaluationConfig(every=every)
-    silent = Evaluations(evaluator, config, books, Timeline(), lambda *_: None, lambda _: None, 0.005)
-    return silent, books
+    silent = Evaluations(evaluator, config, run_log, Timeline(), lambda *_: None, lambda _: None, 0.005)
+    return silent, run_log
 
 
 async def settle(evaluations: Evaluations) -> None:
@@ -79,33 +79,33 @@ async def test_versions_are_evaluated_every_so_many_steps(
     tmp_path: Path, every: int, published: list[int], seen: list[int]
 ) -> None:
     evaluator = MemoryEvaluator()
-    evaluations, books = bench(tmp_path, evaluator, every)
+    evaluations, run_log = bench(tmp_path, evaluator, every)
     task = asyncio.create_task(evaluations.run())
     for step in published:
         evaluations.due(Version(0, step))
         await settle(evaluations)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    books.journal.close()
+    run_log.journal.close()
     assert [version.step for version in evaluator.seen] == seen
 
 
 async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
     evaluator = MemoryEvaluator()
-    evaluations, books = bench(tmp_path, evaluator, 4)
+    evaluations, run_log = bench(tmp_path, evaluator, 4)
     task = asyncio.create_task(evaluations.run())
-    await books.open_lineage(None, "model")
+    await run_log.open_lineage(None, "model")
     published = [Version(0, step) for step in (0, 4, 8)]
     for version in published:
         evaluations.due(version)
         await settle(evaluations)
-    await books.open_lineage(None, "model", without=[])
+    await run_log.open_lineage(None, "model", without=[])
     for step in (0, 4):
         evaluations.due(Version(1, step))
         await settle(evaluations)
     assert evaluator.seen == [*published, Version(1, 4)]
     task.cancel()
-    books.journal.close()
+    run_log.journal.close()
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
@@ -115,16 +115,16 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
             return await super().evaluate(version)
 
     evaluator = Slow()
-    evaluations, books = bench(tmp_path, evaluator, every=4)
+    evaluations, run_log = bench(tmp_path, evaluator, every=4)
     task = asyncio.create_task(evaluations.run())
     evaluations.due(Version(0, 4))
     await asyncio.sleep(0)
     last = await evaluations.now(Version(0, 4))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    books.journal.close()
+    run_log.journal.close()
     assert evaluator.seen == [Version(0, 4)]
-    assert books.state.evaluations == [last]
+    assert run_log.state.evaluations == [last]
 
 
 @pytest.mark.parametrize(("error", "times"), [(Unreachable("gone"), 2), (RemoteError("no such version"), 1)])
@@ -142,7 +142,7 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
             return await super().evaluate(version)
 
     evaluator = Failing()
-    evaluations, books = bench(tmp_path, evaluator, 1)
+    evaluations, run_log = bench(tmp_path, evaluator, 1)
     task = asyncio.create_task(evaluations.run())
     evaluations.due(Version(0, 1))
     for _ in range(times):
@@ -150,5 +150,5 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    books.journal.close()
+    run_log.journal.close()
     assert len(evaluator.seen) == times

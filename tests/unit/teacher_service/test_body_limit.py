@@ -22,8 +22,8 @@ def request(*chunks: bytes, leaves: bool = False) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-async def read(gate: BodyGate, asked: Request) -> bytes:
-    async with gate.body(asked) as body:
+async def read(gate: BodyGate, options: Request) -> bytes:
+    async with gate.body(options) as body:
         return body
 
 

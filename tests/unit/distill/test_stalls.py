@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from distill.rollout.replica_pool import Heartbeats, look_seconds, until_silent
+from distill.rollout.replica_pool import Heartbeats, look_seconds, until_stalled
 
 
 async def returns(answers: list[bool], seconds: float) -> bool:
@@ -22,7 +22,7 @@ async def returns(answers: list[bool], seconds: float) -> bool:
             await asyncio.Event().wait()
         return bool(answer)
 
-    wait = asyncio.create_task(until_silent(sign, seconds))
+    wait = asyncio.create_task(until_stalled(sign, seconds))
     end = asyncio.create_task(used_up.wait())
     await asyncio.wait({wait, end}, return_when=asyncio.FIRST_COMPLETED)
     over = wait.done()
@@ -43,7 +43,7 @@ async def test_a_time_out_counts_no_more_than_a_pause() -> None:
         return False
 
     looks: list[bool] = []
-    await until_silent(times_out, 0.04)
+    await until_stalled(times_out, 0.04)
     assert len(looks) == 2
 
 
@@ -54,7 +54,7 @@ async def test_a_watcher_that_stood_still_has_missed_one_look() -> None:
         looks.append(False)
         return False
 
-    wait = asyncio.create_task(until_silent(sign, 0.2))
+    wait = asyncio.create_task(until_stalled(sign, 0.2))
     await asyncio.sleep(0)
     time.sleep(0.5)  # noqa: ASYNC251 (the whole process, as after SIGSTOP)
     await wait
@@ -63,7 +63,7 @@ async def test_a_watcher_that_stood_still_has_missed_one_look() -> None:
 
 async def test_no_limit_is_no_silence() -> None:
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(until_silent(lambda: asyncio.sleep(0, False), 0), 0.05)
+        await asyncio.wait_for(until_stalled(lambda: asyncio.sleep(0, False), 0), 0.05)
 
 
 def test_a_rank_is_looked_for_often_enough_for_its_limit() -> None:

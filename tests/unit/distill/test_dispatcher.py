@@ -12,20 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.config import RolloutConfig
-from distill.run_log.run_log import Books
-from distill.buffer.staleness import Bound
-from distill.run_log.journal import Journal
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica
-from distill.rollout.replica_client import Answer
-from distill.rollout.replica_pool import Fleet
-from distill.rollout.dispatcher import Feeder
-from distill.scoring.scorer import Finished
 from distill.aio import Signal
-from distill.run_log.soundness import Soundness
-from distill.run_log.state import Rules
+from distill.bench.in_memory import MemoryPrompts, MemoryReplica
+from distill.buffer.staleness import Bound
+from distill.config import RolloutConfig
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
+from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.replica_client import Answer
+from distill.rollout.replica_pool import ReplicaPool
+from distill.run_log.journal import Journal
+from distill.run_log.run_log import RunLog
+from distill.run_log.soundness import Soundness
+from distill.run_log.state import Rules
+from distill.scoring.scorer import PendingScore
 from sync.errors import Overloaded, RemoteError
 from sync.wire import (
     Generated,
@@ -45,9 +45,9 @@ class Bench:
         self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(MemoryPrompts(), 0, group)
-        self.books = Books.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
+        self.run_log = RunLog.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.wake = Signal()
-        self.fleet = Fleet(
+        self.pool = ReplicaPool(
             target=lambda: None,
             step_of=lambda version: version.step,
             applied=lambda record: None,
@@ -56,27 +56,27 @@ class Bench:
             retry_seconds=0.02,
         )
         for number, engine in enumerate(replicas):
-            self.fleet.add(f"r{number}", engine)
+            self.pool.add(f"r{number}", engine)
         fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
-        self.finished: list[Finished] = []
+        self.finished: list[PendingScore] = []
         settings = RolloutConfig(**fields)
         self.timeline = Timeline()
         sampling = Sampling(
-            max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.straggler_seconds
+            max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.completion_timeout_seconds
         )
         sound = Soundness(sampling, Want())
-        self.feeder = Feeder(
-            self.books, self.fleet, settings, steps, self.finished.append, self.timeline, sound
+        self.dispatcher = Dispatcher(
+            self.run_log, self.pool, settings, steps, self.finished.append, self.timeline, sound
         )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(part) for part in (self.fleet.run(), self.feeder.run())]
+        tasks = [asyncio.create_task(part) for part in (self.pool.run(), self.dispatcher.run())]
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.books.journal.close()
+        self.run_log.journal.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -89,7 +89,7 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
-    assert bench.books.state.outstanding == len(bench.finished) == 16
+    assert bench.run_log.state.outstanding == len(bench.finished) == 16
     assert bench.finished[0].answer.topk_ids is not None
     assert bench.finished[0].answer.topk_ids.shape[1] == 2
 
@@ -98,7 +98,7 @@ async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> No
     bench = Bench(tmp_path, MemoryReplica(), MemoryReplica(seed=1))
     async with bench.running():
         await bench.until(lambda: set(bench.timeline.waited_seconds()) == {"r0", "r1"})
-        await bench.fleet.remove("r0")
+        await bench.pool.remove("r0")
         await asyncio.sleep(0.02)
         before = bench.timeline.waited_seconds()
         await asyncio.sleep(0.02)
@@ -112,7 +112,7 @@ async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> N
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 8)
         await asyncio.sleep(0.02)
-    assert bench.books.state.counters.issued == 8
+    assert bench.run_log.state.counters.issued == 8
 
 
 async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: Path) -> None:
@@ -130,14 +130,14 @@ async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: P
         Counting(seed=1, token_seconds=0.002),
         max_in_flight=4,
     )
-    bench.feeder.holders.add("disk")
+    bench.dispatcher.holders.add("disk")
     async with bench.running():
-        await bench.until(lambda: len(bench.fleet.serving()) == 2)
-        bench.feeder.holders.clear()
+        await bench.until(lambda: len(bench.pool.serving()) == 2)
+        bench.dispatcher.holders.clear()
         bench.wake.wake()
         await bench.until(lambda: len(sizes) >= 2)
         assert sorted(sizes[:2]) == [(0, 4), (1, 4)]
-        assert all(replica.in_flight <= 4 for replica in bench.fleet.replicas.values())
+        assert all(replica.in_flight <= 4 for replica in bench.pool.replicas.values())
         await bench.until(lambda: len(bench.finished) == 16)
 
 
@@ -145,12 +145,12 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
     dying, other = MemoryReplica(token_seconds=0.01), MemoryReplica(seed=1)
     bench = Bench(tmp_path, dying, other)
     async with bench.running():
-        await bench.until(lambda: bench.fleet.replicas["r0"].in_flight > 0)
+        await bench.until(lambda: bench.pool.replicas["r0"].in_flight > 0)
         dying.die()
         await bench.until(lambda: len(bench.finished) == 16)
     assert len({one.asked.prompt.id for one in bench.finished}) == 16
-    assert bench.books.state.counters.asked_again["replica_lost"] > 0
-    assert bench.fleet.replicas["r0"].in_flight == 0
+    assert bench.run_log.state.counters.requeued["replica_lost"] > 0
+    assert bench.pool.replicas["r0"].in_flight == 0
 
 
 async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
                 if stuck:
                     await asyncio.sleep(60)
 
-    bench = Bench(tmp_path, Stuck(), straggler_seconds=0.05)
+    bench = Bench(tmp_path, Stuck(), completion_timeout_seconds=0.05)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.books.state.counters.asked_again == {"straggler": 3}
+    assert bench.run_log.state.counters.requeued == {"straggler": 3}
 
 
 class Slow(MemoryReplica):
@@ -191,11 +191,11 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     monkeypatch.setattr("distill.rollout.dispatcher.PATIENCE", 100.0)  # this replica keeps its time
     replica = Slow(seed=3, longest=8)
     Slow.met = set()
-    bench = Bench(tmp_path, replica, straggler_seconds=0.035, stragglers=policy)
+    bench = Bench(tmp_path, replica, completion_timeout_seconds=0.035, on_timeout=policy)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     parts = [one.answer for one in bench.finished if one.answer.finish_reason == "time"]
-    counters = bench.books.state.counters
+    counters = bench.run_log.state.counters
     if policy == "keep":
         assert {int(part.id.split(":")[1]) % 3 for part in parts} == {0}
         assert {part.token_ids.shape[0] for part in parts} == {3}  # 0.035 s at 0.01 s a token
@@ -203,7 +203,7 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
         assert not counters.dropped
     else:
         assert not parts
-        counted = counters.dropped if policy == "drop" else counters.asked_again
+        counted = counters.dropped if policy == "drop" else counters.requeued
         assert counted["straggler"] > 0
         assert counters.generated_tokens == counters.dropped_tokens["straggler"] == 3 * counted["straggler"]
     assert counters.issued == 16 + (counters.dropped["straggler"] if policy == "drop" else 0)
@@ -213,12 +213,12 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
 async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_kept(
     tmp_path: Path, policy: str
 ) -> None:
-    bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, at_max_tokens=policy)
+    bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert {one.answer.finish_reason for one in bench.finished} == {"stop"}
-    counters = bench.books.state.counters
-    counted = counters.dropped if policy == "drop" else counters.asked_again
+    counters = bench.run_log.state.counters
+    counted = counters.dropped if policy == "drop" else counters.requeued
     assert counted["over_long"] > 0
     assert counters.generated_tokens == 4 * counted["over_long"]
 
@@ -227,11 +227,11 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
     def lengthen(answer: Generated) -> Answer:
         return msgspec.structs.replace(answer, finish_reason="length") if answer.id == "0:3:0" else answer
 
-    bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), at_max_tokens="requeue", max_tokens=9)
+    bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.books.state.counters.asked_again == {"over_long": 5}
-    assert bench.books.state.counters.dropped == {"over_long": 1}
+    assert bench.run_log.state.counters.requeued == {"over_long": 5}
+    assert bench.run_log.state.counters.dropped == {"over_long": 1}
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
     assert "0:3:1" not in {one.asked.prompt.id for one in bench.finished}
-    assert bench.books.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
-    assert not bench.books.state.broken
+    assert bench.run_log.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
+    assert not bench.run_log.state.broken
 
 
 def refuse(error: RemoteError) -> MemoryReplica:
@@ -265,7 +265,7 @@ async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteErro
     bench = Bench(tmp_path, refuse(error))
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.books.state.counters.asked_again == {reason: 4}
+    assert bench.run_log.state.counters.requeued == {reason: 4}
 
 
 def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
@@ -304,8 +304,8 @@ async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
     bench = Bench(tmp_path, spoiled("0:3:0", change))
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.books.state.counters.dropped == {reason: 1}
-    assert bench.books.state.counters.issued == 17
+    assert bench.run_log.state.counters.dropped == {reason: 1}
+    assert bench.run_log.state.counters.issued == 17
 
 
 async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -> None:
@@ -319,13 +319,13 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert broken == ["0:3:0", "0:3:0"]
-    assert bench.books.state.counters.asked_again == {"aborted": 1}
+    assert bench.run_log.state.counters.requeued == {"aborted": 1}
 
 
 async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica())
-    bench.feeder.holders.add("disk")
+    bench.dispatcher.holders.add("disk")
     async with bench.running():
-        await bench.until(lambda: bool(bench.fleet.serving()))
+        await bench.until(lambda: bool(bench.pool.serving()))
         await asyncio.sleep(0.02)
-        assert bench.books.state.counters.issued == 0
+        assert bench.run_log.state.counters.issued == 0

@@ -15,12 +15,12 @@ import pytest
 
 from sync.errors import ConfigError, DataError, Unreachable
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Asked, Item, Marks
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
+from teacher_service.engines.http_engine import HttpEngine
 from teacher_service.engines.openai import CompletionsServer, connect
 from teacher_service.engines.sglang import SGLangServer
 from teacher_service.engines.sglang import connect as connect_sglang
 from teacher_service.engines.table import TableEngine, random_table
-from teacher_service.engines.http_engine import Upstream
 from teacher_service.engines.vllm import ByUrl
 
 V = 11
@@ -76,11 +76,11 @@ class Server:
             return httpx.Response(
                 400, json={"error": "prompt_logprob_token_ids requires the V2 model runner"}
             )
-        asked = body["sampling_params"]
-        ids, start = body["token_ids"], asked["prompt_logprob_start"]
+        options = body["sampling_params"]
+        ids, start = body["token_ids"], options["prompt_logprob_start"]
         rows = [
             [float("-inf") if v < 0 else TABLE[ids[start + i], v] for v in row]
-            for i, row in enumerate(asked["prompt_logprob_token_ids"])
+            for i, row in enumerate(options["prompt_logprob_token_ids"])
         ]
         assert len(rows) == len(ids) - 1 - start
         file = io.BytesIO()
@@ -97,34 +97,36 @@ def _table(previous: int, token: int, k: int) -> dict[str, dict[str, float]]:
     }
 
 
-def upstream(handler: Callable[[httpx.Request], httpx.Response], patience: float = 0.3) -> Upstream:
-    return Upstream("http://teacher", patience=patience, transport=httpx.MockTransport(handler))
+def upstream(handler: Callable[[httpx.Request], httpx.Response], patience: float = 0.3) -> HttpEngine:
+    return HttpEngine("http://teacher", patience=patience, transport=httpx.MockTransport(handler))
 
 
-def same(got: Marks, expected: Marks) -> None:
-    for name in Marks.__slots__:
+def same(got: EngineScores, expected: EngineScores) -> None:
+    for name in EngineScores.__slots__:
         one, other = getattr(got, name), getattr(expected, name)
         assert (one is None) == (other is None), name
         if one is not None:
             np.testing.assert_allclose(one, other, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("asked", [Asked(), Asked(topk=3), Asked(topk=8, gather=2), Asked(gather=2)])
-def test_a_vllm_server_gives_the_tables_marks(asked: Asked) -> None:
+@pytest.mark.parametrize(
+    "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
+)
+def test_a_vllm_server_gives_the_tables_marks(options: ScoreOptions) -> None:
     engine = ByUrl(upstream(Server()), CONFIG, V)
-    same(engine.score(ITEMS, asked), TRUTH.score(ITEMS, asked))
+    same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
     assert engine.head() is None
     engine.close()
 
 
 def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
     full, old = (ByUrl(upstream(Server(n, gather)), CONFIG, V) for n, gather in ((8, True), (0, False)))
-    assert (full.facts.can, full.facts.max_topk, full.facts.max_length) == (
+    assert (full.engine_info.can, full.engine_info.max_topk, full.engine_info.max_length) == (
         ("topk", "gather", "prompt"),
         8,
         32,
     )
-    assert (old.facts.can, old.facts.max_topk) == (("prompt",), 0)
+    assert (old.engine_info.can, old.engine_info.max_topk) == (("prompt",), 0)
 
 
 def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
@@ -132,13 +134,13 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_t
     item = Item(np.array([1, 2, 3], np.int32), 1)
     assert (np.argsort(-TABLE[[1, 2]])[:, :8] == V - 1).any()
     with pytest.raises(DataError, match="holds id 10, a row of the model that the tokenizer with its 10 ids"):
-        engine.score([item], Asked(topk=8))
-    assert engine.score([item], Asked()).topk_ids_CK is None
+        engine.score([item], ScoreOptions(topk=8))
+    assert engine.score([item], ScoreOptions()).topk_ids_CK is None
 
 
 def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     server = Server()
-    ByUrl(upstream(server), CONFIG, V).score(ITEMS, Asked())
+    ByUrl(upstream(server), CONFIG, V).score(ITEMS, ScoreOptions())
     assert server.bodies[-1] == {
         "model": "served",
         "prompt": [[1, 2, 3, 4], [10, 0]],
@@ -151,8 +153,8 @@ def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
 @pytest.mark.parametrize("server", [Server(echo=True, tables=False), Server(echo=False), Server(echo=True)])
 def test_a_completions_server_gives_sampled_marks_in_either_dialect(server: Server) -> None:
     engine = CompletionsServer(upstream(server), CONFIG, V)
-    same(engine.score(ITEMS, Asked()), TRUTH.score(ITEMS, Asked()))
-    assert engine.facts.can == ("prompt",)
+    same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
+    assert engine.engine_info.can == ("prompt",)
 
 
 def test_a_server_without_prompt_logprobs_is_refused_at_start() -> None:
@@ -166,7 +168,7 @@ def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_gone() 
     server = Server()
     engine = ByUrl(upstream(server, patience=5), CONFIG, V)
     server.fail = 2
-    same(engine.score(ITEMS, Asked()), TRUTH.score(ITEMS, Asked()))
+    same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
     gone = upstream(lambda request: httpx.Response(503))
     with pytest.raises(Unreachable, match="no answer"):
         gone.get("/v1/models")
@@ -228,12 +230,14 @@ def _entries(previous: int, ids: Any) -> list[list[Any]]:
     return [[float(TABLE[previous, v]), int(v), None] for v in ids]
 
 
-@pytest.mark.parametrize("asked", [Asked(), Asked(topk=3), Asked(topk=8, gather=2), Asked(gather=2)])
-def test_an_sglang_server_gives_the_tables_marks(asked: Asked) -> None:
+@pytest.mark.parametrize(
+    "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
+)
+def test_an_sglang_server_gives_the_tables_marks(options: ScoreOptions) -> None:
     server = SGLang()
     engine = SGLangServer(upstream(server), CONFIG, V)
-    same(engine.score(ITEMS, asked), TRUTH.score(ITEMS, asked))
-    assert (engine.facts.can, engine.facts.max_length) == (("topk", "gather", "prompt"), 32)
+    same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
+    assert (engine.engine_info.can, engine.engine_info.max_length) == (("topk", "gather", "prompt"), 32)
     assert server.bodies[-1]["input_ids"] == [[1, 2, 3, 4], [10, 0]]
     assert server.bodies[-1]["logprob_start_len"] == [1, 0]
     assert server.bodies[-1]["sampling_params"] == {"max_new_tokens": 1, "temperature": 1.0}
@@ -244,7 +248,7 @@ def test_an_sglang_server_gives_the_tables_marks(asked: Asked) -> None:
 def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_marked_all_the_same() -> None:
     engine = SGLangServer(upstream(SGLang()), CONFIG, V)
     last = [Item(np.array([3, V - 1, 2], np.int32), 1)]
-    same(engine.score(last, Asked()), TRUTH.score(last, Asked()))
+    same(engine.score(last, ScoreOptions()), TRUTH.score(last, ScoreOptions()))
 
 
 def test_zero_is_believed_for_the_last_id_of_the_vocabulary_alone() -> None:
@@ -252,7 +256,7 @@ def test_zero_is_believed_for_the_last_id_of_the_vocabulary_alone() -> None:
     engine = SGLangServer(upstream(server), CONFIG, V)
     server.zero = True
     with pytest.raises(DataError, match="re-tokenises"):
-        engine.score([Item(np.array([3, 2, 1], np.int32), 1)], Asked())
+        engine.score([Item(np.array([3, 2, 1], np.int32), 1)], ScoreOptions())
 
 
 def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believed() -> None:
@@ -260,10 +264,10 @@ def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believ
     engine = SGLangServer(upstream(server), CONFIG, V)
     server.shift = 1
     with pytest.raises(DataError, match="re-tokenises"):
-        engine.score(ITEMS, Asked())
+        engine.score(ITEMS, ScoreOptions())
     server.shift, server.cut = 0, 3
     with pytest.raises(DataError, match="has 1 entries for 2 positions"):
-        engine.score(ITEMS, Asked())
+        engine.score(ITEMS, ScoreOptions())
 
 
 def test_a_server_that_is_no_sglang_is_refused_at_start() -> None:

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
 
+from distill.bench.in_memory import MemoryReplica, MemoryTrainer
 from distill.cli.main import app
 from distill.controller import Controller
-from distill.trainer_api.http_api import answered, exposition, listen
-from distill.bench.in_memory import MemoryReplica, MemoryTrainer
 from distill.interfaces import Hooks
+from distill.trainer_api.http_api import answered, exposition, listen
 from student_trainer.controller_client import HttpController, beat
 from sync.errors import ConfigError, RemoteError
 from sync.transport import BlockingPeer
@@ -88,7 +88,7 @@ class Remote:
 async def remote(controller, config):
     """A running controller and a trainer's client of it."""
     run = controller(config(run={"steps": 2}, controller={"port": 0}), token=TOKEN)
-    run.desk._poll_seconds = 0.2
+    run.session._poll_seconds = 0.2
     task = asyncio.create_task(run.run())
     client = Remote(run)
     yield client
@@ -102,7 +102,7 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     task = asyncio.create_task(run.run())
     client = Remote(run)
     welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
-    mine = RunIdentity("test", run.books.run.id, "model")
+    mine = RunIdentity("test", run.run_log.run.id, "model")
     assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=mine)
     for step in range(2):
         version, after = Version(0, step), Version(0, step + 1)
@@ -149,14 +149,14 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
 
 async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(controller, config) -> None:
     run = controller(config(run={"steps": 1, "health_timeout_seconds": 0.2}), Hooks(stuck=pytest.fail))
-    desk, version = run.desk, Version(0, 0)
+    session, version = run.session, Version(0, 0)
     task = asyncio.create_task(run.run())
-    await desk.hello(hello())
-    await desk.batch(request(version))
-    await desk.event(StepReport(version=Version(0, 1), metrics={}, seconds={}))
-    await desk.event(FinalDigests(version=Version(0, 1), digests={"w": "0"}))
+    await session.hello(hello())
+    await session.batch(request(version))
+    await session.event(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    await session.event(FinalDigests(version=Version(0, 1), digests={"w": "0"}))
     await asyncio.wait_for(task, 20)
-    await desk.event(Heartbeat(version=version, rank=0))
+    await session.event(Heartbeat(version=version, rank=0))
     assert run.heartbeats.watched == []
 
 
@@ -262,7 +262,7 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
 
     first = MemoryReplica(token_seconds=0.001)
     run = controller(config(run={"steps": 1000}), token=TOKEN, connect=connect, replicas={"student-0": first})
-    task, trainer = asyncio.create_task(run.run()), MemoryTrainer(run.desk, step_seconds=0.002)
+    task, trainer = asyncio.create_task(run.run()), MemoryTrainer(run.session, step_seconds=0.002)
     training, client = asyncio.create_task(trainer.run()), Remote(run)
     async with asyncio.timeout(120):
         while len(trainer.batches) < 3:

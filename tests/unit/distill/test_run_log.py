@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.run_log.audit import check
-from distill.run_log.run_log import Books
-from distill.buffer.staleness import Bound
-from distill.run_log.journal import Journal
 from distill.bench.in_memory import MemoryPrompts
+from distill.buffer.staleness import Bound
+from distill.prompts.stream import PromptStream, group_of
+from distill.run_log.audit import check
+from distill.run_log.journal import Journal
 from distill.run_log.records import (
+    BatchFormed,
     Checkpointed,
-    Composed,
     Dropped,
     Issued,
     LineageOpened,
@@ -31,9 +31,9 @@ from distill.run_log.records import (
     Stepped,
     VersionPublished,
 )
+from distill.run_log.run_log import RunLog
 from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
-from distill.run_log.state import Asked, Rules
-from distill.prompts.stream import PromptStream, group_of
+from distill.run_log.state import PendingPrompt, Rules
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -45,13 +45,13 @@ BOTH = Rules(4, Bound(1, 3), group=2)
 MAX_ATTEMPTS = PLAIN.max_attempts
 
 
-def opened(folder: Path, rules: Rules = PLAIN) -> Books:
+def opened(folder: Path, rules: Rules = PLAIN) -> RunLog:
     journal = Journal(folder, "never", segment_bytes=1500)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return Books.open(journal, prompts, run="r", seed=0, rules=rules)
+    return RunLog.open(journal, prompts, run="r", seed=0, rules=rules)
 
 
-def rollout(asked: Asked, *versions: Version) -> Rollout:
+def rollout(asked: PendingPrompt, *versions: Version) -> Rollout:
     spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
     values, ids = pack(np.zeros(len(spans), "f4")), pack(np.zeros(len(spans), "i4"))
     name = asked.prompt.id
@@ -65,7 +65,7 @@ class Simulation:
         self.folder = folder
         self.rng = random.Random(seed)
         self.rules = rules
-        self.books = opened(folder, rules)
+        self.run_log = opened(folder, rules)
         self.applied = Version(0, 0)
         """What the one replica serves."""
         self.served = [self.applied]
@@ -81,21 +81,21 @@ class Simulation:
         await self.rng.choice(events)()
 
     async def generate(self) -> None:
-        state = self.books.state
+        state = self.run_log.state
         room = state.room(self.applied)
         if room:
-            self.books.issue(self.rng.randint(1, room))
+            self.run_log.issue(self.rng.randint(1, room))
         left = state.step_of(self.applied) + self.rules.bound.limit + 1 - state.next_step
         assert state.outstanding <= max(0, left * self.rules.batch) or not room
 
     async def score(self) -> None:
-        asked = list(self.books.state.asked.values())
+        asked = list(self.run_log.state.asked.values())
         some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
-        await self.books.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
+        await self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
         checkpoint = self.saved[-1] if self.saved else None
-        record = await self.books.open_lineage(checkpoint, "model")
+        record = await self.run_log.open_lineage(checkpoint, "model")
         self.trainer = Version(record.lineage, record.start)
         self.ledger[record.lineage] = {}
 
@@ -103,22 +103,22 @@ class Simulation:
         if self.trainer is None:
             await self.hello()
         assert self.trainer is not None
-        batch = self.books.state.batch_of(self.trainer.step)
+        batch = self.run_log.state.batch_of(self.trainer.step)
         if batch is None:
-            batch = await self.books.compose()
+            batch = await self.run_log.compose()
         if batch is None:
             return
-        rollouts = self.books.rollouts(batch)
+        rollouts = self.run_log.rollouts(batch)
         assert len(rollouts) == self.rules.batch
         assert set(Counter(group_of(one.id) for one in rollouts).values()) == {self.rules.group}
         self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
         self.ledger[self.trainer.lineage][self.trainer.step] = [one.id for one in rollouts]
-        self.books.write(Stepped(self.trainer))
-        self.books.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
+        self.run_log.write(Stepped(self.trainer))
+        self.run_log.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
 
     async def follow(self) -> None:
-        target = self.books.state.target
-        if target and self.books.state.step_of(target.version) >= self.books.state.step_of(self.applied):
+        target = self.run_log.state.target
+        if target and self.run_log.state.step_of(target.version) >= self.run_log.state.step_of(self.applied):
             self.applied = target.version
             self.served = [*self.served[-3:], self.applied]
 
@@ -127,15 +127,15 @@ class Simulation:
 
     async def kill_controller(self) -> None:
         """SIGKILL: what was not committed is gone; sometimes the tail is torn, too."""
-        await self.books.journal.commit()
-        self.books.journal.close()
+        await self.run_log.journal.commit()
+        self.run_log.journal.close()
         self.trainer = None
         path = segment_path(self.folder, segment_numbers(self.folder)[-1])
         with path.open("ab") as file:
             file.write(b"DJ\x50\0\0\0"[: self.rng.randint(0, 6)])
-        before = self.books.state
-        self.books = opened(self.folder, self.rules)
-        after = self.books.state
+        before = self.run_log.state
+        self.run_log = opened(self.folder, self.rules)
+        after = self.run_log.state
         assert (after.cursor, after.counters, after.next_step) == (
             before.cursor,
             before.counters,
@@ -145,17 +145,17 @@ class Simulation:
         assert after.buffer.ids() == before.buffer.ids()
 
     async def lose_prompts(self) -> None:
-        self.books.ask_again(list(self.books.state.asked.values())[:2], "replica_lost")
+        self.run_log.requeue(list(self.run_log.state.asked.values())[:2], "replica_lost")
 
     async def drop(self) -> None:
-        self.books.drop(list(self.books.state.asked)[:1], "empty", "nothing came", 0)
+        self.run_log.drop(list(self.run_log.state.asked)[:1], "empty", "nothing came", 0)
 
     async def save(self) -> None:
         if self.trainer is not None and self.trainer.step:
             self.saved.append(self.trainer)
-            self.books.write(Checkpointed(self.trainer, "somewhere"))
-            await self.books.journal.commit()
-            await self.books.tidy(keep_checkpoints=1)
+            self.run_log.write(Checkpointed(self.trainer, "somewhere"))
+            await self.run_log.journal.commit()
+            await self.run_log.tidy(keep_checkpoints=1)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_any_order_of_events_keeps_the_guarantees(
         simulation = Simulation(folder, seed, rules)
         for _ in range(250):
             await simulation.event()
-        await simulation.books.journal.commit()
-        simulation.books.journal.close()
+        await simulation.run_log.journal.commit()
+        simulation.run_log.journal.close()
         return simulation
 
     simulation = asyncio.run(live())
@@ -182,7 +182,7 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.ok, report
     assert report.oldest <= rules.bound.hard
     assert report.late == 0 or rules.bound.hard > rules.bound.limit
-    state = simulation.books.state
+    state = simulation.run_log.state
     counted = len(state.asked) + len(state.buffer) + sum(state.counters.dropped.values())
     assert state.counters.issued == counted + state.counters.composed
     assert report.trained > 0
@@ -199,8 +199,8 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
         simulation = Simulation(folder, seed)
         for _ in range(60):
             await simulation.event()
-        await simulation.books.journal.commit()
-        simulation.books.journal.close()
+        await simulation.run_log.journal.commit()
+        simulation.run_log.journal.close()
 
     asyncio.run(live())
     path = segment_path(folder, segment_numbers(folder)[-1])
@@ -212,68 +212,70 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
         return
 
     async def go_on() -> None:
-        books = opened(folder)
-        await books.open_lineage(None, "model")
-        room = books.state.room(None)
-        for asked in books.issue(max(BATCH, room)):
-            await books.admit([rollout(asked, Version(books.state.lineage or 0, books.state.next_step))])
-        assert await books.compose() is not None
-        books.journal.close()
+        run_log = opened(folder)
+        await run_log.open_lineage(None, "model")
+        room = run_log.state.room(None)
+        for asked in run_log.issue(max(BATCH, room)):
+            await run_log.admit(
+                [rollout(asked, Version(run_log.state.lineage or 0, run_log.state.next_step))]
+            )
+        assert await run_log.compose() is not None
+        run_log.journal.close()
 
     asyncio.run(go_on())
 
 
 async def test_batches_whose_rollouts_were_forgotten_are_composed_anew(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.open_lineage(None, "model")
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
     for step in range(4):
-        for asked in books.issue(BATCH):
-            await books.admit([rollout(asked, Version(0, step))])
-        assert await books.compose() is not None
-        books.write(Stepped(Version(0, step + 1)))
-    books.write(Checkpointed(Version(0, 2), "two"))
-    await books.journal.commit()
-    await books.tidy(keep_checkpoints=1)
+        for asked in run_log.issue(BATCH):
+            await run_log.admit([rollout(asked, Version(0, step))])
+        assert await run_log.compose() is not None
+        run_log.write(Stepped(Version(0, step + 1)))
+    run_log.write(Checkpointed(Version(0, 2), "two"))
+    await run_log.journal.commit()
+    await run_log.tidy(keep_checkpoints=1)
 
-    record = await books.open_lineage(None, "model")
+    record = await run_log.open_lineage(None, "model")
     assert (record.start, record.branch) == (0, 0)
-    assert set(books.state.buffer.ids()) == {f"0:{i}:0" for i in range(6, 12)}
-    books.journal.close()
+    assert set(run_log.state.buffer.ids()) == {f"0:{i}:0" for i in range(6, 12)}
+    run_log.journal.close()
 
 
 async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    asked = books.issue(1)
+    run_log = opened(tmp_path)
+    asked = run_log.issue(1)
     for _ in range(MAX_ATTEMPTS - 1):
-        asked = books.ask_again(asked, "straggler")
+        asked = run_log.requeue(asked, "straggler")
         assert len(asked) == 1
-    assert books.ask_again(asked, "straggler") == []
-    assert books.state.counters.dropped == {"straggler": 1}
-    assert books.state.counters.asked_again == {"straggler": MAX_ATTEMPTS}
-    books.journal.close()
+    assert run_log.requeue(asked, "straggler") == []
+    assert run_log.state.counters.dropped == {"straggler": 1}
+    assert run_log.state.counters.requeued == {"straggler": MAX_ATTEMPTS}
+    run_log.journal.close()
 
 
 async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    asked = books.issue(2)
+    run_log = opened(tmp_path)
+    asked = run_log.issue(2)
     for _ in range(3 * MAX_ATTEMPTS):
-        asked = books.ask_again(asked, "replica_lost")
+        asked = run_log.requeue(asked, "replica_lost")
     assert len(asked) == 2
-    books.journal.close()
+    run_log.journal.close()
 
 
 async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.open_lineage(None, "model")
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
     for step in range(4):
-        for asked in books.issue(BATCH):
-            await books.admit([rollout(asked, Version(0, step))])
-        await books.compose()
-        books.write(Stepped(Version(0, step + 1)))
-    books.write(Checkpointed(Version(0, 3), "three"))
-    await books.journal.commit()
-    await books.tidy(keep_checkpoints=1)
-    books.journal.close()
+        for asked in run_log.issue(BATCH):
+            await run_log.admit([rollout(asked, Version(0, step))])
+        await run_log.compose()
+        run_log.write(Stepped(Version(0, step + 1)))
+    run_log.write(Checkpointed(Version(0, 3), "three"))
+    await run_log.journal.commit()
+    await run_log.tidy(keep_checkpoints=1)
+    run_log.journal.close()
 
     again = opened(tmp_path)
     assert Version(0, 0) not in again.state.batches
@@ -287,12 +289,12 @@ async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -
 
 
 async def test_a_snapshot_that_the_records_before_it_contradict_is_found(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.open_lineage(None, "model")
-    books.issue(2)
-    books.write(Checkpointed(Version(0, 0), "zero"))
-    await books.tidy(keep_checkpoints=2)
-    books.journal.close()
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
+    run_log.issue(2)
+    run_log.write(Checkpointed(Version(0, 0), "zero"))
+    await run_log.tidy(keep_checkpoints=2)
+    run_log.journal.close()
     records = [(Location(s, o), record) for s, o, record in read_all(tmp_path)]
     assert check(records, {}).ok
     [(issued, _)] = [one for one in enumerate(records) if isinstance(one[1][1], Issued)]
@@ -301,12 +303,12 @@ async def test_a_snapshot_that_the_records_before_it_contradict_is_found(tmp_pat
 
 
 async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.journal.commit()
-    books.journal.close()
+    run_log = opened(tmp_path)
+    await run_log.journal.commit()
+    run_log.journal.close()
     prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
-        Books.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
+        RunLog.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 
 
 class Table(MemoryPrompts):
@@ -323,15 +325,15 @@ class Table(MemoryPrompts):
 async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     tmp_path: Path, rows: int, per_prompt: int
 ) -> None:
-    def begun(prompts: PromptStream) -> Books:
-        return Books.open(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
+    def begun(prompts: PromptStream) -> RunLog:
+        return RunLog.open(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
 
-    books = begun(PromptStream(Table(100), seed=0))
-    first = {asked.prompt.id for asked in books.issue(40)}
-    await books.journal.commit()
-    books.journal.close()
+    run_log = begun(PromptStream(Table(100), seed=0))
+    first = {asked.prompt.id for asked in run_log.issue(40)}
+    await run_log.journal.commit()
+    run_log.journal.close()
     other = PromptStream(Table(rows), seed=0, per_prompt=per_prompt)
-    other.cursor = books.state.cursor
+    other.cursor = run_log.state.cursor
     assert first & {prompt.id for prompt in other.take(40)}, "the same ids again"
     with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
         begun(other)
@@ -341,10 +343,10 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
 
 
 async def test_a_journal_names_its_run(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.journal.commit()
-    books.journal.close()
-    run_id = books.run.id
+    run_log = opened(tmp_path)
+    await run_log.journal.commit()
+    run_log.journal.close()
+    run_id = run_log.run.id
     assert [record for _, _, record in read_all(tmp_path)] == [
         Opened("r", 0, BATCH, STALENESS, STALENESS, id=run_id)
     ]
@@ -361,10 +363,10 @@ async def test_a_journal_of_an_older_release_is_given_an_id(tmp_path: Path) -> N
     await older.commit()
     older.close()
     for _ in range(2):
-        books = opened(tmp_path)
-        await books.journal.commit()
-        books.journal.close()
-        ids.append(books.run.id)
+        run_log = opened(tmp_path)
+        await run_log.journal.commit()
+        run_log.journal.close()
+        ids.append(run_log.run.id)
     assert ids[0] == ids[1]
     assert ids[0] is not None
 
@@ -372,31 +374,31 @@ async def test_a_journal_of_an_older_release_is_given_an_id(tmp_path: Path) -> N
 # --- policies ---------------------------------------------------------------------------------------------
 
 
-def batches_of(folder: Path) -> list[Composed]:
-    return [record for _, _, record in read_all(folder) if isinstance(record, Composed)]
+def batches_of(folder: Path) -> list[BatchFormed]:
+    return [record for _, _, record in read_all(folder) if isinstance(record, BatchFormed)]
 
 
 async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatever_it_says_now(
     tmp_path: Path,
 ) -> None:
-    books = opened(tmp_path, FRESHNESS)
-    await books.open_lineage(None, "model")
+    run_log = opened(tmp_path, FRESHNESS)
+    await run_log.open_lineage(None, "model")
     for step in range(4):
-        for asked in books.issue(BATCH):
-            await books.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
-        assert await books.compose() is not None
-        books.write(Stepped(Version(0, step + 1)))
-    await books.journal.commit()
-    books.journal.close()
+        for asked in run_log.issue(BATCH):
+            await run_log.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
+        assert await run_log.compose() is not None
+        run_log.write(Stepped(Version(0, step + 1)))
+    await run_log.journal.commit()
+    run_log.journal.close()
     half_life = FRESHNESS.bound.half_life
     weighed = [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
     assert [one.weights for one in batches_of(tmp_path)][3] == weighed
-    assert books.state.counters.late == sum(w < 1 for one in batches_of(tmp_path) for w in one.weights) > 0
+    assert run_log.state.counters.late == sum(w < 1 for one in batches_of(tmp_path) for w in one.weights) > 0
 
     again = opened(tmp_path, Rules(BATCH, Bound(1, 4, 9.0)))
     await again.open_lineage(None, "model")
     for step in range(4):
-        old, new = books.state.batches[Version(0, step)], again.state.batch_of(step)
+        old, new = run_log.state.batches[Version(0, step)], again.state.batch_of(step)
         assert new is not None
         assert (new.weights, [e.id for e in new.entries]) == (old.weights, [e.id for e in old.entries])
     again.journal.close()
@@ -405,33 +407,33 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
 async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_asked_again(
     tmp_path: Path,
 ) -> None:
-    books = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
-    await books.open_lineage(None, "model")
-    first, second = books.issue(6)[:3], list(books.state.asked.values())[3:]
-    await books.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
-    books.drop([first[1].prompt.id], "empty", "a completion without tokens")
-    assert books.state.counters.dropped == {"empty": 1, "group_broken": 1}
-    assert books.state.is_broken(first[2].prompt.id)
-    assert books.state.buffer.ids() == [second[0].prompt.id]
+    run_log = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
+    await run_log.open_lineage(None, "model")
+    first, second = run_log.issue(6)[:3], list(run_log.state.asked.values())[3:]
+    await run_log.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
+    run_log.drop([first[1].prompt.id], "empty", "a completion without tokens")
+    assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 1}
+    assert run_log.state.is_broken(first[2].prompt.id)
+    assert run_log.state.buffer.ids() == [second[0].prompt.id]
 
-    await books.admit([rollout(first[2], Version(0, 0))])  # it was in flight
-    assert books.state.counters.dropped == {"empty": 1, "group_broken": 2}
-    assert not books.state.broken
+    await run_log.admit([rollout(first[2], Version(0, 0))])  # it was in flight
+    assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 2}
+    assert not run_log.state.broken
 
-    books.drop([second[1].prompt.id], "engine_failed", "not finite")
-    assert books.ask_again([second[2]], "replica_lost") == []
-    assert books.state.outstanding == 0
-    books.journal.close()
+    run_log.drop([second[1].prompt.id], "engine_failed", "not finite")
+    assert run_log.requeue([second[2]], "replica_lost") == []
+    assert run_log.state.outstanding == 0
+    run_log.journal.close()
 
 
 async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_path: Path) -> None:
-    books = opened(tmp_path, GROUPS)
-    await books.open_lineage(None, "model")
-    one, other = books.issue(2)
-    await books.admit([rollout(one, Version(0, 0))])
-    books.write(Dropped([other.prompt.id], "empty", 0))  # and a crash before what follows from it
-    await books.journal.commit()
-    books.journal.close()
+    run_log = opened(tmp_path, GROUPS)
+    await run_log.open_lineage(None, "model")
+    one, other = run_log.issue(2)
+    await run_log.admit([rollout(one, Version(0, 0))])
+    run_log.write(Dropped([other.prompt.id], "empty", 0))  # and a crash before what follows from it
+    await run_log.journal.commit()
+    run_log.journal.close()
     again = opened(tmp_path, GROUPS)
     assert again.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert again.state.outstanding == 0
@@ -439,15 +441,15 @@ async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_
 
 
 async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_back(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    await books.open_lineage(None, "model")
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
     for step in range(2):
-        for asked in books.issue(BATCH):
-            await books.admit([rollout(asked, Version(0, step))])
-        await books.compose()
-    good, bad = (books.state.batches[Version(0, step)].entries for step in range(2))
-    await books.open_lineage(None, "model", without=[entry.id for entry in bad])
-    books.journal.close()
+        for asked in run_log.issue(BATCH):
+            await run_log.admit([rollout(asked, Version(0, step))])
+        await run_log.compose()
+    good, bad = (run_log.state.batches[Version(0, step)].entries for step in range(2))
+    await run_log.open_lineage(None, "model", without=[entry.id for entry in bad])
+    run_log.journal.close()
     places = [(s, o) for s, o, record in read_all(tmp_path) if isinstance(record, LineageOpened)]
     behind = min([(s, o) for s, o, _ in read_all(tmp_path) if (s, o) > places[-1]], default=None)
     if behind is not None:  # the cut: nothing after that one record reached the disk
@@ -464,8 +466,8 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
 
 
 async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp_path: Path) -> None:
-    books = opened(tmp_path)
-    books.ask_again(books.issue(2), "straggler", tokens=7)
-    assert books.state.counters.generated_tokens == 7
-    assert books.state.counters.dropped_tokens == {"straggler": 7}
-    books.journal.close()
+    run_log = opened(tmp_path)
+    run_log.requeue(run_log.issue(2), "straggler", tokens=7)
+    assert run_log.state.counters.generated_tokens == 7
+    assert run_log.state.counters.dropped_tokens == {"straggler": 7}
+    run_log.journal.close()

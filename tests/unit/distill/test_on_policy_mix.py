@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.scoring.on_policy_mix import authors, seed_of
 from distill.run_log.records import Issued, compacted
+from distill.scoring.on_policy_mix import authors, seed_of
 
 
 @given(seed=st.integers(0, 9), batch=st.integers(1, 40), on_policy=st.floats(0, 1))

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from distill.rollout.broadcasts import Broadcasts
-from distill.bench.in_memory import MemoryReplica, weights_of
-from distill.run_log.records import VersionApplied
-from distill.rollout.replica_pool import Fleet, Phase
 from distill.aio import Signal
+from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.metrics.summary import identity
+from distill.rollout.broadcasts import Broadcasts
+from distill.rollout.replica_pool import Phase, ReplicaPool
+from distill.run_log.records import VersionApplied
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
@@ -22,28 +22,28 @@ from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Versi
 class World:
     """A fleet, the version it should follow, and what it reported."""
 
-    def __init__(self, silent_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
+    def __init__(self, stall_timeout_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
         self.stuck: list[str] = []
         self.target: Version | None = None
         self.applied: list[VersionApplied] = []
         self.wake = Signal()
-        self.fleet = Fleet(
+        self.pool = ReplicaPool(
             target=lambda: self.target,
             step_of=lambda version: version.step,
             applied=self.applied.append,
             wake=self.wake,
             poll_seconds=0.02,
             retry_seconds=0.02,
-            silent_seconds=silent_seconds,
+            stall_timeout_seconds=stall_timeout_seconds,
             stuck=self.stuck.append,
         )
-        self.broadcasts = Broadcasts(self.fleet)
+        self.broadcasts = Broadcasts(self.pool)
         for name, engine in replicas.items():
-            self.fleet.add(name, engine)
+            self.pool.add(name, engine)
 
     def publish(self, version: Version) -> None:
         self.target = version
-        self.fleet.published()
+        self.pool.published()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -51,11 +51,11 @@ class World:
                 await self.wake.wait(0.01)
 
     def serving(self) -> list[str]:
-        return [replica.name for replica in self.fleet.serving()]
+        return [replica.name for replica in self.pool.serving()]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.fleet.run())
+        task = asyncio.create_task(self.pool.run())
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -67,7 +67,7 @@ async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
     world = World(a=MemoryReplica())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        assert world.fleet.slowest() is None
+        assert world.pool.slowest() is None
         assert world.applied == []
 
 
@@ -77,9 +77,9 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         late = MemoryReplica(up=False)
-        world.fleet.add("late", late)
+        world.pool.add("late", late)
         await asyncio.sleep(0.03)
-        assert world.fleet.replicas["late"].phase is Phase.ABSENT
+        assert world.pool.replicas["late"].phase is Phase.ABSENT
         late.up = True
         await world.until(lambda: "late" in world.serving())
         assert late.updates == [Version(0, 7)]
@@ -103,7 +103,7 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
         for step in range(1, 6):
             world.publish(newest := Version(0, step))
             await world.until(lambda newest=newest: fast.version == newest)
-        assert world.fleet.slowest() == slow.version == Version(0, 0)
+        assert world.pool.slowest() == slow.version == Version(0, 0)
         go_on.set()
         await world.until(lambda: slow.version == Version(0, 5))
         assert len(slow.updates) < len(fast.updates)
@@ -157,7 +157,7 @@ async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
         engine.revive()
         await world.until(lambda: world.serving() == ["a"])
         assert engine.version == Version(0, 2)
-        assert world.fleet.replicas["a"].joined == 2
+        assert world.pool.replicas["a"].joined == 2
 
 
 async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
@@ -174,7 +174,7 @@ async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
     world.target = Version(0, 1)
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        assert world.fleet.replicas["a"].joined == 1
+        assert world.pool.replicas["a"].joined == 1
 
 
 async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> None:
@@ -191,10 +191,10 @@ async def test_the_streams_of_a_lost_replica_are_cancelled() -> None:
     world = World(a=MemoryReplica())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        replica = world.fleet.replicas["a"]
+        replica = world.pool.replicas["a"]
         stream = asyncio.create_task(asyncio.sleep(60))
         replica.streams.add(stream)
-        world.fleet.report_lost(replica)
+        world.pool.report_lost(replica)
         await asyncio.wait([stream], timeout=30)
         assert stream.cancelled()
 
@@ -203,7 +203,7 @@ async def test_a_replica_may_leave_while_the_run_goes_on() -> None:
     world = World(a=MemoryReplica(), b=MemoryReplica())
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        await world.fleet.remove("a")
+        await world.pool.remove("a")
         assert world.serving() == ["b"]
 
 
@@ -211,12 +211,12 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
     world = World(a=MemoryReplica(), b=MemoryReplica())
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        a, b = world.fleet.replicas["a"], world.fleet.replicas["b"]
+        a, b = world.pool.replicas["a"], world.pool.replicas["b"]
         a.in_flight, b.in_flight = 5, 3
-        assert world.fleet.least_busy() is b
-        world.fleet.refused(b, 0.02)
-        assert world.fleet.least_busy() is a
-        await world.until(lambda: world.fleet.least_busy() is b)
+        assert world.pool.least_busy() is b
+        world.pool.refused(b, 0.02)
+        assert world.pool.least_busy() is a
+        await world.until(lambda: world.pool.least_busy() is b)
 
 
 def broadcast(step: int, lineage: int = 0) -> Published:
@@ -238,11 +238,11 @@ async def test_a_broadcast_seats_every_live_replica() -> None:
         await world.until(lambda: len(world.serving()) == 2)
         first = world.broadcasts.seat(broadcast(1))
         assert first.world_size == 3
-        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
         assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
         assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
         assert world.broadcasts.seat(broadcast(2)).group != first.group
-        await world.until(lambda: world.fleet.slowest() == Version(0, 2))
+        await world.until(lambda: world.pool.slowest() == Version(0, 2))
         other = world.broadcasts.seat(broadcast(2, lineage=1))
         assert other.group.startswith("1-")
 
@@ -277,7 +277,7 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         assert second.world_size == 2
         assert second.group != first.group
         dying.revive()
-        await world.until(lambda: world.fleet.replicas["b"].phase is Phase.CATCHING_UP)
+        await world.until(lambda: world.pool.replicas["b"].phase is Phase.CATCHING_UP)
         assert world.serving() == ["a"]
         assert world.broadcasts.seat(broadcast(3)).world_size == 3
 
@@ -302,7 +302,7 @@ async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 4)
         group = world.broadcasts.seat(broadcast(1)).group
-        lost = lambda: world.broadcasts.lost_seats(group)  # noqa: E731
+        lost = lambda: world.broadcasts.lost_members(group)  # noqa: E731
         await world.until(lambda: len(lost()) == 2)
         assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
         hanging.up = False  # nothing breaks its connection: it only does not answer any more
@@ -311,7 +311,7 @@ async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
         hanging.revive()
         await world.until(world.broadcasts.wanted)
         with pytest.raises(RemoteError, match=r"broadcast nowhere is over, the newest is 0-1"):
-            world.broadcasts.lost_seats("nowhere")
+            world.broadcasts.lost_members("nowhere")
 
 
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
@@ -320,7 +320,7 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         world.broadcasts.seat(broadcast(1))
-        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
         assert not world.broadcasts.wanted()
         back.die()
         await world.until(lambda: world.serving() == ["a"])
@@ -343,7 +343,7 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         final = Version(0, 9)
-        proof = await world.fleet.hold_exactly(final, weights_of(final))
+        proof = await world.pool.hold_exactly(final, weights_of(final))
     assert proof == {"a": not planted, "b": True}
 
 
@@ -358,7 +358,7 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         final = Version(0, 9)
-        found = await world.fleet.hold_exactly(final, weights_of(final))
+        found = await world.pool.hold_exactly(final, weights_of(final))
     assert found == {"here": True, "dying": None, "gone": None}
     figures = identity(found)
     assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
@@ -382,7 +382,7 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
         world.publish(final)
         restarted.die()
         await world.until(lambda: world.serving() == ["slow"])
-        proof = asyncio.create_task(world.fleet.hold_exactly(final, weights_of(final), 60.0))
+        proof = asyncio.create_task(world.pool.hold_exactly(final, weights_of(final), 60.0))
         await asyncio.wait({proof}, timeout=0.1)
         restarted.revive()
         slow.gate.set()
@@ -396,15 +396,15 @@ async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 3)
         world.broadcasts.seat(broadcast(1))
-        await world.until(lambda: world.fleet.slowest() == Version(0, 1))
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
         lost.die()
         gone.up = False
-        world.fleet.report_lost(world.fleet.replicas["gone"])
+        world.pool.report_lost(world.pool.replicas["gone"])
         lost.revive()
-        await world.until(lambda: world.fleet.replicas["lost"].phase is Phase.CATCHING_UP)
-        proof = asyncio.create_task(world.fleet.hold_exactly(Version(0, 1), weights_of(Version(0, 1)), 60.0))
+        await world.until(lambda: world.pool.replicas["lost"].phase is Phase.CATCHING_UP)
+        proof = asyncio.create_task(world.pool.hold_exactly(Version(0, 1), weights_of(Version(0, 1)), 60.0))
         await asyncio.wait({proof}, timeout=0.1)
-        await world.fleet.remove("gone")
+        await world.pool.remove("gone")
         assert await asyncio.wait_for(proof, 10.0) == {"here": True, "lost": None}
 
 
@@ -432,7 +432,7 @@ async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -
     world = World(1.0, hangs=hangs, works=works)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        for replica in world.fleet.replicas.values():
+        for replica in world.pool.replicas.values():
             replica.in_flight = 3
         began = asyncio.get_running_loop().time()
         while not world.stuck:
@@ -456,10 +456,10 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        world.fleet.replicas["a"].in_flight = 1
+        world.pool.replicas["a"].in_flight = 1
         world.publish(Version(0, 1))
         await world.until(lambda: world.stuck == ["a"])
-        await world.until(lambda: world.fleet.replicas["a"].phase is Phase.CATCHING_UP)
+        await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
 async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
@@ -521,7 +521,7 @@ async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: b
     world = World(0.1, a=MemoryReplica() if idle else Uncounted())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        world.fleet.replicas["a"].in_flight = 0 if idle else 4
+        world.pool.replicas["a"].in_flight = 0 if idle else 4
         await asyncio.sleep(0.4)
         assert world.serving() == ["a"]
         assert world.stuck == []
