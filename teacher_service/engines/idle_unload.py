@@ -32,9 +32,9 @@ R = TypeVar("R")
 class IdleUnloadEngine:
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
-    It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`. With
-    a `slot` it is loaded only while it holds one, and closes early when another teacher wants that. It never
-    closes while a text is written: whoever writes holds the model until the last step.
+    It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`.
+    With a `slot` it is loaded only while it holds one, and is unloaded early when another teacher wants that.
+    It is never unloaded while a completion is generated: that holds the model until its last step.
     """
 
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
