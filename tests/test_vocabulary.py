@@ -1,0 +1,64 @@
+"""Retired words stay retired: one term for each thing, as docs/glossary.md has it."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
+SOURCES = sorted(path for name in (*PACKAGES, "tests") for path in (ROOT / name).rglob("*.py"))
+PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/glossary.md"})
+
+IDENTIFIERS = frozenset(
+    "awake books composer desk feeder fleet fleets judge judges lanes marks road roads scribe seat seats".split()
+)
+"""Words that no identifier and no module name contains."""
+PHRASES = re.compile(
+    r"\b(asked again|asks again|desks?|feeders?|fleets?|judges?|put aside|roads?|scribes?|seats?|"
+    r"the student writes|the teacher marks|whom the trainer waits)\b",
+    re.IGNORECASE,
+)
+"""What neither documents nor docstrings and comments say."""
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def _tokens(path: Path) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+
+
+def _odd_names(path: Path) -> list[str]:
+    names = {token.string for token in _tokens(path) if token.type == tokenize.NAME} | {path.stem}
+    return sorted(name for name in names if _words(name) & IDENTIFIERS)
+
+
+def _odd_prose(path: Path) -> list[str]:
+    """Comments and docstrings; other strings are data."""
+    prose = [
+        token.string
+        for token in _tokens(path)
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and '"""' in token.string[:5])
+    ]
+    return [found.group() for text in prose for found in PHRASES.finditer(text)]
+
+
+def test_no_identifier_holds_a_retired_word() -> None:
+    odd = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := _odd_names(path))}
+    assert not odd
+
+
+def test_no_docstring_or_comment_holds_a_retired_word() -> None:
+    here = Path(__file__)
+    odd = {str(p.relative_to(ROOT)): found for p in SOURCES if p != here and (found := _odd_prose(p))}
+    assert not odd
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_holds_a_retired_word(page: Path) -> None:
+    assert not [found.group() for found in PHRASES.finditer(page.read_text())]
