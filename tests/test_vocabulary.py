@@ -14,7 +14,24 @@ SOURCES = sorted(path for name in (*PACKAGES, "tests") for path in (ROOT / name)
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/glossary.md"})
 
 IDENTIFIERS = frozenset(
-    "awake books composer desk feeder fleet fleets judge judges lanes marks road roads scribe seat seats".split()
+    [
+        "awake",
+        "books",
+        "composer",
+        "desk",
+        "feeder",
+        "fleet",
+        "fleets",
+        "judge",
+        "judges",
+        "lanes",
+        "marks",
+        "road",
+        "roads",
+        "scribe",
+        "seat",
+        "seats",
+    ]
 )
 """Words that no identifier and no module name contains."""
 PHRASES = re.compile(
