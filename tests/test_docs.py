@@ -1,6 +1,8 @@
 """What the documents say is what the code does."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,38 @@ def test_the_architecture_page_names_every_route() -> None:
     replica = (ROOT / "sync/replica/middleware.py").read_text()
     routes |= {f"/distill/v1/{name}" for name in re.findall(r'key == \("(?:GET|POST)", "(\w+)"\)', replica)}
     assert told == routes
+
+
+def _definitions(tree: ast.Module) -> Iterator[str]:
+    """Functions and classes of a module, methods as Class.method."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{inner}" for inner in _definitions(ast.Module(node.body, [])))
+
+
+def test_every_function_on_the_path_of_a_rollout_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    path = re.findall(r"`([\w/]+\.py):([\w.]+)`", page)
+    assert len(path) >= 15
+    missing = [
+        f"{file}:{name}"
+        for file, name in path
+        if name not in set(_definitions(ast.parse((ROOT / file).read_text())))
+    ]
+    assert not missing
+
+
+def test_the_drawing_of_a_rollout_names_types_and_folders_that_exist() -> None:
+    words = re.findall(r">([^<]+)<", (ROOT / "docs/images/rollout.svg").read_text())
+    types = {word for word in words if re.fullmatch(r"[A-Z]\w+", word)}
+    folders = {name for word in words for name in re.findall(r"[a-z_]+(?:/[a-z_]+)*/(?![a-z])", word)}
+    source = "\n".join(
+        path.read_text() for name in ("distill", "sync") for path in (ROOT / name).rglob("*.py")
+    )
+    assert len(types) >= 7
+    assert not [name for name in types if f"class {name}(" not in source and f"class {name}:" not in source]
+    assert not [
+        name for name in folders if not ((ROOT / name).is_dir() or (ROOT / "distill" / name).is_dir())
+    ]
