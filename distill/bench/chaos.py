@@ -72,7 +72,7 @@ def run(
     events: int,
     seed: int,
     kinds: Sequence[str] = KINDS,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Start or resume the run, inject faults until there were `events`, let it end; figures.
 
@@ -98,7 +98,7 @@ def run(
             event = {"kind": kind, "target": target, "step": step, "seconds": took}
             done.append({**event, "elapsed": elapsed, "orphans": orphans})
             _append(lines, done[-1])
-            say(
+            report(
                 f"{number:>3} of {events}, {elapsed / 60:.1f} min: {kind} {target} at step {step}, "
                 f"at work after {took:.1f} s"
             )

@@ -223,7 +223,7 @@ def _count(statuses: dict[int, int], status: int) -> None:
 
 
 def _unexplained(answer: httpx.Response, kind: Reply) -> str | None:
-    """What is wrong with an answer, or None: it is a reply, or a refusal that says why."""
+    """What is wrong with an answer; None: it is a reply, or a refusal with a reason."""
     try:
         if answer.status_code == 200:
             results = decode(answer.content, kind).results

@@ -44,7 +44,7 @@ ORPHAN_SECONDS = 15.0
 
 
 class KillTarget:
-    """One run: `command` starts it, with --resume put behind it goes on."""
+    """One run: `command` starts it, `command --resume` resumes it."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, timeout: float = 300.0) -> None:
         """`timeout`: seconds that any wait may take, and the longest between two steps."""
@@ -78,7 +78,7 @@ class KillTarget:
     # --- faults -------------------------------------------------------------------------------------------
 
     def start(self, resume: bool = False) -> None:
-        """Start the launcher, its output behind the earlier one's."""
+        """Start the launcher; its output is appended to the log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [*self._command, *(["--resume"] if resume else [])]
         with self._log.open("ab") as output:
@@ -143,10 +143,7 @@ class KillTarget:
         below = descendants(guardian.pid)
         self._dead |= below
         guardian.kill()
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while any(map(lives, below)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return sum(map(lives, below))
+        return len(_survivors(below))
 
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to every process of a role."""
@@ -272,11 +269,8 @@ class KillTarget:
 
     def _await_empty(self) -> None:
         """Count the processes that outlive the launcher."""
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while any(map(lives, self._seen)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self._orphans += sum(map(lives, self._seen))
-        self._seen = set(filter(lives, self._seen))
+        self._seen = _survivors(self._seen)
+        self._orphans += len(self._seen)
 
     def _log_end(self) -> str:
         return f"the end of {self._log}:\n" + "\n".join(last_lines(self._log))
@@ -304,6 +298,14 @@ class Tail:
 def kind_of(role: str) -> str:
     """ "student" of "student-0"; roles of one kind are alike."""
     return "trainer rank" if role == TRAINER else role.split("-")[0]
+
+
+def _survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Those that still live after ORPHAN_SECONDS."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while any(map(lives, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return set(filter(lives, processes))
 
 
 def _healthy(process: psutil.Process) -> bool:

@@ -6,7 +6,7 @@ weights and scores that are there anyway; forward and backward, gradients of hid
 way computes the same objective from [tokens, vocabulary] logits by autograd, and the same statistics.
 
 Full logits are measured at as many tokens as fit in a share of the machine's free memory, and at a half and a
-quarter of that; beyond, the line through those points is continued, and the report says so.
+quarter of that; beyond, the line through those points is continued, which the report marks.
 
 Letters in shapes: C completion tokens, K ids per token, V vocabulary, H hidden size.
 """
@@ -45,7 +45,7 @@ FREE_SHARE: Final = 0.35
 """Of the free memory that a measurement may take."""
 ALLOCATOR: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Variables that make glibc keep what is freed, as torch does on GPUs: else both ways pay for
-fresh pages. The environment may say otherwise."""
+fresh pages. The environment overrides them."""
 OBJECTIVES: Final = ("sampled", "topk", "full")
 
 
@@ -236,7 +236,7 @@ def run(
 ) -> Figures:
     """Measure every objective both ways; the report, which is also in `folder` as memory.json.
 
-    `free`: bytes of free memory to reckon with; None: what the machine says.
+    `free`: bytes of free memory to assume; None: the machine's.
     """
     from distill.metrics.results import versions
 

@@ -189,19 +189,9 @@ def summary(results: Sequence[Figures], target_kl: float) -> Figures:
         "tokens_to_target": spread(reached),
         "cpu_seconds_to_target": spread(seconds),
         "cpu_seconds_per_step": spread(steps),
-        "wall_seconds_per_step": spread([sum(result["wall_seconds"].values()) for result in results]),
-        "cpu_seconds_by_part": {
-            part: fmean(each) for part, each in _columns([r["cpu_seconds"] for r in results]).items()
-        },
         "teacher_bytes_per_token": results[0]["teacher_bytes"],
-        "support_mass": results[0]["support_mass"],
-        "effective_samples": fmean(result["effective_samples"] for result in results),
         "curves": [result["points"] for result in results],
     }
-
-
-def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 # --- table and pictures -----------------------------------------------------------------------------------

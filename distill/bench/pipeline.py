@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHORT: Final = 60
 """Steps of the runs that choose the synchronous layout."""
 LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled")
-"""Both ways: one rank, for two share two cores with the other roles to no use."""
+"""Both ways: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final[tuple[str, ...]] = ("buffer.max_staleness=2",)
 IN_TURN: Final = ("buffer.max_staleness=0", "rollout.request_size=128")
 TWO_THREADS: Final = ("teachers.sorter.threads=2", "trainer.threads=2", 'student.env.OMP_NUM_THREADS="2"')
@@ -63,7 +63,7 @@ def run(
     Raises ConfigError for too few steps, DistillError when a run fails.
     """
     if steps < SETTLED + 2:
-        raise ConfigError(f"{steps} steps: {SETTLED} are not counted, ask for {SETTLED + 2} or more")
+        raise ConfigError(f"{steps} steps: {SETTLED} are left out of the figures: run {SETTLED + 2} or more")
     cache = TrialCache(folder / "trials.jsonl")
     short = {
         name: trial(cache, folder, f"choose {name}", 0, min(SHORT, steps), settings, evaluate=False)

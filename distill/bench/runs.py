@@ -161,7 +161,7 @@ def curve_points(config: RunConfig, weights: Weights, steps: Sequence[int]) -> l
 
 
 def learning(points: Sequence[CurvePoint], lines: Sequence[Mapping[str, float]]) -> Figures:
-    """The curve over seconds since the first step, and what it says; None without points.
+    """The curve over seconds since the first step, and its figures; None without points.
 
     `lines`: of the steps, with "step" and "time".
     """
@@ -214,7 +214,7 @@ class RunFigures(TypedDict):
 
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of every optimizer step."""
+    """Lines of metrics.jsonl, one per optimizer step."""
     return [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
 
 

@@ -39,7 +39,7 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
-from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TrainBatch, Version, Want
+from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TeacherInfo, TrainBatch, Version, Want
 
 MIB: Final = 1 << 20
 SAMPLES: Final = 10
@@ -119,6 +119,9 @@ class _Teacher(MemoryTeacher):
     """Sends hidden states of `width`."""
 
     width = 0
+
+    async def first_info(self) -> TeacherInfo:
+        return msgspec.structs.replace(await super().first_info(), hidden_size=self.width)
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None

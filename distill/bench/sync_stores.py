@@ -2,7 +2,7 @@
 
 Also the models that are published, made on the spot. A server that a store needs runs on loopback, in its own
 process. The bucket server is part of the tests, and moto of the development tools: without them the store is
-skipped, and says why.
+skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _make_model(shape: Shape, folder: Path) -> None:
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=None,  # completions have the length that is asked for
+        eos_token_id=None,  # completions have the requested length
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer([f"w{i}" for i in range(shape.vocabulary)], "w[0-9]+", "w1", "w0").save_pretrained(folder)

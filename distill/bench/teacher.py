@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -121,7 +121,7 @@ def _in_turns(turns: Mapping[str, Turn], positions: int, repeats: int) -> dict[s
     for name, taken in interleaved({name: Work(turn) for name, turn in turns.items()}, repeats).items():
         walls = [one.wall for one in taken]
         found[name] = {
-            "positions_per_second": positions / statistics.median(walls),
+            "positions_per_second": positions / median(walls),
             "fastest": positions / min(walls),
             "slowest": positions / max(walls),
             "bytes_per_position": received[name] / positions,

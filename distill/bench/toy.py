@@ -2,8 +2,8 @@
 
 Completions come from `distill.evaluation.evaluation.sample`, scores from the teacher service's transformers
 engine, as the wire arrays that a trainer rank is sent; loss and gradients from the trainer's own objectives
-and chunked head. AdamW and a loop are all that is added, so a figure says something about the objective and
-nothing about engines.
+and chunked head. AdamW and a loop are all that is added, so that figures depend on the objective and
+not on engines.
 
 Letters in shapes: B completions, T longest of them, C completion tokens, K ids per token, V vocabulary.
 """

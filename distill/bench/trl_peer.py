@@ -58,7 +58,7 @@ class Recorder(TrainerCallback):
 
 
 def main() -> None:
-    """Train as the job says: the same optimizer, schedule and objective (reverse KL) as our run."""
+    """Train one job: the same optimizer, schedule and objective (reverse KL) as our run."""
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     recorder = Recorder(job)

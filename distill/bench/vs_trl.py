@@ -226,11 +226,11 @@ def theirs(cache: TrialCache, python: Path, folder: Path, size: Size, seed: int,
     """TRL's run, or what is kept of it."""
     config, output = config_of(size, seed), folder / f"{size.name}-trl-{precision}-{seed}"
     save_at = [*range(runs.EVERY, size.steps, runs.EVERY), size.steps] if size.learns else []
-    told = job(config, size.steps, precision) | {"save_at": save_at}
+    task = job(config, size.steps, precision) | {"save_at": save_at}
     who = {"who": "trl", "size": size.name, "seed": seed}
 
     def make() -> Figures:
-        lines = train(python, output, told)
+        lines = train(python, output, task)
         settled = lines[size.settled :]
         first, last = settled[0], settled[-1]
         weights = SavedSteps(output)
@@ -242,11 +242,11 @@ def theirs(cache: TrialCache, python: Path, folder: Path, size: Size, seed: int,
             **runs.learning(points, lines),
         }
 
-    return cache.get({**who, **size._asdict(), "requirements": requirements(), "job": told}, make)
+    return cache.get({**who, **size._asdict(), "requirements": requirements(), "job": task}, make)
 
 
 class SavedSteps(NamedTuple):
-    """TRL's checkpoints as versions; step 0 is never asked for: it is the student's own folder."""
+    """TRL's checkpoints as versions; step 0 is not among them: it is the student's own folder."""
 
     output: Path
 
@@ -259,19 +259,19 @@ def faster_precision(cache: TrialCache, python: Path, folder: Path, size: Size) 
     """In which TRL makes its steps faster at this size."""
 
     def step_ms(precision: str) -> float:
-        told = job(config_of(size, 0), PROBE_STEPS, precision) | {"save_at": []}
+        task = job(config_of(size, 0), PROBE_STEPS, precision) | {"save_at": []}
         output = folder / f"{size.name}-trl-try-{precision}"
 
         def make() -> Figures:
-            return {"step_ms": runs.median_gap_ms(train(python, output, told)[PROBE_STEPS // 4 :])}
+            return {"step_ms": runs.median_gap_ms(train(python, output, task)[PROBE_STEPS // 4 :])}
 
-        return float(cache.get({"requirements": requirements(), "job": told}, make)["step_ms"])
+        return float(cache.get({"requirements": requirements(), "job": task}, make)["step_ms"])
 
     return min(PRECISIONS, key=step_ms)
 
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
-    """What `trl_peer` is told: models, prompts in our order, and our optimizer's numbers."""
+    """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
     from distill.preflight.checks import longest_sequence
     from distill.prompts.held_out import open_prompts
     from distill.prompts.stream import PromptStream
@@ -296,15 +296,15 @@ def job(config: RunConfig, steps: int, precision: str) -> Figures:
     }
 
 
-def train(python: Path, output: Path, told: Mapping[str, Any]) -> list[dict[str, float]]:
+def train(python: Path, output: Path, task: Mapping[str, Any]) -> list[dict[str, float]]:
     """Run TRL on one job in `output`; a line per step. Raises DistillError with its errors when it fails."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "job.json").write_text(json.dumps({**told, "output": str(output)}))
+    (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
-    env |= {"OMP_NUM_THREADS": str(told["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [str(python), "-P", str(SCRIPT), str(output / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = read_lines(output / "steps.jsonl")
-    if done.returncode != 0 or len(lines) != told["steps"]:
-        raise DistillError(f"TRL ended after {len(lines)} of {told['steps']} steps:\n{done.stderr[-2000:]}")
+    if done.returncode != 0 or len(lines) != task["steps"]:
+        raise DistillError(f"TRL ended after {len(lines)} of {task['steps']} steps:\n{done.stderr[-2000:]}")
     return lines

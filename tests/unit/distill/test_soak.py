@@ -59,3 +59,9 @@ def test_a_restart_replays_what_came_after_the_oldest_kept_checkpoint(
 def test_the_audit_still_proves_all_of_the_run(report: AuditReport) -> None:
     assert report.ok, report
     assert report.trained == SIZE.rollouts
+
+
+def test_hidden_states_of_any_width_are_trained_on(tmp_path: Path) -> None:
+    wide = Size(rollouts=64, batch=32, tokens=8, width=16, checkpoint_every=1)
+    usages = asyncio.run(soak(tmp_path, wide, Blocks()))
+    assert usages[-1].rollouts == wide.rollouts
