@@ -78,8 +78,8 @@ def run(
 
     Raises DistillError when it does not recover.
     """
-    rng, lines = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
-    done = read_lines(lines)
+    rng, path = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
+    done = read_lines(path)
     before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
     began = time.monotonic()
     with kill_target:
@@ -97,7 +97,7 @@ def run(
             elapsed, orphans = before + time.monotonic() - began, left + kill_target.orphans()
             event = {"kind": kind, "target": target, "step": step, "seconds": took}
             done.append({**event, "elapsed": elapsed, "orphans": orphans})
-            _append(lines, done[-1])
+            _append(path, done[-1])
             report(
                 f"{number:>3} of {events}, {elapsed / 60:.1f} min: {kind} {target} at step {step}, "
                 f"at work after {took:.1f} s"
@@ -132,24 +132,24 @@ def kill_target(
     config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str] = KINDS
 ) -> KillTarget:
     """The run of a file or the quickstart's, with restarts enough. Raises ConfigError."""
+    path, ours = (config, []) if config else quickstart.source(0)
     if config is None:
-        path, ours = quickstart.source(0)
-        ours += [f"run.steps={STEPS_PER_EVENT * events}"]
-    else:
-        path, ours = config, []
-    ours += [f"run.restarts={2 * events + 10}", "tracking.wandb=disabled", "run.min_free_disk_gib=0"]
+        ours.append(f"run.steps={STEPS_PER_EVENT * events}")
     ours += [
+        f"run.restarts={2 * events + 10}",
         f"run.health_timeout_seconds={HEALTH_SECONDS}",
         f"rollout.stall_timeout_seconds={STALL_SECONDS}",
+        "run.min_free_disk_gib=0",
+        "tracking.wandb=disabled",
+        *overrides,
     ]
-    settings = load(path, [*ours, *overrides])
+    settings = load(path, ours)
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
-    ours += [*overrides, f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
+    ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
     settings = load(path, ours)
     relayed = "distill.bench.faults" if {"cut", "malformed"} & set(kinds) else "distill.cli.main"
     command = [sys.executable, "-P", "-m", relayed, "run", str(path)]
-    for override in ours:
-        command += ["--set", override]
+    command += [word for override in ours for word in ("--set", override)]
     return KillTarget(command, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
 
 

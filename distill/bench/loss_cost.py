@@ -99,27 +99,23 @@ def _once(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
     hidden_CH.grad = head.weight_VH.grad = None
     now = time.perf_counter if case.device == "cuda" else time.process_time
     begun = now()
-    loss = (_chunked if case.way == "chunked" else _full)(case, hidden_CH, head, work)
+    loss = _loss(case, hidden_CH, head, work)
     loss.backward()
     if case.device == "cuda":
         torch.cuda.synchronize()
     return float(loss.detach()), now() - begun
 
 
-def _chunked(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
-    from student_trainer.head import chunked_loss
-    from student_trainer.objectives.registry import build
-
-    return chunked_loss(hidden_CH, head, work, build(configured(case.objective, case.k)), case.chunk)[0]
-
-
-def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
+def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
     import torch
 
-    from student_trainer.head import log_probs, project
+    from student_trainer.head import chunked_loss, log_probs, project
     from student_trainer.objectives.diagnostics import diagnose
     from student_trainer.objectives.registry import build
 
+    objective = build(configured(case.objective, case.k))
+    if case.way == "chunked":
+        return chunked_loss(hidden_CH, head, work, objective, case.chunk)[0]
     targets = work.targets
     if work.teacher_hidden_CG is not None:
         teacher, hidden_CG = work.heads[0], work.teacher_hidden_CG
@@ -127,7 +123,7 @@ def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
             logq_CV = log_probs(project(hidden_CG, teacher.weight_VH, teacher.bias_V), teacher.shape)
         targets = replace(targets, teacher_logp_NV=logq_CV)
     logp_CV = log_probs(project(hidden_CH, head.weight_VH, head.bias_V), head.shape)
-    loss = build(configured(case.objective, case.k))(logp_CV, targets)[0].sum()
+    loss = objective(logp_CV, targets)[0].sum()
     diagnose(logp_CV.detach(), targets)  # the chunked loss gives these figures too
     return loss
 

@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 
 from distill.bench.runner import Figures, Work, interleaved
+from distill.bench.sync_stores import qwen3
 from sync.delta import codec
 from sync.delta.codec import Effort
 
@@ -134,20 +135,9 @@ class Pair(NamedTuple):
 def pairs(size: Size, seed: int = 0) -> Iterator[Pair]:
     """For each of LRS, the weights now and each of STEPS optimizer steps later."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 64,
-        num_key_value_heads=max(1, size.hidden // 128),
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = qwen3(size.vocabulary, size.hidden, size.layers, size.hidden // 64, 64, 3 * size.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     _train(model, optimizer, size, size.warm_up)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

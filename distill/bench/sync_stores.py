@@ -81,29 +81,36 @@ def make(shape: Shape, folder: Path) -> tuple[Path, Path]:
     return model, adapter
 
 
+def qwen3(vocabulary: int, hidden: int, layers: int, heads: int, head_dim: int, feed_forward: int) -> Any:
+    """A Qwen3 in fp32 with random weights, without end token: completions have the requested length."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=head_dim,
+        intermediate_size=feed_forward,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
 def _make_model(shape: Shape, folder: Path) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging as progress
 
     from distill.tasks.teaching import make_tokenizer
 
     progress.disable_progress_bar()
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=max(1, shape.heads // 2),
-        head_dim=shape.head_dim,
-        intermediate_size=shape.feed_forward,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,  # completions have the requested length
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    sizes = (shape.vocabulary, shape.hidden, shape.layers, shape.heads, shape.head_dim, shape.feed_forward)
+    qwen3(*sizes).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer([f"w{i}" for i in range(shape.vocabulary)], "w[0-9]+", "w1", "w0").save_pretrained(folder)
 
 
