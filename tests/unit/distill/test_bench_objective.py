@@ -158,6 +158,25 @@ def test_a_target_that_a_seed_misses_has_no_mean() -> None:
     assert found["cpu_seconds_to_target"] is None
 
 
+def test_the_stored_trials_give_the_documented_table(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    lines = (docs / "data" / "objective.trials.jsonl").read_text().splitlines()
+    names = ("objective", "rate", "seed", "lag")
+    stored = {
+        tuple(line["settings"][name] for name in names): line["result"] for line in map(json.loads, lines)
+    }
+    found = [
+        row
+        for name in OBJECTIVES
+        for row in objective.compare(name, 3, (0,), 0.7, lambda trial: {"age": 0.0} | stored[tuple(trial)])
+    ]
+    text = (docs / "benchmarks.md").read_text()
+    for row in found:
+        assert "{mean:.3f} ± {deviation:.3f}".format(**row["reverse_kl"]) in text
+        if row["tokens_to_target"]:
+            assert "{mean:,.0f} ± {deviation:,.0f}".format(**row["tokens_to_target"]) in text
+
+
 # --- memory -----------------------------------------------------------------------------------------------
 
 
