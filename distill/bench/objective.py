@@ -61,12 +61,7 @@ def run(
     completion tokens that each student is trained on. `models`: where made models are kept.
     Raises ConfigError.
     """
-    for objective in objectives:
-        configured(objective, 1)
-    if seeds < 1:
-        raise ConfigError(f"{seeds} seeds: at least one is needed")
-    if not lags or min(lags) < 0:
-        raise ConfigError(f"lags {list(lags)}: name at least one, none below 0")
+    _check(objectives, seeds, lags)
     import torch
 
     from distill.bench.toy import Setup, evaluated, learn, open_world
@@ -104,6 +99,15 @@ def run(
     if len(lags) > 1:
         draw_lags(report, folder / "lags.png")
     return write_report(folder, "objective", report)
+
+
+def _check(objectives: Sequence[str], seeds: int, lags: Sequence[int]) -> None:
+    for objective in objectives:
+        configured(objective, 1)
+    if seeds < 1:
+        raise ConfigError(f"{seeds} seeds: at least one is needed")
+    if not lags or min(lags) < 0:
+        raise ConfigError(f"lags {list(lags)}: name at least one, none below 0")
 
 
 # --- trials of one objective ------------------------------------------------------------------------------
