@@ -1,8 +1,8 @@
-"""Faults of every kind in a real run at random moments, and what they cost by its audit.
+"""Inject faults of every kind into a real run at random moments, and audit what they cost.
 
     distill chaos --events 50 --seed 1
 
-    start ─▶ (a random moment ─▶ a fault ─▶ wait until what it struck works again) × events ─▶ end ─▶ audit
+    start ─▶ (a random moment ─▶ a fault ─▶ wait for the recovery of its target) × events ─▶ end ─▶ audit
 
     kill        SIGKILL: a student replica, a teacher, one rank of the trainer, the evaluator, the controller
                 (then the run is resumed), or all of them at once
@@ -11,10 +11,10 @@
     slow        a process runs for a tenth of the time, for a while: a role's, or the controller
     cut         every connection is reset: to a role's server, or to the controller from the trainer
     malformed   a stretch of an answer arrives overwritten: a replica's, or a teacher's
-    disk        the disk of the run's folder has no room for a while
+    disk        the disk of the run's folder is full for a while
 
-Every kind strikes every target once before any does so again, in random order. Each event is a line of
-chaos.jsonl in the run's folder. The same command given again, after this program was stopped, goes on with
+Every kind hits every target once before any does so again, in random order. Each event is a line of
+chaos.jsonl in the run's folder. The same command given again, after this program was stopped, resumes with
 the next one; of a run that has ended it prints the figures again.
 """
 
@@ -33,8 +33,9 @@ from statistics import median
 from typing import Any
 
 from distill import quickstart
-from distill.bench.full_disk import keep, mount
+from distill.bench.faults import keep, mount
 from distill.bench.kill_target import CONTROLLER, KillTarget, kind_of
+from distill.bench.runner import Figures, markdown
 from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
@@ -45,21 +46,21 @@ from sync.errors import ConfigError, DistillError
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"
-LONGEST_CALM_SECONDS = 4.0
+MAX_PAUSE_SECONDS = 4.0
 """Between a recovery and the next event: a random time up to this."""
 HEALTH_SECONDS = 20.0
-"""run.health_timeout_seconds, unless it is overridden: what is stopped is found so late."""
-SILENT_SECONDS = 60.0
-"""rollout.stall_timeout_seconds, likewise: an engine that is stopped behind its server is."""
-PAUSE_SECONDS = 1.5 * HEALTH_SECONDS
-"""For which the controller is stopped: by the clock it would take everybody for hung."""
+"""run.health_timeout_seconds, unless overridden: a stopped process is detected that late."""
+STALL_SECONDS = 60.0
+"""rollout.stall_timeout_seconds, likewise: of an engine that is stopped behind its server."""
+STOP_SECONDS = 1.5 * HEALTH_SECONDS
+"""Of the controller: by the clock it would take every other process for hung."""
 FAULT_SECONDS = 5.0
-"""Length of a fault that passes: slowness, a full disk."""
+"""Length of a temporary fault: slowness, a full disk."""
 CHECKPOINT_EVERY = 10
-"""Steps, where the configuration has none: without checkpoints a killed trainer begins anew."""
+"""Steps, where the configuration has none: without checkpoints a killed trainer starts over."""
 STEPS_PER_EVENT = 40
-"""Length of the quickstart that is struck: enough that it still runs at the last event."""
-PATIENCE = 4.0
+"""Length of the quickstart: enough that it still runs at the last event."""
+TIMEOUT = 4.0
 """Times run.start_seconds that anything may take before the run counts as stuck."""
 _OTHERWISE = VIOLATIONS.keys() - {"lost", "trained_twice", "too_old"}
 Seconds = dict[str, dict[str, list[float]]]
@@ -71,14 +72,14 @@ def run(
     events: int,
     seed: int,
     kinds: Sequence[str] = KINDS,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Start or resume the run, strike until there were `events`, let it end; figures.
+    """Start or resume the run, inject faults until there were `events`, let it end; figures.
 
-    Raises DistillError when it does not go on.
+    Raises DistillError when it does not recover.
     """
-    rng, lines = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
-    done = read_lines(lines)
+    rng, path = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
+    done = read_lines(path)
     before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
     began = time.monotonic()
     with kill_target:
@@ -89,15 +90,15 @@ def run(
         targets = _targets(random.Random(seed), kinds, kill_target.roles(), kill_target.helpers())
         left_over = itertools.islice(targets, len(done), events)
         for number, (kind, target) in enumerate(left_over, len(done) + 1):
-            time.sleep(rng.uniform(0.0, LONGEST_CALM_SECONDS))
+            time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
             if kill_target.over():
                 break
-            step, took = kill_target.step(), STRIKES[kind](kill_target, rng, target)
+            step, took = kill_target.step(), INJECT[kind](kill_target, rng, target)
             elapsed, orphans = before + time.monotonic() - began, left + kill_target.orphans()
             event = {"kind": kind, "target": target, "step": step, "seconds": took}
             done.append({**event, "elapsed": elapsed, "orphans": orphans})
-            _append(lines, done[-1])
-            say(
+            _append(path, done[-1])
+            report(
                 f"{number:>3} of {events}, {elapsed / 60:.1f} min: {kind} {target} at step {step}, "
                 f"at work after {took:.1f} s"
             )
@@ -130,51 +131,51 @@ def chosen(kinds: str) -> list[str]:
 def kill_target(
     config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str] = KINDS
 ) -> KillTarget:
-    """The run to strike, of a file or the quickstart's; it may restart often enough. Raises ConfigError."""
+    """The run of a file or the quickstart's, with restarts enough. Raises ConfigError."""
+    path, ours = (config, []) if config else quickstart.source(0)
     if config is None:
-        path, ours = quickstart.source(0)
-        ours += [f"run.steps={STEPS_PER_EVENT * events}"]
-    else:
-        path, ours = config, []
-    ours += [f"run.restarts={2 * events + 10}", "tracking.wandb=disabled", "run.min_free_disk_gib=0"]
+        ours.append(f"run.steps={STEPS_PER_EVENT * events}")
     ours += [
+        f"run.restarts={2 * events + 10}",
         f"run.health_timeout_seconds={HEALTH_SECONDS}",
-        f"rollout.stall_timeout_seconds={SILENT_SECONDS}",
+        f"rollout.stall_timeout_seconds={STALL_SECONDS}",
+        "run.min_free_disk_gib=0",
+        "tracking.wandb=disabled",
+        *overrides,
     ]
-    settings = load(path, [*ours, *overrides])
-    every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
-    ours += [*overrides, f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
     settings = load(path, ours)
-    relayed = "distill.bench.relays" if {"cut", "malformed"} & set(kinds) else "distill.cli.main"
+    every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
+    ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
+    settings = load(path, ours)
+    relayed = "distill.bench.faults" if {"cut", "malformed"} & set(kinds) else "distill.cli.main"
     command = [sys.executable, "-P", "-m", relayed, "run", str(path)]
-    for override in ours:
-        command += ["--set", override]
-    return KillTarget(command, settings.run_dir, patience=PATIENCE * settings.run.start_seconds)
+    command += [word for override in ours for word in ("--set", override)]
+    return KillTarget(command, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
 
 
 def mount_disk(run_dir: Path, gib: float) -> None:
-    """Put the folder of a run that has not begun on a small disk; keeps that of one that goes on."""
+    """Put the folder of a run that has not begun on a small disk; keep that of one to resume."""
     if not (run_dir / "journal").is_dir() and not run_dir.is_mount():
         mount(run_dir, round(gib * (1 << 20)))
 
 
 def keep_run(run_dir: Path) -> None:
-    """Take a run that has ended from its small disk to where the folder is."""
+    """Copy a run that has ended from its small disk to where the folder is."""
     if run_dir.is_mount():
         keep(run_dir)
 
 
-# --- what is struck ---------------------------------------------------------------------------------------
+# --- targets -----------------------------------------------------------------------------------------------
 
 
 def _targets(
     rng: random.Random, kinds: Sequence[str], roles: Sequence[str], helpers: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Without end: rounds of every kind with every target, shuffled; of alike processes one."""
+    """Rounds of every kind with every target, shuffled, without end; one of several processes of a role."""
     names = sorted([*roles, *helpers])
     role_processes = sorted({kind_of(role) for role in roles})
     servers = [one for one in role_processes if one != kind_of(TRAINER)]
-    struck = {
+    targets = {
         "kill": [*role_processes, CONTROLLER, ALL],
         "stop": [*role_processes, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
         "slow": [*role_processes, CONTROLLER],
@@ -182,14 +183,14 @@ def _targets(
         "malformed": [one for one in servers if one != EVALUATOR],
         "disk": [DISK],
     }
-    pairs = [(kind, target) for kind in KINDS if kind in kinds for target in struck[kind]]
+    pairs = [(kind, target) for kind in KINDS if kind in kinds for target in targets[kind]]
     while True:
         rng.shuffle(pairs)
         for kind, target in pairs:
             yield kind, rng.choice([name for name in names if kind_of(name) == target] or [target])
 
 
-# --- how: each strikes, waits for the recovery, and returns its seconds -----------------------------------
+# --- faults: each is injected, waits for the recovery, and returns its seconds ---------------------------
 
 
 def _kill(kill_target: KillTarget, rng: random.Random, target: str) -> float:
@@ -206,12 +207,12 @@ def _kill(kill_target: KillTarget, rng: random.Random, target: str) -> float:
 
 
 def _stop(kill_target: KillTarget, rng: random.Random, target: str) -> float:
-    """Raises DistillError when the controller, on waking, kills what did nothing."""
+    """Raises DistillError when the controller, continued, kills healthy processes."""
     if target == CONTROLLER:
         before = kill_target.processes()
-        seconds = _passing(kill_target, target, lambda: kill_target.pause(target, PAUSE_SECONDS))
+        seconds = _temporary(kill_target, target, lambda: kill_target.pause(target, STOP_SECONDS))
         if gone := before - kill_target.processes():
-            raise DistillError(f"the controller was stopped for a while, and on waking it killed {gone}")
+            raise DistillError(f"the controller was stopped for a while, and when continued it killed {gone}")
         return seconds
     kill_target.wait(
         lambda: target in [*kill_target.roles(), *kill_target.helpers()], f"a process of {target}"
@@ -224,8 +225,8 @@ def _stop(kill_target: KillTarget, rng: random.Random, target: str) -> float:
     return time.monotonic() - began
 
 
-def _passing(kill_target: KillTarget, target: str, fault: Callable[[], None]) -> float:
-    """Of a fault that costs no process: seconds from its end on."""
+def _temporary(kill_target: KillTarget, target: str, fault: Callable[[], None]) -> float:
+    """A fault that kills no process: seconds from its end to the recovery."""
     roles = kill_target.roles()
     fault()
     began = time.monotonic()
@@ -233,20 +234,20 @@ def _passing(kill_target: KillTarget, target: str, fault: Callable[[], None]) ->
     return time.monotonic() - began
 
 
-STRIKES: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
+INJECT: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
     "kill": _kill,
     "stop": _stop,
-    "slow": lambda one, rng, target: _passing(one, target, lambda: one.slow(target, FAULT_SECONDS)),
-    "cut": lambda one, rng, target: _passing(one, target, lambda: one.cut(target)),
-    "malformed": lambda one, rng, target: _passing(one, target, lambda: one.spoil(target)),
-    "disk": lambda one, rng, target: _passing(one, target, lambda: one.fill_disk(FAULT_SECONDS)),
+    "slow": lambda one, rng, target: _temporary(one, target, lambda: one.slow(target, FAULT_SECONDS)),
+    "cut": lambda one, rng, target: _temporary(one, target, lambda: one.cut(target)),
+    "malformed": lambda one, rng, target: _temporary(one, target, lambda: one.malform(target)),
+    "disk": lambda one, rng, target: _temporary(one, target, lambda: one.fill_disk(FAULT_SECONDS)),
 }
 
 
-# --- what came of it --------------------------------------------------------------------------------------
+# --- figures ----------------------------------------------------------------------------------------------
 
 
-def figures(report: AuditReport, seconds: Seconds, summary: dict[str, Any]) -> dict[str, Any]:
+def figures(report: AuditReport, seconds: Seconds, summary: dict[str, Any]) -> Figures:
     """What the documentation prints."""
     broken = {name: len(getattr(report, name)) for name in VIOLATIONS}
     return {
@@ -283,10 +284,10 @@ def table(figures: dict[str, Any]) -> str:
         (kind, target, one) for kind, targets in figures["events"].items() for target, one in targets.items()
     ]
     rows = [
-        f"| {kind} | {target} | {one['times']} | {one['median']:.1f} | {one['max']:.1f} |"
+        [kind, target, str(one["times"]), f"{one['median']:.1f}", f"{one['max']:.1f}"]
         for kind, target, one in events
     ]
-    engine_info = {
+    found = {
         "events": f"{sum(one['times'] for *_, one in events)} of {figures['events_asked']}",
         "rollouts trained": figures["trained"],
         "lost": figures["lost"],
@@ -298,5 +299,5 @@ def table(figures: dict[str, Any]) -> str:
         "steps": figures["steps"],
         "minutes": f"{figures['seconds'] / 60:.1f}",
     }
-    head = ["| fault | of | times | back at work, median s | max s |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", *(f"{name:<18} {value}" for name, value in engine_info.items())])
+    head = ["fault", "of", "times", "back at work, median s", "max s"]
+    return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in found.items())])

@@ -1,4 +1,4 @@
-"""Malformed requests and floods against a running teacher: what it answers, and whether it stays well."""
+"""Malformed requests and floods against a running teacher: what it answers, and whether it keeps serving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -32,10 +32,11 @@ from sync.wire import (
     pack,
 )
 
-Question = ScoreRequest | TeacherGenerateRequest
+Request = ScoreRequest | TeacherGenerateRequest
+Reply = type[ScoreReply | TeacherGenerateReply]
 Maker = Callable[[random.Random, Any], bytes]
-"""A malformed body, made from a good question of the kind that the maker knows."""
-ROUTES: Final[dict[type[Question], tuple[str, type[ScoreReply | TeacherGenerateReply]]]] = {
+"""A malformed body, made from a good request of the kind that the maker knows."""
+ROUTES: Final[dict[type[Request], tuple[str, Reply]]] = {
     ScoreRequest: ("/v1/score", ScoreReply),
     TeacherGenerateRequest: ("/v1/generate", TeacherGenerateReply),
 }
@@ -63,28 +64,70 @@ class FuzzReport:
 
 # --- malformed bodies -------------------------------------------------------------------------------------
 
+NAN, INF = float("nan"), float("inf")
+EXTREMES: Final[tuple[Any, ...]] = (
+    None,
+    -1,
+    0,
+    2**31,
+    2**63,
+    -(2**63),
+    1e308,
+    NAN,
+    INF,
+    "",
+    "é" * 99,
+    b"",
+    [],
+    {},
+    True,
+)
+SHAPES: Final = ((), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1))
+DTYPES: Final[tuple[Any, ...]] = ("u1", "i4", "i8", "f2", "f4", "bf16")
+LENGTHS: Final = (1, 10_000, 200_000)
+ODD_FIELDS: Final[dict[type, dict[str, tuple[Any, ...]]]] = {
+    ScoreRequest: {
+        "sequences": ([],),
+        "want": tuple(Want(topk=k, hidden=hidden) for k in (-1, 1025, 2**40) for hidden in (False, True)),
+        "deadline": (-1.0, 0.0, NAN, 1e-9),
+        "schema": (-1, 0, 2, 2**60),
+    },
+    ScoreSequence: {"start": (-(2**60), -1, 0, 10**6, 2**62)},
+    TeacherGenerateRequest: {
+        "prompts": ([],),
+        "max_tokens": (-(2**63), -1, 0, 2**31, 2**62),
+        "temperature": (NAN, INF, -INF, -1.0, 0.0, -0.0, 5e-324, 1e308),
+        "stop_token_ids": ([-1], [2**31], [-(2**63)], [2**62]),
+        "deadline": (-1.0, 0.0, NAN, INF, 1e-9),
+        "schema": (-1, 0, 2, 2**60),
+    },
+    TeacherPrompt: {"seed": (-1, 2**32, -(2**63), 2**63)},
+}
+"""Well-formed requests that cannot be served."""
+ITEMS: Final = {ScoreRequest: "sequences", TeacherGenerateRequest: "prompts"}
 
-def _noise(rng: random.Random, good: Question) -> bytes:
+
+def _noise(rng: random.Random, good: Request) -> bytes:
     return rng.randbytes(rng.choice([0, 1, 7, 100, 5000]))
 
 
-def _cut(rng: random.Random, good: Question) -> bytes:
+def _cut(rng: random.Random, good: Request) -> bytes:
     body = encode(good)
     return body[: rng.randrange(len(body))]
 
 
-def _flipped(rng: random.Random, good: Question) -> bytes:
+def _flipped(rng: random.Random, good: Request) -> bytes:
     body = bytearray(encode(good))
     for _ in range(rng.randrange(1, 6)):
         body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
     return bytes(body)
 
 
-def _other_message(rng: random.Random, good: Question) -> bytes:
+def _other_message(rng: random.Random, good: Request) -> bytes:
     return encode(rng.choice([Ok(), EvalRequest(version=Version(0, 0)), ScoreReply(teacher="x", results=[])]))
 
 
-def _odd_field(rng: random.Random, good: Question) -> bytes:
+def _odd_value(rng: random.Random, good: Request) -> bytes:
     """A good request with one field of another type or an extreme value, at any depth."""
     tree = msgspec.msgpack.decode(encode(good))
     node = tree
@@ -93,107 +136,50 @@ def _odd_field(rng: random.Random, good: Question) -> bytes:
         if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.2:
             break
         node = node[key]
-    odd: list[object] = [
-        None,
-        -1,
-        0,
-        2**31,
-        2**63,
-        -(2**63),
-        1e308,
-        float("nan"),
-        float("inf"),
-        "",
-        "é" * 99,
-        b"",
-        [],
-        {},
-    ]
-    node[key] = rng.choice([*odd, [[[]]] * 9, True, rng.randbytes(9)])
+    node[key] = rng.choice([*EXTREMES, rng.randbytes(9)])
     return msgspec.msgpack.encode(tree)
 
 
-def _array(rng: random.Random) -> Array:
-    """An array whose dtype, shape and bytes do not belong together, or with ids outside of everything."""
-    shape = rng.choice(
-        [(), (0,), (-1,), (3,), (2**31,), (2**33, 2**33), (2**63,), (1, 3), (3, 1, 1), (0, 2**64 - 1)]
-    )
-    dtypes: tuple[Literal["u1", "i4", "i8", "f2", "f4", "bf16"], ...] = ("u1", "i4", "i8", "f2", "f4", "bf16")
-    dtype = rng.choice(dtypes)
+def _odd_field(rng: random.Random, good: Request) -> bytes:
+    """One field of the request, or of its first item, with a value that cannot be served."""
+    first = getattr(good, ITEMS[type(good)])[0]
+    name, values = rng.choice([*ODD_FIELDS[type(good)].items(), *ODD_FIELDS[type(first)].items()])
+    if name in ODD_FIELDS[type(good)]:
+        return encode(msgspec.structs.replace(good, **{name: rng.choice(values)}))
+    return _with_first(good, {name: rng.choice(values)})
+
+
+def _odd_array(rng: random.Random, good: Request) -> bytes:
+    """Too many ids, ids outside of everything, or dtype, shape and bytes that do not belong together."""
+    shape, dtype = rng.choice(SHAPES), rng.choice(DTYPES)
     ids = np.array([rng.choice([-1, 0, 2**31 - 1, -(2**31), 10**6]) for _ in range(3)], np.int32)
-    return rng.choice([Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids)])
+    long = pack(np.zeros(rng.choice(LENGTHS), np.int32))
+    arrays = [Array(dtype, shape, ids.tobytes()), Array(dtype, shape, b""), pack(ids), long]
+    names = ["token_ids", "gather_ids"] if isinstance(good, ScoreRequest) else ["token_ids"]
+    return _with_first(good, {rng.choice(names): rng.choice(arrays)})
 
 
-def _odd_array(rng: random.Random, good: ScoreRequest) -> bytes:
-    name = rng.choice(["token_ids", "gather_ids"])
-    broken = msgspec.structs.replace(good.sequences[0], **{name: _array(rng)})
-    return encode(ScoreRequest(sequences=[broken, *good.sequences[1:]]))
+def _with_first(good: Request, change: dict[str, Any]) -> bytes:
+    name = ITEMS[type(good)]
+    first, *rest = getattr(good, name)
+    return encode(msgspec.structs.replace(good, **{name: [msgspec.structs.replace(first, **change), *rest]}))
 
 
-def _odd_prompt(rng: random.Random, good: TeacherGenerateRequest) -> bytes:
-    broken = msgspec.structs.replace(good.prompts[0], token_ids=_array(rng))
-    return encode(msgspec.structs.replace(good, prompts=[broken, *good.prompts[1:]]))
-
-
-def _odd_params(rng: random.Random, good: TeacherGenerateRequest) -> bytes:
-    """Well-formed requests that nothing is written for: lengths, temperatures, seeds, stops, deadlines."""
-    replace, nan, inf = msgspec.structs.replace, float("nan"), float("inf")
-    long = TeacherPrompt("long", pack(np.zeros(rng.choice([10_000, 200_000]), np.int32)), 0)
-    seeded = replace(good.prompts[0], seed=rng.choice([-1, 2**32, -(2**63), 2**63]))
-    return encode(
-        rng.choice(
-            [
-                replace(good, prompts=[]),
-                replace(good, prompts=[long]),
-                replace(good, prompts=[seeded, *good.prompts[1:]]),
-                replace(good, max_tokens=rng.choice([-(2**63), -1, 0, 2**31, 2**62])),
-                replace(good, temperature=rng.choice([nan, inf, -inf, -1.0, 0.0, -0.0, 5e-324, 1e308])),
-                replace(good, stop_token_ids=[rng.choice([-1, 2**31, -(2**63), 2**62])]),
-                replace(good, deadline=rng.choice([-1.0, 0.0, nan, inf, 1e-9])),
-                replace(good, schema=rng.choice([-1, 0, 2, 2**60])),
-            ]
-        )
-    )
-
-
-def _odd_question(rng: random.Random, good: ScoreRequest) -> bytes:
-    """Well-formed requests that cannot be served: bounds, lengths, starts, deadlines."""
-    huge = pack(np.zeros(rng.choice([1, 10_000, 200_000]), np.int32))
-    want = Want(topk=rng.choice([-1, 1025, 2**40]), hidden=rng.random() < 0.5)
-    sequence = msgspec.structs.replace(good.sequences[0], start=rng.choice([-(2**60), -1, 0, 10**6, 2**62]))
-    return encode(
-        rng.choice(
-            [
-                ScoreRequest(sequences=[]),
-                ScoreRequest(sequences=good.sequences, want=want),
-                ScoreRequest(sequences=[sequence]),
-                ScoreRequest(sequences=[ScoreSequence("long", huge, 1)]),
-                ScoreRequest(sequences=good.sequences, deadline=rng.choice([-1.0, 0.0, float("nan"), 1e-9])),
-                ScoreRequest(sequences=good.sequences, schema=rng.choice([-1, 0, 2, 2**60])),
-            ]
-        )
-    )
-
-
-def _deep(rng: random.Random, good: Question) -> bytes:
+def _deep(rng: random.Random, good: Request) -> bytes:
     return b"\x91" * rng.choice([10, 1000, 100_000]) + b"\xc0"
 
 
-ANY: tuple[Maker, ...] = (
-    *(_noise, _cut, _flipped, _other_message, _odd_field, _deep),
-    *(_flipped, _odd_field),  # twice as often: they come closest to a good request
+MAKERS: Final[tuple[Maker, ...]] = (
+    *(_noise, _cut, _flipped, _other_message, _odd_value, _deep, _odd_array, _odd_field),
+    *(_flipped, _odd_value),  # twice as often: they come closest to a good request
 )
-MAKERS: Final[dict[type[Question], tuple[Maker, ...]]] = {
-    ScoreRequest: (*ANY, _odd_array, _odd_question),
-    TeacherGenerateRequest: (*ANY, _odd_prompt, _odd_params),
-}
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------------
 
 
 async def fuzz(
-    url: str, count: int, good: Question, seed: int = 0, token: str | None = None, concurrency: int = 8
+    url: str, count: int, good: Request, seed: int = 0, token: str | None = None, concurrency: int = 8
 ) -> FuzzReport:
     """Send `count` malformed requests to the route of `good`, and `good` before and after.
 
@@ -211,7 +197,7 @@ async def fuzz(
                 await _send(http, route, body, kind, report)
 
         for first in range(0, count, 500):
-            bodies = [rng.choice(MAKERS[type(good)])(rng, good) for _ in range(min(500, count - first))]
+            bodies = [rng.choice(MAKERS)(rng, good) for _ in range(min(500, count - first))]
             await asyncio.gather(*(one(body) for body in bodies))
         after = await http.post(route, content=encode(good))
     report.good_after = before.status_code == after.status_code == 200 and before.content == after.content
@@ -219,13 +205,7 @@ async def fuzz(
     return report
 
 
-async def _send(
-    http: httpx.AsyncClient,
-    route: str,
-    body: bytes,
-    kind: type[ScoreReply | TeacherGenerateReply],
-    report: FuzzReport,
-) -> None:
+async def _send(http: httpx.AsyncClient, route: str, body: bytes, kind: Reply, report: FuzzReport) -> None:
     report.requests += 1
     try:
         answer = await http.post(route, content=body)
@@ -242,8 +222,8 @@ def _count(statuses: dict[int, int], status: int) -> None:
     statuses[status] = statuses.get(status, 0) + 1
 
 
-def _unexplained(answer: httpx.Response, kind: type[ScoreReply | TeacherGenerateReply]) -> str | None:
-    """What is wrong with an answer, or None: it is a reply, or a refusal that says why."""
+def _unexplained(answer: httpx.Response, kind: Reply) -> str | None:
+    """What is wrong with an answer; None: it is a reply, or a refusal with a reason."""
     try:
         if answer.status_code == 200:
             results = decode(answer.content, kind).results

@@ -1,7 +1,7 @@
-"""A real run in processes of its own that can be killed, resumed and looked at from outside.
+"""A real run in processes of its own: faults are injected into it, and it is observed from outside.
 
     start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
-                             suspend … wait_at_work | slow, cut, spoil, fill_disk … wait_at_work(since)
+                             suspend … wait_at_work | slow, cut, malform, fill_disk … wait_at_work(anew=False)
 
 Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
 """
@@ -21,8 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-from distill.bench.full_disk import fill, free
-from distill.bench.relays import CUT, FAULTS, MALFORMED
+from distill.bench.faults import CUT, FAULTS, MALFORMED, fill, free
 from distill.launch.process_tree import (
     DEEPSPEED,
     ENGINE_OF,
@@ -45,13 +44,13 @@ ORPHAN_SECONDS = 15.0
 
 
 class KillTarget:
-    """One run: `command` starts it, with --resume put behind it goes on."""
+    """One run: `command` starts it, `command --resume` resumes it."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, patience: float = 300.0) -> None:
-        """`patience`: seconds that anything waited for may take, and the longest between two steps."""
+    def __init__(self, command: Sequence[str], run_dir: Path, timeout: float = 300.0) -> None:
+        """`timeout`: seconds that any wait may take, and the longest between two steps."""
         self.run_dir = run_dir
-        self._command, self._patience = list(command), patience
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._command, self._timeout = list(command), timeout
+        self._started: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
         self._dead: set[psutil.Process] = set()
         self._log = run_dir / "logs" / "launcher.log"
@@ -65,38 +64,43 @@ class KillTarget:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._launcher is not None:
-            self._launcher.kill()
-            self._launcher.wait()
+        if self._started is not None:
+            self._started.kill()
+            self._started.wait()
         for process in filter(lives, self._seen):
             process.kill()
 
-    # --- what is done to it -------------------------------------------------------------------------------
+    @property
+    def _launcher(self) -> subprocess.Popen[bytes]:
+        assert self._started is not None, "start comes first"
+        return self._started
+
+    # --- faults -------------------------------------------------------------------------------------------
 
     def start(self, resume: bool = False) -> None:
-        """Start the launcher, its output behind the earlier one's."""
+        """Start the launcher; its output is appended to the log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [*self._command, *(["--resume"] if resume else [])]
         with self._log.open("ab") as output:
-            self._launcher = subprocess.Popen(
+            self._started = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     def kill(self, role: str, rng: random.Random) -> None:
         """Kill −9 the process of a role; of the trainer, one of its ranks."""
-        process = rng.choice(self._players()[role])
-        self._dead |= set(self._players()[role])
+        process = rng.choice(self._role_processes()[role])
+        self._dead |= set(self._role_processes()[role])
         process.kill()
 
     def suspend(self, role: str, rng: random.Random) -> None:
         """SIGSTOP the process of a role for good, of the trainer one rank; of the deepspeed launcher all."""
         processes = self._named(role)
-        self._dead |= {*processes, *self._players().get(role.removeprefix(ENGINE_OF), [])}
+        self._dead |= {*processes, *self._role_processes().get(role.removeprefix(ENGINE_OF), [])}
         for process in processes if role == DEEPSPEED else [rng.choice(processes)]:
             process.suspend()
 
     def slow(self, role: str, seconds: float) -> None:
-        """Let a role run for a tenth of the time, by SIGSTOP and SIGCONT."""
+        """SIGSTOP and SIGCONT a role in turns, so that it runs a tenth of the time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.pause(role, 0.9 * SLOW_SECONDS)
@@ -112,49 +116,44 @@ class KillTarget:
             process.resume()
 
     def cut(self, role: str) -> None:
-        """Reset every connection to a role's server; returns once it had some. The relays do it."""
-        self._order(role, CUT)
+        """Have a relay reset every connection to a role's server; returns once it had some."""
+        self._relay(role, CUT)
 
-    def spoil(self, role: str) -> None:
-        """Have a stretch of the role's next long answer arrive spoilt; returns then. The relays do it."""
-        self._order(role, MALFORMED)
+    def malform(self, role: str) -> None:
+        """Have a relay malform a stretch of the role's next long answer; returns afterwards."""
+        self._relay(role, MALFORMED)
 
-    def _order(self, role: str, what: str) -> None:
-        order = self.run_dir / FAULTS / f"{role}.{what}"
+    def _relay(self, role: str, fault: str) -> None:
+        order = self.run_dir / FAULTS / f"{role}.{fault}"
         order.touch()
-        self.wait(lambda: self.over() or not order.exists(), f"{what} of {role}")
+        self.wait(lambda: self.over() or not order.exists(), f"{fault} of {role}")
 
     def fill_disk(self, seconds: float) -> None:
-        """Leave no room on the disk of the run's folder, which is its own, for a while."""
+        """Leave no space on the disk of the run's folder, which is its own, for so long."""
         assert self.run_dir.is_mount(), "the machine's disk is not to be filled"
         fill(self.run_dir)
         time.sleep(seconds)
         free(self.run_dir)
 
     def kill_guardian(self, role: str) -> int:
-        """Kill −9 what guards a role; how many of the processes below it outlive it."""
-        assert self._launcher is not None, "started before"
+        """Kill −9 the guardian of a role; how many of the processes below it outlive it."""
         guardian = next(
             one for one in psutil.Process(self._launcher.pid).children() if guarded_role(one) == role
         )
         below = descendants(guardian.pid)
         self._dead |= below
         guardian.kill()
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while any(map(lives, below)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return sum(map(lives, below))
+        return len(_survivors(below))
 
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to every process of a role."""
-        for process in self._players()[role]:
+        for process in self._role_processes()[role]:
             process.send_signal(number)
 
     def kill_launcher(self, everything: bool = False) -> None:
         """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
-        self._players()
+        self._role_processes()
         self._dead |= self._seen
-        assert self._launcher is not None, "started before"
         self._launcher.kill()
         for process in filter(lives, list(self._seen) if everything else []):
             process.kill()
@@ -163,8 +162,7 @@ class KillTarget:
 
     def stop(self) -> int:
         """SIGTERM to the launcher; its exit status."""
-        assert self._launcher is not None, "started before"
-        self._players()
+        self._role_processes()
         self._launcher.send_signal(signal.SIGTERM)
         return self._ended()
 
@@ -172,26 +170,24 @@ class KillTarget:
         """Wait until the run has come to its end. Raises DistillError when it fails."""
         status = self._ended()
         if status != 0:
-            raise DistillError(f"the run ended with status {status}; the end of {self._log}:\n{self._said()}")
+            raise DistillError(f"the run ended with status {status}; {self._log_end()}")
 
-    # --- what is seen of it -------------------------------------------------------------------------------
+    # --- observation --------------------------------------------------------------------------------------
 
     def roles(self) -> list[str]:
         """Roles that have a process now, such as "student-0"."""
-        return sorted(self._players())
+        return sorted(self._role_processes())
 
     def helpers(self) -> list[str]:
         """What else has a process now: DEEPSPEED, "engine of student-0"."""
-        assert self._launcher is not None, "started before"
         return sorted(helpers(self._launcher.pid))
 
     def processes(self) -> set[psutil.Process]:
-        """Those that play the roles now."""
-        return {process for playing in self._players().values() for process in playing}
+        """Of all roles, now."""
+        return {process for processes in self._role_processes().values() for process in processes}
 
     def over(self) -> bool:
         """Whether it has ended well, or is about to: all steps are done."""
-        assert self._launcher is not None, "started before"
         return self._launcher.poll() == 0 or (self.run_dir / "final").is_dir()
 
     def step(self) -> int:
@@ -210,37 +206,36 @@ class KillTarget:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Until the condition holds, or the run is over. Raises DistillError when that takes too long."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while not condition():
-            status = None if self._launcher is None else self._launcher.poll()
+            status = None if self._started is None else self._started.poll()
             if status == 0:
                 return
             if status is not None or time.monotonic() > deadline:
                 why = "is not there in time" if status is None else f"cannot come: it ended with {status}"
-                raise DistillError(f"{what} {why}; the end of {self._log}:\n{self._said()}")
+                raise DistillError(f"{what} {why}; {self._log_end()}")
             time.sleep(POLL_SECONDS)
 
     def wait_replaced(self, role: str) -> None:
-        """Until a role that was killed has a new process; whether that one works is another matter."""
-        self.wait(lambda: bool(set(self._players().get(role, ())) - self._dead), f"another {role}")
+        """Until a role that was killed has a new process, working or not."""
+        self.wait(lambda: bool(set(self._role_processes().get(role, ())) - self._dead), f"another {role}")
 
     def wait_at_work(self, roles: Iterable[str], anew: bool = True) -> None:
         """Until every one of these roles has done work from now on; `anew`: with a new process."""
         since = {} if anew else dict.fromkeys(roles, time.time())
 
         def all_work() -> bool:
-            playing = self._players()
+            processes = self._role_processes()
             for role in roles:
-                fresh = set(playing.get(role, ())) - self._dead
-                if fresh and role not in since:
-                    since[role] = time.time()
-            return all(role in since and self._worked(role, since[role], playing) for role in roles)
+                if set(processes.get(role, ())) - self._dead:
+                    since.setdefault(role, time.time())
+            return all(role in since and self._worked(role, since[role], processes) for role in roles)
 
         self.wait(lambda: self.over() or all_work(), f"work of {', '.join(roles)}")
 
-    def _worked(self, role: str, since: float, playing: dict[str, list[psutil.Process]]) -> bool:
+    def _worked(self, role: str, since: float, processes: dict[str, list[psutil.Process]]) -> bool:
         if role == EVALUATOR:
-            return any(_answers(process) for process in playing.get(role, ()))
+            return any(_healthy(process) for process in processes.get(role, ()))
         for span in self._spans.new():
             self._worked_until[span["role"], span["what"]] = span["end"]
         name = role.replace("teacher-", "teacher ", 1)
@@ -251,44 +246,38 @@ class KillTarget:
             if who == name and only in (None, what)
         )
 
-    def _players(self) -> dict[str, list[psutil.Process]]:
-        assert self._launcher is not None, "started before"
+    def _role_processes(self) -> dict[str, list[psutil.Process]]:
         self._seen |= descendants(self._launcher.pid)
         return role_processes(self._launcher.pid)
 
     def _named(self, role: str) -> list[psutil.Process]:
         """Processes of a role, of a helper, or the launcher, which is the controller."""
-        assert self._launcher is not None, "started before"
         launcher = psutil.Process(self._launcher.pid)
-        return {**self._players(), **helpers(launcher.pid), CONTROLLER: [launcher]}[role]
+        return {**self._role_processes(), **helpers(launcher.pid), CONTROLLER: [launcher]}[role]
 
     def _ended(self) -> int:
-        assert self._launcher is not None, "started before"
-        step, deadline = self.step(), time.monotonic() + self._patience
+        step, deadline = self.step(), time.monotonic() + self._timeout
         while self._launcher.poll() is None:
             if (now := self.step()) != step:
-                step, deadline = now, time.monotonic() + self._patience
+                step, deadline = now, time.monotonic() + self._timeout
             if time.monotonic() > deadline:
-                raise DistillError(f"the run does not end; the end of {self._log}:\n{self._said()}")
-            self._players()
+                raise DistillError(f"the run does not end; {self._log_end()}")
+            self._role_processes()
             time.sleep(POLL_SECONDS)
         self._await_empty()
         return self._launcher.wait()
 
     def _await_empty(self) -> None:
-        """Count what outlives the launcher."""
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while any(map(lives, self._seen)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self._orphans += sum(map(lives, self._seen))
-        self._seen = set(filter(lives, self._seen))
+        """Count the processes that outlive the launcher."""
+        self._seen = _survivors(self._seen)
+        self._orphans += len(self._seen)
 
-    def _said(self) -> str:
-        return "\n".join(last_lines(self._log))
+    def _log_end(self) -> str:
+        return f"the end of {self._log}:\n" + "\n".join(last_lines(self._log))
 
 
 class Tail:
-    """The lines of a JSONL file that grows, each given out once; a file that is not there yet has none."""
+    """New lines of a JSONL file that grows; a file that is not there yet has none."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
@@ -311,7 +300,15 @@ def kind_of(role: str) -> str:
     return "trainer rank" if role == TRAINER else role.split("-")[0]
 
 
-def _answers(process: psutil.Process) -> bool:
+def _survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Those that still live after ORPHAN_SECONDS."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while any(map(lives, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return set(filter(lives, processes))
+
+
+def _healthy(process: psutil.Process) -> bool:
     """Whether a server of this machine is healthy; its guardian's command line has the address."""
     try:
         line = psutil.Process(process.ppid()).cmdline()

@@ -1,12 +1,12 @@
-"""What the loss of one micro-batch takes in memory and time: the trainer's chunked head against full logits.
+"""The trainer's chunked loss against full logits, in memory and time: `distill bench objective --memory`.
 
-Each measurement is a process of its own, `python -m distill.bench.loss_cost CASE`, where CASE is JSON. It
-finds what the loss adds to the process's peak (resident memory on a CPU, allocated memory on a GPU) over
-hidden states, weights and marks that are there anyway; forward and backward, gradients of hidden states and
-head.
+Every measurement is a process of its own, `python -m distill.bench.loss_cost CASE`, CASE being JSON: what the
+loss adds to the process's peak (resident memory on a CPU, allocated memory on a GPU) over hidden states,
+weights and scores that are there anyway; forward and backward, gradients of hidden states and head. The plain
+way computes the same objective from [tokens, vocabulary] logits by autograd, and the same statistics.
 
-The plain way computes the same objective from [tokens, vocabulary] logits by autograd, without the
-statistics that the chunked head takes along.
+Full logits are measured at as many tokens as fit in a share of the machine's free memory, and at a half and a
+quarter of that; beyond, the line through those points is continued, which the report marks.
 
 Letters in shapes: C completion tokens, K ids per token, V vocabulary, H hidden size.
 """
@@ -14,23 +14,39 @@ Letters in shapes: C completion tokens, K ids per token, V vocabulary, H hidden 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from distill.bench.objectives import configured
+import numpy as np
+
+from distill.bench.objective import configured
+from distill.bench.runner import Figures, markdown, write_report
 from student_trainer.objectives.needs import needs
+from sync.errors import DistillError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from student_trainer.head import HeadWeights, Supervision
-    from student_trainer.objectives.terms import Objective, Targets
+    from student_trainer.objectives.terms import Targets
 
-KIB = 1024
+log = logging.getLogger(__name__)
+FULL_ARRAYS: Final = 6
+"""[tokens, vocabulary] fp32 arrays that full logits may need at once, to estimate what fits."""
+FREE_SHARE: Final = 0.35
+"""Of the free memory that a measurement may take."""
+ALLOCATOR: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Variables that make glibc keep what is freed, as torch does on GPUs: else both ways pay for
+fresh pages. The environment overrides them."""
+OBJECTIVES: Final = ("sampled", "topk", "full")
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,8 @@ class Case:
     vocabulary: int
     hidden: int
     chunk: int
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
+    """cpu or cuda"""
     threads: int = 1
     k: int = 64
 
@@ -59,6 +76,9 @@ class Cost:
     """Sum over tokens: both ways must find the same."""
 
 
+# --- one measurement, in this process ---------------------------------------------------------------------
+
+
 def measure(case: Case) -> Cost:
     """Cost of one case in this process, which should do nothing else."""
     import torch
@@ -66,10 +86,9 @@ def measure(case: Case) -> Cost:
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
     hidden_CH, head, work = _inputs(case)
-    meter = _CudaPeak() if case.device == "cuda" else _ResidentPeak()
-    meter.start()
+    before = _reset_peak(case.device)
     loss, seconds = _once(case, hidden_CH, head, work)
-    peak = meter.read()
+    peak = _peak(case.device) - before
     _, again = _once(case, hidden_CH, head, work)
     return Cost(peak, min(seconds, again), loss)
 
@@ -79,27 +98,24 @@ def _once(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
 
     hidden_CH.grad = head.weight_VH.grad = None
     now = time.perf_counter if case.device == "cuda" else time.process_time
-    way = _chunked if case.way == "chunked" else _full
     begun = now()
-    loss = way(case, hidden_CH, head, work)
+    loss = _loss(case, hidden_CH, head, work)
     loss.backward()
     if case.device == "cuda":
         torch.cuda.synchronize()
     return float(loss.detach()), now() - begun
 
 
-def _chunked(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
-    from student_trainer.head import chunked_loss
-
-    return chunked_loss(hidden_CH, head, work, _objective(case), case.chunk)[0]
-
-
-def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
+def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
     import torch
 
-    from student_trainer.head import log_probs, project
+    from student_trainer.head import chunked_loss, log_probs, project
     from student_trainer.objectives.diagnostics import diagnose
+    from student_trainer.objectives.registry import build
 
+    objective = build(configured(case.objective, case.k))
+    if case.way == "chunked":
+        return chunked_loss(hidden_CH, head, work, objective, case.chunk)[0]
     targets = work.targets
     if work.teacher_hidden_CG is not None:
         teacher, hidden_CG = work.heads[0], work.teacher_hidden_CG
@@ -107,19 +123,13 @@ def _full(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -
             logq_CV = log_probs(project(hidden_CG, teacher.weight_VH, teacher.bias_V), teacher.shape)
         targets = replace(targets, teacher_logp_NV=logq_CV)
     logp_CV = log_probs(project(hidden_CH, head.weight_VH, head.bias_V), head.shape)
-    loss = _objective(case)(logp_CV, targets)[0].sum()
+    loss = objective(logp_CV, targets)[0].sum()
     diagnose(logp_CV.detach(), targets)  # the chunked loss gives these figures too
     return loss
 
 
-def _objective(case: Case) -> Objective:
-    from student_trainer.objectives.registry import build
-
-    return build(configured(case.objective, case.k))
-
-
 def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Supervision]:
-    """Random hidden states, head and marks, on the case's device; the marks that the objective needs."""
+    """Random hidden states, head and the scores that the objective needs, on the case's device."""
     import torch
 
     from student_trainer.head import HeadShape, HeadWeights, Supervision
@@ -146,7 +156,7 @@ def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Supervision]:
 
 
 def _targets(case: Case) -> Targets:
-    """Random marks; the top-k ids of a token are all different and hold 97 % of the teacher's mass."""
+    """Random scores; the top-k ids of a token are all different and hold 97 % of the teacher's mass."""
     import torch
 
     from student_trainer.objectives.terms import Targets
@@ -168,39 +178,165 @@ def _targets(case: Case) -> Targets:
     )
 
 
-class _ResidentPeak:
-    """Peak of this process's resident memory since `start`, over what it was then. Linux."""
-
-    def start(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak so far
-        self._before = _status("VmRSS")
-
-    def read(self) -> int:
-        return _status("VmHWM") - self._before
-
-
-class _CudaPeak:
-    """Peak of allocated CUDA memory since `start`, over what it was then."""
-
-    def start(self) -> None:
+def _reset_peak(device: str) -> int:
+    """Forget the peak so far; bytes in use now. Linux on a CPU."""
+    if device == "cuda":
         import torch
 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak
+    return _status("VmRSS")
 
-    def read(self) -> int:
+
+def _peak(device: str) -> int:
+    """Most bytes in use since `_reset_peak`."""
+    if device == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated() - self._before
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * KIB
-    raise KeyError(name)
+    """Bytes of a line of /proc/self/status, which are in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+
+def in_child(case: Case) -> Cost:
+    """Measure one case in a process of its own. Raises DistillError with its errors when it fails."""
+    command = [sys.executable, "-P", "-m", "distill.bench.loss_cost", json.dumps(asdict(case))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ALLOCATOR | os.environ)
+    if done.returncode != 0:
+        raise DistillError(f"{case} could not be measured:\n{done.stderr[-2000:]}")
+    return Cost(**json.loads(done.stdout))
+
+
+def run(
+    folder: Path,
+    objectives: Sequence[str] = OBJECTIVES,
+    *,
+    tokens: int = 8192,
+    vocabulary: int = 151_936,
+    hidden: int = 256,
+    chunks: Sequence[int] = (512, 256),
+    device: str = "cpu",
+    threads: int = 1,
+    measure: Callable[[Case], Cost] = in_child,
+    free: int | None = None,
+) -> Figures:
+    """Measure every objective both ways; the report, which is also in `folder` as memory.json.
+
+    `free`: bytes of free memory to assume; None: the machine's.
+    """
+    from distill.metrics.results import versions
+
+    base = Case("full", "sampled", tokens, vocabulary, hidden, 0, device, threads)
+    reach = fitting_tokens(tokens, vocabulary, _free_bytes(device) if free is None else free)
+    bases = [replace(base, objective=name) for name in objectives]
+    report = {
+        "benchmark": "loss memory",
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "device": device,
+        "threads": threads,
+        "full_measured_up_to_tokens": reach,
+        "rows": [row for one in bases for row in _rows(one, reach, chunks, measure)],
+        "versions": versions(),
+    }
+    return write_report(folder, "memory", report)
+
+
+def fitting_tokens(tokens: int, vocabulary: int, free: int) -> int:
+    """`tokens`, halved until full logits fit in the allowed share of `free` bytes."""
+    while tokens > 64 and FULL_ARRAYS * 4 * vocabulary * tokens > FREE_SHARE * free:
+        tokens //= 2
+    return tokens
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _rows(base: Case, reach: int, chunks: Sequence[int], measure: Callable[[Case], Cost]) -> list[Figures]:
+    sizes = [base.tokens] if reach == base.tokens else [reach // 4, reach // 2, reach]
+    full = {size: measure(replace(base, tokens=size)) for size in sizes}
+    (memory, error), (seconds, _) = (
+        continued({size: getattr(cost, name) for size, cost in full.items()}, base.tokens)
+        for name in ("peak_bytes", "seconds")
+    )
+    rows = []
+    for chunk in chunks:
+        log.info("%s: chunks of %d tokens", base.objective, chunk)
+        ours = measure(replace(base, way="chunked", chunk=chunk))
+        rows.append(
+            {
+                "objective": base.objective,
+                "chunk": chunk,
+                "chunked_bytes": ours.peak_bytes,
+                "full_bytes": round(memory),
+                "memory_ratio": ours.peak_bytes / memory,
+                "chunked_seconds": ours.seconds,
+                "full_seconds": seconds,
+                "time_ratio": ours.seconds / seconds,
+                "full_measured": {str(size): asdict(cost) for size, cost in full.items()},
+                "full_is_continued": reach != base.tokens,
+                "line_error": error,
+            }
+        )
+    return rows
+
+
+def continued(values: Mapping[int, float], x: int) -> tuple[float, float | None]:
+    """Value at x, and the error: measured there (None), or on the least-squares line through the others.
+
+    The error is how far the worst point is from the line, as a share of the point.
+    """
+    if x in values:
+        return values[x], None
+    at, y = np.array(list(values), float), np.array(list(values.values()), float)
+    slope, offset = np.polyfit(at, y, 1)
+    return float(offset + slope * x), float(np.abs((offset + slope * at - y) / y).max())
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report as a Markdown table."""
+    rows, reach = report["rows"], report["full_measured_up_to_tokens"]
+    star = " *" if any(row["full_is_continued"] for row in rows) else ""
+    head = ["objective", "chunk", "chunked, MB", f"full logits, MB{star}", "memory", "chunked, s"]
+    cells = [
+        [f"`{row['objective']}`", str(row["chunk"])]
+        + [f"{row['chunked_bytes'] / 1e6:,.0f}", f"{row['full_bytes'] / 1e6:,.0f}"]
+        + [f"{row['memory_ratio']:.3f}×", f"{row['chunked_seconds']:.1f}", f"{row['full_seconds']:.1f}"]
+        + [f"{row['time_ratio']:.2f}×"]
+        for row in rows
+    ]
+    lines = [
+        f"{report['tokens']:,} tokens, vocabulary {report['vocabulary']:,}, hidden {report['hidden']}, "
+        f"{report['device']}, {report['threads']} thread(s)",
+        "",
+        *markdown([*head, f"full, s{star}", "time"], cells),
+    ]
+    if star:
+        worst = max(row["line_error"] for row in rows)
+        note = (
+            f"\\* measured at {reach // 4:,}, {reach // 2:,} and {reach:,} tokens, what fits here, and "
+            f"continued along the line through them (it misses those points by {worst:.1%} of memory at most)"
+        )
+        lines += ["", note]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`distill bench objective`: which objective learns a toy task in the fewest tokens, and in the least time.
+"""Which objective learns a toy task in the fewest tokens, and in the least time.
 
 One teacher and one student that hardly knows the task (`distill.tasks.spellings`), made once. Every
 objective gets the learning rate that serves it best: seed 0 climbs a ladder of rates until both neighbours
@@ -8,25 +8,38 @@ Results are of this toy.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
 
-from distill.bench.curves import Spread, best_rung, spread, tokens_to
-from distill.bench.objectives import OBJECTIVES, configured
-from distill.bench.trials import Result, Setup, Trial, TrialFile
+import numpy as np
+from pydantic import TypeAdapter
+
+from distill.bench import plot
+from distill.bench.runner import ROOT, Figures, TrialCache, crossing, markdown, spread, write_report
+from student_trainer.objectives.config import ForwardTopK, ObjectiveConfig, StudentTopK, TopK
 from sync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distill.bench.toy import World
+    from distill.bench.toy import Trial
 
-log = logging.getLogger(__name__)
+OBJECTIVES: Final = ("sampled", "topk", "student_topk", "forward_topk", "full", "jsd", "skew", "sft")
 FIRST_RATE, RATE_FACTOR, REACH = 5e-4, 2.0, 3
 """The ladder: FIRST_RATE · RATE_FACTOR^rung, |rung| <= REACH."""
+RunTrial = Callable[["Trial"], Figures]
 
-RunTrial = Callable[[Trial], Result]
+
+def configured(name: str, k: int) -> ObjectiveConfig:
+    """The objective called `name` with its defaults, and `k` where it has one. Raises ConfigError."""
+    if name not in OBJECTIVES:
+        raise ConfigError(f"objective {name!r} is not known: choose from {', '.join(OBJECTIVES)}")
+    config: ObjectiveConfig = TypeAdapter(ObjectiveConfig).validate_python({"type": name})
+    return (
+        config.model_copy(update={"k": k}) if isinstance(config, TopK | StudentTopK | ForwardTopK) else config
+    )
 
 
 def run(
@@ -41,37 +54,51 @@ def run(
     rows: int = 64,
     held_out: int = 512,
     models: Path = Path(".cache"),
-) -> dict[str, Any]:
+) -> Figures:
     """Run every trial that `folder` does not hold yet; the report, written there as JSON and as a picture.
 
-    `lags`: ages, in optimizer steps, of the weights that write; rates are chosen at the first. `tokens`:
+    `lags`: ages, in optimizer steps, of the weights that generate; rates are chosen at the first. `tokens`:
     completion tokens that each student is trained on. `models`: where made models are kept.
     Raises ConfigError.
     """
+    _check(objectives, seeds, lags)
     import torch
 
-    from distill.bench.objective_figure import draw, draw_lags
-    from distill.bench.toy import open_world
-    from distill.launch.run_folder import write_json
+    from distill.bench.toy import Setup, evaluated, learn, open_world
+    from distill.metrics.results import versions
+    from distill.tasks import spellings
 
-    _check(objectives, seeds, lags)
     torch.set_num_threads(1)  # two that spin for shared cores cost more than they bring
     world, name = open_world(models, held_out)
     setup = Setup(name, tokens=tokens, rows=rows, k=k, held_out=held_out)
-    file = TrialFile(folder / "trials.jsonl", setup)
+    cache = TrialCache(folder / "trials.jsonl", str(ROOT / "distill" / "bench" / "toy.py"))
 
-    def result_of(trial: Trial) -> Result:
-        from distill.bench.learning import learn
+    def result_of(trial: Trial) -> Figures:
+        objective = configured(trial.objective, k)
+        settings = asdict(setup) | trial._asdict()
+        return cache.get(settings, lambda: learn(world, setup, trial, objective))
 
-        return file.get(trial, lambda trial: learn(world, setup, trial, configured(trial.objective, k)))
-
-    found = [row for objective in objectives for row in compare(objective, seeds, lags, target_kl, result_of)]
-    report = _about(world, setup, seeds, lags, target_kl) | {"rows": found}
-    write_json(folder / "objective.json", report)
+    found = [row for one in objectives for row in compare(one, seeds, lags, target_kl, result_of)]
+    start, teacher = (asdict(evaluated(world, model, 0)) for model in (world.student, world.teacher))
+    report: Figures = {
+        "benchmark": "objective",
+        "task": spellings.__name__,
+        "vocabulary": world.vocab,
+        "outside_top_k": spellings.outside(2, setup.k),
+        "setup": asdict(setup),
+        "seeds": seeds,
+        "lags": list(lags),
+        "target_kl": target_kl,
+        "student_at_start": start,
+        "teacher": teacher,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "rows": found,
+    }
     draw(report, folder / "objective.png")
     if len(lags) > 1:
         draw_lags(report, folder / "lags.png")
-    return report
+    return write_report(folder, "objective", report)
 
 
 def _check(objectives: Sequence[str], seeds: int, lags: Sequence[int]) -> None:
@@ -83,29 +110,32 @@ def _check(objectives: Sequence[str], seeds: int, lags: Sequence[int]) -> None:
         raise ConfigError(f"lags {list(lags)}: name at least one, none below 0")
 
 
+# --- trials of one objective ------------------------------------------------------------------------------
+
+
 def compare(
     objective: str, seeds: int, lags: Sequence[int], target_kl: float, result_of: RunTrial
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     """Rows of one objective, one per lag, at the rate that seed 0 finds best at the first lag.
 
-    The teacher writes for `sft`, so no lag concerns it: it has one row.
+    The teacher generates for `sft`, so no lag concerns it: it has one row.
     """
+    from distill.bench.toy import Trial
+
     tried: dict[int, float] = {}
 
     def final_kl(rung: int) -> float:
-        tried[rung] = result_of(Trial(objective, rate_of(rung), 0, lags[0])).points[-1].reverse_kl
+        result = result_of(Trial(objective, rate_of(rung), 0, lags[0]))
+        tried[rung] = result["points"][-1]["reverse_kl"]
         return tried[rung]
 
     rate = rate_of(best_rung(final_kl, 0, REACH))
     rates = {f"{rate_of(rung):g}": kl for rung, kl in sorted(tried.items())}
-    options = lags[:1] if objective == "sft" else lags
     rows = []
-    for lag in options:
+    for lag in lags[:1] if objective == "sft" else lags:
         results = [result_of(Trial(objective, rate, seed, lag)) for seed in range(seeds)]
-        rows.append(
-            {"objective": objective, "lag": lag, "rate": rate, "rates_tried": rates}
-            | summary(results, target_kl)
-        )
+        about = {"objective": objective, "lag": lag, "rate": rate, "rates_tried": rates}
+        rows.append(about | summary(results, target_kl))
     return rows
 
 
@@ -114,88 +144,85 @@ def rate_of(rung: int) -> float:
     return FIRST_RATE * RATE_FACTOR**rung
 
 
-def summary(results: Sequence[Result], target_kl: float) -> dict[str, Any]:
+def best_rung(cost: Callable[[int], float], start: int, reach: int) -> int:
+    """The rung whose two neighbours cost more, climbing from `start`, at most `reach` rungs away from it.
+
+    NaN counts as infinitely bad. `cost` should remember its answers: it is called more than once for a rung.
+    """
+
+    def bad(rung: int) -> float:
+        value = cost(rung)
+        return math.inf if math.isnan(value) else value
+
+    best = start
+    while True:
+        inside = [rung for rung in (best, best - 1, best + 1) if abs(rung - start) <= reach]
+        better = min(inside, key=bad)
+        if better == best:
+            return best
+        best = better
+
+
+def tokens_to(points: Sequence[Mapping[str, float]], target: float) -> float | None:
+    """Tokens at which the reverse KL first is `target` or less; None: it never is.
+
+    Between two evaluations log KL is taken as linear in tokens.
+    """
+    curve = [(float(point["tokens"]), math.log(max(point["reverse_kl"], 1e-12))) for point in points]
+    return crossing(curve, math.log(target))
+
+
+def summary(results: Sequence[Figures], target_kl: float) -> Figures:
     """Figures of the seeds of one objective. None: a seed never reached the target."""
-    reached = [tokens_to(result.points, target_kl) for result in results]
-    steps = [sum(result.cpu_seconds.values()) for result in results]
-    per_token = [step * r.steps / r.points[-1].tokens for step, r in zip(steps, results, strict=True)]
+    last = [result["points"][-1] for result in results]
+    reached = [tokens_to(result["points"], target_kl) for result in results]
+    steps = [sum(result["cpu_seconds"].values()) for result in results]
+    per_token = [
+        step * result["steps"] / point["tokens"]
+        for step, result, point in zip(steps, results, last, strict=True)
+    ]
     seconds = [None if n is None else n * each for n, each in zip(reached, per_token, strict=True)]
     return {
-        "age": spread([result.age for result in results]).mean,
-        "reverse_kl": _dict(spread([result.points[-1].reverse_kl for result in results])),
-        "pass_rate": _dict(spread([result.points[-1].pass_rate for result in results])),
-        "tokens_to_target": _if_all(reached),
-        "cpu_seconds_to_target": _if_all(seconds),
-        "cpu_seconds_per_step": _dict(spread(steps)),
-        "wall_seconds_per_step": _dict(spread([sum(result.wall_seconds.values()) for result in results])),
-        "cpu_seconds_by_part": {
-            part: spread([r.cpu_seconds[part] for r in results]).mean for part in results[0].cpu_seconds
-        },
-        "teacher_bytes_per_token": results[0].teacher_bytes,
-        "support_mass": results[0].support_mass,
-        "effective_samples": spread([result.effective_samples for result in results]).mean,
-        "curves": [[point._asdict() for point in result.points] for result in results],
+        "age": fmean(result["age"] for result in results),
+        "reverse_kl": spread([point["reverse_kl"] for point in last]),
+        "pass_rate": spread([point["pass_rate"] for point in last]),
+        "tokens_to_target": spread(reached),
+        "cpu_seconds_to_target": spread(seconds),
+        "cpu_seconds_per_step": spread(steps),
+        "teacher_bytes_per_token": results[0]["teacher_bytes"],
+        "curves": [result["points"] for result in results],
     }
 
 
-def _if_all(values: Sequence[float | None]) -> dict[str, Any] | None:
-    known = [value for value in values if value is not None]
-    return _dict(spread(known)) if len(known) == len(values) else None
+# --- table and pictures -----------------------------------------------------------------------------------
 
 
-def _dict(found: Spread) -> dict[str, Any]:
-    return found._asdict()
-
-
-def _about(world: World, setup: Setup, seeds: int, lags: Sequence[int], target_kl: float) -> dict[str, Any]:
-    import torch
-
-    from distill.bench.learning import evaluated
-    from distill.metrics.results import versions
-    from distill.tasks import spellings
-
-    start, teacher = (evaluated(world, model, 0) for model in (world.student, world.teacher))
-    return {
-        "benchmark": "objective",
-        "task": spellings.__name__,
-        "vocabulary": world.vocab,
-        "outside_top_k": spellings.outside(2, setup.k),
-        "setup": asdict(setup),
-        "seeds": seeds,
-        "lags": list(lags),
-        "target_kl": target_kl,
-        "student_at_start": start._asdict(),
-        "teacher": teacher._asdict(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
-
-
-def table(report: dict[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """The report as a Markdown table, with what is needed to read it."""
     setup, start, teacher = report["setup"], report["student_at_start"], report["teacher"]
-    head = [
-        f"vocabulary {report['vocabulary']:,}; outside the top {setup['k']}: {report['outside_top_k']:.1%} "
-        f"of a perfect writer's probability; at the start: reverse KL {start['reverse_kl']:.2f}, pass rate "
-        f"{start['pass_rate']:.2f}; teacher: pass rate {teacher['pass_rate']:.2f}",
-        f"{setup['tokens']:,} tokens a student, {setup['rows']} rollouts a step, {setup['held_out']} held-"
-        f"out prompts, {report['seeds']} seeds (mean ± standard deviation), {report['threads']} thread(s)",
-        "",
-        "| objective | lag | mean age | rate | reverse KL | pass rate "
-        f"| tokens to {report['target_kl']:g} | s to it "
-        "| ms a step | teacher's B a token |",
-        f"|{' --- |' * 10}",
-    ]
-    return "\n".join(head + [_line(row) for row in report["rows"]])
+    head = ["objective", "lag", "mean age", "rate", "reverse KL", "pass rate"]
+    head += [f"tokens to {report['target_kl']:g}", "s to it", "ms a step", "teacher's B a token"]
+    return "\n".join(
+        [
+            f"vocabulary {report['vocabulary']:,}; outside the top {setup['k']}: "
+            f"{report['outside_top_k']:.1%} of a perfect model's probability; at the start: reverse KL "
+            f"{start['reverse_kl']:.2f}, pass rate {start['pass_rate']:.2f}; teacher: pass rate "
+            f"{teacher['pass_rate']:.2f}",
+            f"{setup['tokens']:,} tokens a student, {setup['rows']} rollouts a step, {setup['held_out']} "
+            f"held-out prompts, {report['seeds']} seeds (mean ± standard deviation), {report['threads']} "
+            "thread(s)",
+            "",
+            *markdown(head, [_cells(row) for row in report["rows"]]),
+        ]
+    )
 
 
-def _line(row: dict[str, Any]) -> str:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     def cell(key: str, form: str, scale: float = 1.0) -> str:
-        if row[key] is None:
-            return "–"
-        return f"{row[key]['mean'] * scale:{form}} ± {row[key]['deviation'] * scale:{form}}"
+        one = row[key]
+        return "–" if one is None else f"{one['mean'] * scale:{form}} ± {one['deviation'] * scale:{form}}"
 
-    cells = [
+    return [
         f"`{row['objective']}`",
         str(row["lag"]),
         f"{row['age']:.1f}",
@@ -207,4 +234,46 @@ def _line(row: dict[str, Any]) -> str:
         cell("cpu_seconds_per_step", ".0f", 1000.0),
         f"{row['teacher_bytes_per_token']:.0f}",
     ]
-    return f"| {' | '.join(cells)} |"
+
+
+_PALETTE = (plot.RED, plot.BLUE, plot.PURPLE, plot.ORANGE, plot.GREEN, plot.TEAL, plot.OCHRE, plot.GREY)
+COLORS: Final = dict(zip(OBJECTIVES, _PALETTE, strict=True))
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Write the curves over tokens, each the mean of its seeds; the band reaches from least to most."""
+    rows = [row for row in report["rows"] if row["lag"] == min(report["lags"])]
+    with plot.panels(path, 1, 4.6) as (left, right):
+        for axes, key in ((left, "reverse_kl"), (right, "pass_rate")):
+            for row in sorted(rows, key=lambda row: float(row[key]["mean"])):
+                tokens = np.array([[point["tokens"] for point in curve] for curve in row["curves"]]).mean(0)
+                values = np.array([[point[key] for point in curve] for curve in row["curves"]])
+                color, low, high = COLORS[row["objective"]], values.min(0), values.max(0)
+                axes.fill_between(tokens / 1000, low, high, color=color, alpha=0.15, linewidth=0)
+                axes.plot(tokens / 1000, values.mean(0), color=color, linewidth=1.8, label=row["objective"])
+        plot.dress(left, "Exact reverse KL, nats a token", "tokens trained on, thousands")
+        plot.dress(right, "Pass rate at temperature 1", "tokens trained on, thousands")
+        left.set_yscale("log")
+        plot.target_line(left, report["target_kl"])
+        plot.legend(right)
+
+
+def draw_lags(report: Mapping[str, Any], path: Path) -> None:
+    """Write what each objective ends at over the lag; bars reach from the least to the most seed."""
+    lags = sorted(report["lags"])
+    with plot.panels(path, 1, 4.2) as (left, right):
+        for axes, key in ((left, "reverse_kl"), (right, "pass_rate")):
+            for name in dict.fromkeys(row["objective"] for row in report["rows"]):
+                rows = [row for row in report["rows"] if row["objective"] == name]
+                rows.sort(key=lambda row: int(row["lag"]))
+                if len(rows) > 1:
+                    mean = np.array([row[key]["mean"] for row in rows])
+                    least, most = (np.array([of(row[key]["values"]) for row in rows]) for of in (min, max))
+                    look = {"color": COLORS[name], "marker": "o", "capsize": 3, "label": name}
+                    reach = np.stack([mean - least, most - mean])
+                    axes.errorbar([row["lag"] for row in rows], mean, yerr=reach, **look)
+            axes.set_xscale("symlog", linthresh=1)
+            axes.set_xticks(lags, [str(lag) for lag in lags])
+        plot.dress(left, "Exact reverse KL at the end, nats a token", "forced lag, optimizer steps")
+        plot.dress(right, "Pass rate at the end", "forced lag, optimizer steps")
+        plot.legend(left)

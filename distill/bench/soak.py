@@ -2,7 +2,7 @@
 
 Prompts, replicas, teacher, trainer and evaluator are in memory; the controller, its journal, the ledger,
 metrics and timeline are the real ones. `long` trains on many small rollouts. `wide` trains on few whose
-teacher sends hidden states, as objective "full" asks for: it shows what holds up the event loop.
+teacher sends hidden states, as objective "full" needs them: it shows what blocks the event loop.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -27,6 +27,7 @@ from distill.bench.in_memory import (
     MemoryTeacher,
     MemoryTrainer,
 )
+from distill.bench.runner import Figures, markdown
 from distill.buffer.late import rules
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -38,11 +39,11 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
-from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TrainBatch, Version, Want
+from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TeacherInfo, TrainBatch, Version, Want
 
 MIB: Final = 1 << 20
-MARKS: Final = 10
-"""Samples of a part, at equal distances."""
+SAMPLES: Final = 10
+"""Of a part, at equal distances."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class Size:
     tokens: int
     """Longest completion."""
     width: int
-    """Of the teacher's hidden states; 0: objective "sampled", which wants none."""
+    """Of the teacher's hidden states; 0: objective "sampled", which needs none."""
     checkpoint_every: int
     """Steps."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What was found after so many rollouts."""
+class Usage:
+    """Memory and disk after so many rollouts."""
 
     rollouts: int
     seconds: float
@@ -78,7 +79,7 @@ class Mark:
 
 @dataclass
 class Blocks:
-    """How long the event loop was held up by one step of a task, by the task's function."""
+    """How long one step of a task blocked the event loop, by the task's function."""
 
     longest: dict[str, float] = field(default_factory=dict)
     """Seconds, by the clock: what other threads and processes took is in it."""
@@ -119,13 +120,23 @@ class _Teacher(MemoryTeacher):
 
     width = 0
 
-    def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
-        marks = super()._marks(sequence, want)
-        if not want.hidden or isinstance(marks, ScoreRefused):
-            return marks
-        count = sequence.token_ids.shape[0] - sequence.start
-        hidden = Array("bf16", (count, self.width), bytes(2 * self.width * count))
-        return msgspec.structs.replace(marks, hidden=hidden)
+    async def first_info(self) -> TeacherInfo:
+        return msgspec.structs.replace(await super().first_info(), hidden_size=self.width)
+
+    async def score(
+        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+    ) -> list[Scored | ScoreRefused]:
+        replies = await super().score(sequences, want, deadline)
+        if not want.hidden:
+            return replies
+        return [
+            msgspec.structs.replace(reply, hidden=self._hidden(reply)) if isinstance(reply, Scored) else reply
+            for reply in replies
+        ]
+
+    def _hidden(self, reply: Scored) -> Array:
+        (count,) = reply.logprob.shape
+        return Array("bf16", (count, self.width), bytes(2 * self.width * count))
 
 
 @dataclass
@@ -160,11 +171,11 @@ def configuration(folder: Path, size: Size) -> RunConfig:
     )
 
 
-async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB) -> list[Mark]:
-    """Train on that many rollouts in `folder`; a mark at each of MARKS equal distances."""
+async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB) -> list[Usage]:
+    """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
     config, began = configuration(folder, size), time.monotonic()
     metrics, spans = JsonLines(folder / "metrics.jsonl"), Spans(folder / "timeline.jsonl")
-    marks: list[Mark] = []
+    usages: list[Usage] = []
 
     def step(version: Version, figures: dict[str, float]) -> None:
         metrics.log(version.step, figures)
@@ -188,15 +199,15 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
     trainer = _Trainer(controller.session, checkpoint_every=size.checkpoint_every, folder=folder)
     with blocks.watched():
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
-        for at in range(1, MARKS + 1):
-            due = at * config.run.steps // MARKS
+        for at in range(1, SAMPLES + 1):
+            due = at * config.run.steps // SAMPLES
             while not any(task.done() for task in running) and _reached(controller) < due:
                 await trainer.stepped.wait(1.0)
-            marks.append(mark(folder, _reached(controller) * size.batch, began))
+            usages.append(usage(folder, _reached(controller) * size.batch, began))
         await asyncio.gather(*running)
     metrics.close()
     spans.close()
-    return marks
+    return usages
 
 
 def _reached(controller: Controller) -> int:
@@ -204,14 +215,14 @@ def _reached(controller: Controller) -> int:
     return reached.step if reached else 0
 
 
-def mark(folder: Path, rollouts: int, began: float) -> Mark:
-    """What memory and disk hold now."""
+def usage(folder: Path, rollouts: int, began: float) -> Usage:
+    """Memory and disk now."""
     gc.collect()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     journal = folder / "journal"
     others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
-    return Mark(
+    return Usage(
         rollouts,
         time.monotonic() - began,
         pages * os.sysconf("SC_PAGE_SIZE") / MIB,
@@ -220,28 +231,26 @@ def mark(folder: Path, rollouts: int, began: float) -> Mark:
     )
 
 
-def _mib(paths: Iterator[Path] | list[Path]) -> float:
+def _mib(paths: Iterable[Path]) -> float:
     total = 0
     for path in paths:
-        try:
+        with suppress(FileNotFoundError):  # archived meanwhile
             total += path.stat().st_size
-        except FileNotFoundError:  # archived meanwhile
-            continue
     return total / MIB
 
 
-def part(folder: Path, size: Size) -> dict[str, Any]:
+def part(folder: Path, size: Size) -> Figures:
     """One soak in a new `folder`, the restart behind it, and the audit."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     blocks = Blocks()
-    marks = asyncio.run(soak(folder, size, blocks))
+    usages = asyncio.run(soak(folder, size, blocks))
     replay = replay_seconds(folder, size)
     began = time.monotonic()
     report = audit(folder)
     return {
         **asdict(size),
-        "marks": [asdict(one) for one in marks],
+        "usage": [asdict(one) for one in usages],
         "replay_seconds": replay,
         "audit_seconds": time.monotonic() - began,
         "audit_ok": report.ok,
@@ -267,33 +276,37 @@ def replay_seconds(folder: Path, size: Size) -> float:
     return time.monotonic() - began
 
 
-def run(folder: Path = Path("runs/bench-soak"), rollouts: int = 500_000, wide: int = 2_000) -> dict[str, Any]:
+def run(folder: Path = Path("runs/bench-soak"), rollouts: int = 500_000, wide: int = 2_000) -> Figures:
     """Both parts; 0 leaves one out. `folder` is emptied."""
-    figures: dict[str, Any] = {"benchmark": "soak"}
-    if rollouts:
-        figures["long"] = part(folder / "long", Size(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50)))
-    if wide:
-        figures["wide"] = part(folder / "wide", Size(wide, 32, 512, 4096, max(1, wide // 32 // 10)))
-    return figures
+    sizes = {
+        "long": Size(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50)),
+        "wide": Size(wide, 32, 512, 4096, max(1, wide // 32 // 10)),
+    }
+    parts = {name: part(folder / name, size) for name, size in sizes.items() if size.rollouts}
+    return {"benchmark": "soak", **parts}
 
 
-def table(figures: dict[str, Any]) -> str:
+COLUMNS: Final = {
+    "rollouts": ("rollouts", ",.0f"),
+    "seconds": ("seconds", ".0f"),
+    "rss_mib": ("RSS, MiB", ".1f"),
+    "objects": ("objects", ",.0f"),
+    "journal_mib": ("journal, MiB", ".1f"),
+    "archive_mib": ("archive, MiB", ".2f"),
+    "others_mib": ("ledger, lines, MiB", ".1f"),
+}
+
+
+def table(figures: Figures) -> str:
     """The figures as text."""
     lines = []
     for name in (name for name in ("long", "wide") if name in figures):
         one = figures[name]
+        rows = [[format(used[key], form) for key, (_, form) in COLUMNS.items()] for used in one["usage"]]
         lines += [
             f"{name}: {one['rollouts']:,} rollouts of up to {one['tokens']} tokens, width {one['width']}",
-            "  rollouts  seconds  RSS MiB    objects  journal MiB  archive MiB  ledger, lines MiB",
-        ]
-        lines += [
-            f"{m['rollouts']:>10,} {m['seconds']:>8.0f} {m['rss_mib']:>8.1f} {m['objects']:>10,}"
-            f" {m['journal_mib']:>12.1f} {m['archive_mib']:>12.2f} {m['others_mib']:>18.1f}"
-            for m in one["marks"]
-        ]
-        lines += [
-            f"  restart {one['replay_seconds']:.2f} s",
-            f"  audit {one['audit_seconds']:.1f} s, ok: {one['audit_ok']}",
+            *markdown([title for title, _ in COLUMNS.values()], rows),
+            f"  restart {one['replay_seconds']:.2f} s; audit {one['audit_seconds']:.1f} s: {one['audit_ok']}",
         ]
         for which, what in (("longest", "by the clock"), ("busiest", "of the processor")):
             blocks = ", ".join(f"{who} {ms:.0f}" for who, ms in one[f"{which}_blocks_ms"].items())

@@ -1,7 +1,6 @@
-"""TRL's on-policy distillation, as its user would start it; `distill bench peers` runs this file with the
-Python of an environment that holds TRL and nothing of ours.
+"""TRL's on-policy distillation, as its user would start it, by the Python of an environment without us.
 
-    python -P trl_peer.py JOB.json      fields: see `peers.job`
+    python -P trl_peer.py JOB.json      fields: see `vs_trl.job`
 
 Its settings are meant to be its fastest on a CPU: no gradient checkpointing, no logging, the whole batch in
 one generation and one backward pass. Student and teacher share the process and its threads; completions come
@@ -59,27 +58,11 @@ class Recorder(TrainerCallback):
 
 
 def main() -> None:
-    """Train as the job says."""
+    """Train one job: the same optimizer, schedule and objective (reverse KL) as our run."""
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
-    Path(job["output"]).mkdir(parents=True, exist_ok=True)
     recorder = Recorder(job)
-    trainer = Counted(
-        model=job["student"],
-        teacher_model=job["teacher"],
-        args=settings(job),
-        train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
-        callbacks=[recorder],
-    )
-    first = trainer.processing_class(text=job["prompts"][:1])["input_ids"][0]
-    assert first == job["first_prompt"], f"TRL would see {first} where our run sees {job['first_prompt']}"
-    recorder.trainer = trainer
-    trainer.train()
-
-
-def settings(job: dict[str, Any]) -> DistillationConfig:
-    """The same optimizer, schedule and objective as our run: reverse KL over the whole vocabulary."""
-    return DistillationConfig(
+    settings = DistillationConfig(
         output_dir=job["output"],
         use_cpu=True,
         seed=job["seed"],
@@ -103,6 +86,17 @@ def settings(job: dict[str, Any]) -> DistillationConfig:
         report_to="none",
         disable_tqdm=True,
     )
+    trainer = Counted(
+        model=job["student"],
+        teacher_model=job["teacher"],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
+        callbacks=[recorder],
+    )
+    first = trainer.processing_class(text=job["prompts"][:1])["input_ids"][0]
+    assert first == job["first_prompt"], f"TRL would see {first} where our run sees {job['first_prompt']}"
+    recorder.trainer = trainer
+    trainer.train()
 
 
 if __name__ == "__main__":

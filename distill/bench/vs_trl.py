@@ -3,36 +3,40 @@
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `distill bench async`; TRL gets both cores
 for its one process, and at each size the precision that is faster in a few steps before. Both are timed from
-the end of their first step. TRL lives in an environment of its own inside the folder, made once. A finished
-trial is kept there too, and made again when anything that decides it has changed.
+the end of their first step. TRL lives in an environment of its own inside the folder, made once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from distill import quickstart
-from distill.bench import cpu_profile as watched
-from distill.bench import pipeline
-from distill.bench.eval_curve import Folders, crossing, curve_points
+from distill.bench import pipeline, runs
+from distill.bench.runner import (
+    Figures,
+    Number,
+    TrialCache,
+    comparison,
+    cores,
+    medians,
+    ratios,
+    write_report,
+)
 from distill.config import RunConfig
 from distill.loading import load
 from distill.metrics.plot import read_lines
 from distill.metrics.results import versions
 from distill.tasks import Models
 from sync.errors import DistillError
+from sync.wire import Version
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
@@ -42,10 +46,16 @@ SAME: Final = ("torch", "transformers")
 PRECISIONS: Final = ("fp32", "bf16")
 PROBE_STEPS: Final = 8
 """Of the runs that choose TRL's precision."""
+NUMBERS: Final = {
+    "step_ms": Number("ms a step", ".0f", "lower"),
+    "tokens_per_second": Number("tokens generated and trained on a second", ",.0f", "higher"),
+    "seconds_to_target": Number("seconds to the target KL", ".1f", "lower"),
+    "reverse_kl": Number("reverse KL at the end", ".3f"),
+    "pass_rate": Number("pass rate at the end", ".3f"),
+}
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """What both are run on."""
 
     name: str
@@ -58,7 +68,7 @@ class Size:
     """Whether versions are evaluated; else speed is all that is compared."""
 
 
-TOY = Size("toy", steps=240, settled=pipeline.SETTLED)
+TOY = Size("toy", steps=240, settled=runs.SETTLED)
 LARGE = Size(
     "large",
     steps=24,
@@ -76,58 +86,58 @@ LARGE = Size(
 )
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One run of ours or of TRL's."""
-
-    who: str
-    size: str
-    seed: int
-    settings: str
-    """Digest of everything that decides it."""
-    steps: int
-    step_ms: float
-    """Median wall time between two steps, after the settled ones."""
-    tokens_per_second: float
-    """Completion tokens that were generated and trained on."""
-    seconds_to_target: float | None = None
-    """From the end of the first step to `pipeline.TARGET_KL`; None: never reached, or not evaluated."""
-    reverse_kl: float | None = None
-    pass_rate: float | None = None
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
-    """Seconds since the first step, reverse KL, pass rate."""
-
-
-def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) -> Figures:
     """Run what is missing in `folder`; every trial and the medians, there also as JSON and as a table.
 
     Raises DistillError when the environment cannot be made or a run fails.
     """
-    from distill.launch.run_folder import write_json
-
     folder = folder.absolute()
-    python = environment(folder / "trl")
+    python, cache = environment(folder / "trl"), TrialCache(folder / "trials.jsonl", str(SCRIPT))
     trials, precision = [], {}
     for size, of in ((TOY, seeds), (LARGE, seeds[:1])):
-        precision[size.name] = faster_precision(python, folder, size)
+        precision[size.name] = faster_precision(cache, python, folder, size)
         for seed in of:
-            trials.append(ours(folder, size, seed))
-            trials.append(theirs(python, folder, size, seed, precision[size.name]))
+            trials.append(ours(cache, folder, size, seed))
+            trials.append(theirs(cache, python, folder, size, seed, precision[size.name]))
+    by_size = {size.name: summary(trials, size) for size in (TOY, LARGE)}
     report = {
         "benchmark": "peers",
-        "target_kl": pipeline.TARGET_KL,
+        "target_kl": runs.TARGET_KL,
         "seeds": list(seeds),
-        "cores": pipeline.cores(),
+        "cores": cores(),
         "trl_precision": precision,
         "trl": REQUIREMENTS[0],
         "versions": versions(),
         "parameters": {size.name: parameters(config_of(size, 0)) for size in (TOY, LARGE)},
-        "medians": {size.name: medians(trials, size) for size in (TOY, LARGE)},
-        "trials": [asdict(one) for one in trials],
+        "medians": by_size,
+        "ratios": {size: ratios(found["trl"], found["ours"], NUMBERS) for size, found in by_size.items()},
+        "trials": trials,
     }
-    write_json(folder / "peers.json", report)
-    (folder / "peers.md").write_text(table(report) + "\n")
-    return report
+    return write_report(folder, "peers", report, table(report))
+
+
+def summary(trials: Sequence[Mapping[str, Any]], size: Size) -> dict[str, Figures]:
+    """Medians over the seeds of one size, by who ran."""
+    return {
+        who: medians([one for one in trials if (one["who"], one["size"]) == (who, size.name)], NUMBERS)
+        for who in ("ours", "trl")
+    }
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The medians side by side, as Markdown; the ratio is above 1 where ours is better."""
+    rows = [f"{report['trl']}; {report['cores']} cores; target {report['target_kl']:g} nats a token"]
+    for size, found in report["medians"].items():
+        count = report["parameters"][size]
+        about = (
+            f"{size}: student {count['student'] / 1e6:.2f} M, teacher {count['teacher'] / 1e6:.2f} M "
+            f"parameters; TRL in {report['trl_precision'][size]}"
+        )
+        rows += ["", about, "", *comparison(found, report["ratios"][size], NUMBERS)]
+    return "\n".join(rows)
+
+
+# --- what is run ------------------------------------------------------------------------------------------
 
 
 def requirements() -> list[str]:
@@ -149,9 +159,6 @@ def environment(folder: Path) -> Path:
             raise DistillError(f"{' '.join(command[:5])} … failed:\n{done.stderr[-2000:]}")
     stamp.write_text(json.dumps(wanted))
     return python
-
-
-# --- what is run ------------------------------------------------------------------------------------------
 
 
 def settings_of(size: Size, seed: int) -> list[str]:
@@ -188,117 +195,97 @@ def config_of(size: Size, seed: int) -> RunConfig:
     return load(path, [*ours, *settings_of(size, seed)])
 
 
-def ours(folder: Path, size: Size, seed: int) -> Trial:
+def parameters(config: RunConfig) -> dict[str, int]:
+    """Of student and teacher, from their checkpoints in bf16."""
+    from sync.snapshots.checkpoint import tensors
+
+    (teacher,) = config.teachers.values()
+    folders = {"student": Path(config.student.path), "teacher": Path(teacher.path)}
+    return {
+        role: sum(place.nbytes for place in tensors(path).values()) // 2 for role, path in folders.items()
+    }
+
+
+def ours(cache: TrialCache, folder: Path, size: Size, seed: int) -> Figures:
     """Our run, or what is kept of it."""
     name, words = f"{size.name}-ours-{seed}", settings_of(size, seed)
-    settings = digest(asdict(size), words, config_of(size, seed).model_dump(mode="json"))
+    who = {"who": "ours", "size": size.name, "seed": seed}
 
-    def make() -> Trial:
-        seen = watched.run(pipeline.arguments(folder, name, seed, size.steps, words))
-        one = pipeline.measure(folder / name, name, seed, words, seen, size.learns, size.settled)
-        return Trial(
-            "ours",
-            size.name,
-            seed,
-            settings,
-            one.steps,
-            one.step_ms,
-            one.trained_tokens_per_second,
-            one.seconds_to_target,
-            one.reverse_kl,
-            one.pass_rate,
-            one.curve,
-        )
+    def make() -> Figures:
+        profile = runs.run_quickstart(folder, name, seed, size.steps, words)
+        one = runs.measure(folder / name, name, seed, words, profile, size.learns, size.settled)
+        kept = ("steps", "step_ms", "seconds_to_target", "reverse_kl", "pass_rate", "curve")
+        figures = {key: value for key, value in one.items() if key in kept}
+        return who | {"tokens_per_second": one["trained_tokens_per_second"]} | figures
 
-    return kept(folder / f"{name}.json", settings, make)
+    config = config_of(size, seed).model_dump(mode="json")
+    return cache.get({**who, **size._asdict(), "config": config}, make)
 
 
-def theirs(python: Path, folder: Path, size: Size, seed: int, precision: str) -> Trial:
+def theirs(cache: TrialCache, python: Path, folder: Path, size: Size, seed: int, precision: str) -> Figures:
     """TRL's run, or what is kept of it."""
-    name, config = f"{size.name}-trl-{precision}-{seed}", config_of(size, seed)
-    save_at = [*range(pipeline.EVERY, size.steps, pipeline.EVERY), size.steps] if size.learns else []
-    told = job(config, folder / name, size.steps, precision) | {"save_at": save_at}
-    settings = digest(asdict(size), requirements(), {**told, "output": None})
-    return kept(
-        folder / f"{name}.json", settings, lambda: _theirs(python, config, told, size, seed, settings)
-    )
+    config, output = config_of(size, seed), folder / f"{size.name}-trl-{precision}-{seed}"
+    save_at = [*range(runs.EVERY, size.steps, runs.EVERY), size.steps] if size.learns else []
+    task = job(config, size.steps, precision) | {"save_at": save_at}
+    who = {"who": "trl", "size": size.name, "seed": seed}
+
+    def make() -> Figures:
+        lines = train(python, output, task)
+        settled = lines[size.settled :]
+        first, last = settled[0], settled[-1]
+        weights = SavedSteps(output)
+        points = runs.curve_points(config, weights, [0, *save_at]) if size.learns else []
+        return who | {
+            "steps": size.steps,
+            "step_ms": runs.median_gap_ms(settled),
+            "tokens_per_second": (last["generated"] - first["generated"]) / (last["time"] - first["time"]),
+            **runs.learning(points, lines),
+        }
+
+    return cache.get({**who, **size._asdict(), "requirements": requirements(), "job": task}, make)
 
 
-def _theirs(
-    python: Path, config: RunConfig, told: dict[str, Any], size: Size, seed: int, settings: str
-) -> Trial:
-    lines, output, save_at = train(python, told), Path(told["output"]), told["save_at"]
-    began, settled = lines[0]["time"], lines[size.settled :]
-    wall, times = settled[-1]["time"] - settled[0]["time"], [line["time"] for line in settled]
-    folders = Folders({step: output / f"step-{step}" for step in save_at})
-    held_out = curve_points(config, folders, [0, *save_at]) if size.learns else []
-    curve = [(pipeline.at_step(mark.step, lines) - began, *mark[1:]) for mark in held_out]
-    return Trial(
-        "trl",
-        size.name,
-        seed,
-        settings,
-        size.steps,
-        1000 * median(b - a for a, b in pairwise(times)),
-        pipeline.rise(settled, "generated") / wall,
-        crossing([point[:2] for point in curve], pipeline.TARGET_KL),
-        held_out[-1].reverse_kl if held_out else None,
-        held_out[-1].pass_rate if held_out else None,
-        curve,
-    )
+class SavedSteps(NamedTuple):
+    """TRL's checkpoints as versions; step 0 is not among them: it is the student's own folder."""
+
+    output: Path
+
+    def folder(self, version: Version) -> Path:
+        """Of a step that was saved."""
+        return self.output / f"step-{version.step}"
 
 
-def digest(*what: Any) -> str:
-    """Of JSON values: it changes when they do."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+def faster_precision(cache: TrialCache, python: Path, folder: Path, size: Size) -> str:
+    """In which TRL makes its steps faster at this size."""
+
+    def step_ms(precision: str) -> float:
+        task = job(config_of(size, 0), PROBE_STEPS, precision) | {"save_at": []}
+        output = folder / f"{size.name}-trl-try-{precision}"
+
+        def make() -> Figures:
+            return {"step_ms": runs.median_gap_ms(train(python, output, task)[PROBE_STEPS // 4 :])}
+
+        return float(cache.get({"requirements": requirements(), "job": task}, make)["step_ms"])
+
+    return min(PRECISIONS, key=step_ms)
 
 
-def kept(path: Path, settings: str, make: Callable[[], Trial]) -> Trial:
-    """The trial of these settings in `path`; what is not there, or was of others, is made."""
-    if path.is_file():
-        found = json.loads(path.read_text())
-        if found.get("settings") == settings:
-            return Trial(**found)
-        log.info("%s was made with other settings: it is made again", path.stem)
-    trial = make()
-    log.info("%s: %.0f ms a step, %.0f tokens/s", path.stem, trial.step_ms, trial.tokens_per_second)
-    path.write_text(json.dumps(asdict(trial), indent=2))
-    return trial
-
-
-def faster_precision(python: Path, folder: Path, size: Size) -> str:
-    """In which TRL makes its steps faster at this size, tried once."""
-    path, config = folder / f"{size.name}-trl-precision.json", config_of(size, 0)
-    told = {one: job(config, folder / f"{size.name}-trl-try-{one}", PROBE_STEPS, one) for one in PRECISIONS}
-    settings = digest(requirements(), [{**one, "output": None} for one in told.values()])
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    if found.get("settings") != settings:
-        found = {"settings": settings}
-        for precision, one in told.items():
-            times = [line["time"] for line in train(python, one | {"save_at": []})[PROBE_STEPS // 4 :]]
-            found[precision] = median(b - a for a, b in pairwise(times))
-        path.write_text(json.dumps(found))
-    return min(PRECISIONS, key=lambda one: found[one])
-
-
-def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str, Any]:
-    """What `trl_peer` is told: models, prompts in our order, and our optimizer's numbers."""
+def job(config: RunConfig, steps: int, precision: str) -> Figures:
+    """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
     from distill.preflight.checks import longest_sequence
     from distill.prompts.held_out import open_prompts
     from distill.prompts.stream import PromptStream
     from teacher_service.describe import load_tokenizer
 
     (teacher,) = config.teachers.values()
-    tokenizer = load_tokenizer(config.student)
-    split = open_prompts(config, tokenizer, longest_sequence(config))
+    split = open_prompts(config, load_tokenizer(config.student), longest_sequence(config))
     prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)
     return {
         "student": config.student.path,
         "teacher": teacher.path,
-        "output": str(output),
         "prompts": [prompt.text for prompt in prompts],
         "first_prompt": prompts[0].token_ids,
-        "threads": pipeline.cores(),
+        "threads": cores(),
         "seed": config.run.seed,
         "steps": steps,
         "batch": config.rollout.batch,
@@ -309,76 +296,15 @@ def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str
     }
 
 
-def train(python: Path, told: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Run TRL on one job; a line per step. Raises DistillError with what it said when it fails."""
-    output = Path(told["output"])
+def train(python: Path, output: Path, task: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Run TRL on one job in `output`; a line per step. Raises DistillError with its errors when it fails."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "job.json").write_text(json.dumps(told))
+    (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
-    env |= {"OMP_NUM_THREADS": str(told["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [str(python), "-P", str(SCRIPT), str(output / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = read_lines(output / "steps.jsonl")
-    if done.returncode != 0 or len(lines) != told["steps"]:
-        raise DistillError(f"TRL ended after {len(lines)} of {told['steps']} steps:\n{done.stderr[-2000:]}")
+    if done.returncode != 0 or len(lines) != task["steps"]:
+        raise DistillError(f"TRL ended after {len(lines)} of {task['steps']} steps:\n{done.stderr[-2000:]}")
     return lines
-
-
-# --- what comes of it -------------------------------------------------------------------------------------
-
-NUMBERS: Final = {
-    "step_ms": ("ms a step", ".0f"),
-    "tokens_per_second": ("tokens generated and trained on a second", ",.0f"),
-    "seconds_to_target": ("seconds to the target KL", ".1f"),
-    "reverse_kl": ("reverse KL at the end", ".3f"),
-    "pass_rate": ("pass rate at the end", ".3f"),
-}
-
-
-def parameters(config: RunConfig) -> dict[str, int]:
-    """Of student and teacher, from their checkpoints."""
-    from sync.snapshots.checkpoint import tensors
-
-    (teacher,) = config.teachers.values()
-    folders = {"student": Path(config.student.path), "teacher": Path(teacher.path)}
-    return {
-        role: sum(place.nbytes for place in tensors(path).values()) // 2 for role, path in folders.items()
-    }
-
-
-def medians(trials: Sequence[Trial], size: Size) -> dict[str, dict[str, float | None]]:
-    """Of each number over the seeds of one size, None where a seed has none, by who ran."""
-    found: dict[str, dict[str, float | None]] = {}
-    for who in ("ours", "trl"):
-        mine = [one for one in trials if (one.who, one.size) == (who, size.name)]
-        values = {name: [getattr(one, name) for one in mine] for name in NUMBERS}
-        found[who] = {name: None if None in of else median(of) for name, of in values.items()}
-    return found
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The medians side by side, as Markdown; the ratio is above 1 where ours is better."""
-    rows = [f"{report['trl']}; {report['cores']} cores; target {report['target_kl']:g} nats a token"]
-    for size, found in report["medians"].items():
-        count = report["parameters"][size]
-        rows += [
-            "",
-            f"{size}: student {count['student'] / 1e6:.2f} M, teacher {count['teacher'] / 1e6:.2f} M "
-            f"parameters; TRL in {report['trl_precision'][size]}",
-            "",
-            "| | ours | TRL | ratio |",
-            f"|{' --- |' * 4}",
-        ]
-        rows += [
-            _row(title, form, found["ours"][name], found["trl"][name], upward=name == "tokens_per_second")
-            for name, (title, form) in NUMBERS.items()
-            if found["ours"][name] is not None
-        ]
-    return "\n".join(rows)
-
-
-def _row(title: str, form: str, ours: float, trl: float | None, upward: bool) -> str:
-    if trl is None:
-        return f"| {title} | {ours:{form}} | – | |"
-    ratio = f"{ours / trl if upward else trl / ours:.2f}" if "at the end" not in title else ""
-    return f"| {title} | {ours:{form}} | {trl:{form}} | {ratio} |"

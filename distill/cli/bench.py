@@ -15,16 +15,15 @@ from distill.cli.options import JsonFile, write_figures
 app = typer.Typer(help="Measure; each prints its figures and writes them as JSON.", no_args_is_help=True)
 
 
-def finish(module: Any, figures: dict[str, Any], json_file: Path | None) -> None:
-    """Print figures the way their module does (`table`), else as JSON; write them to the file."""
+def bench(name: str, *values: Any, json_file: Path | None, **options: Any) -> None:
+    """Run one benchmark, imported only now; print its table, else JSON, and write the figures."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("distill").setLevel(logging.INFO)
+    module = importlib.import_module(f"distill.bench.{name}")
+    figures = module.run(*values, **options)
     as_text = getattr(module, "table", None)
     typer.echo(as_text(figures) if as_text else json.dumps(figures, indent=2))
     write_figures(json_file, figures)
-
-
-def bench(name: str) -> Any:
-    """The module of one benchmark; imported only when it is run."""
-    return importlib.import_module(f"distill.bench.{name}")
 
 
 @app.command()
@@ -33,14 +32,13 @@ def sync(
         "runs/bench-sync"
     ),
     full: Annotated[bool, typer.Option("--full", help="A model of 101 M parameters as well")] = False,
-    only: Annotated[str, typer.Option(help="Parts, such as codec,roads,swaps,whole_run; default: all")] = "",
+    only: Annotated[
+        str, typer.Option(help="Parts, such as codec,transports,swaps,whole_run; default: all")
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
     """Bytes, speed and pauses of a weight sync: codec, every store, a live replica, a whole run."""
-    module = bench("sync.run")
-    log_progress()
-    figures = module.run(folder, full=full, only=only.split(",") if only else ())
-    finish(module, figures, json_file)
+    bench("sync", folder, full=full, only=only.split(",") if only else (), json_file=json_file)
 
 
 @app.command()
@@ -49,8 +47,7 @@ def teacher(
     json_file: JsonFile = None,
 ) -> None:
     """Scored tokens a second, bytes a token and resilience of the teacher service."""
-    module = bench("teacher")
-    finish(module, module.run(model), json_file)
+    bench("teacher", model, json_file=json_file)
 
 
 @app.command()
@@ -59,21 +56,19 @@ def objective(
         "runs/bench-objective"
     ),
     only: Annotated[str, typer.Option(help="Objectives, such as topk,full; default: all")] = "",
-    lag: Annotated[str, typer.Option(help="Ages of the weights that write, such as 0,4,16")] = "0",
+    lag: Annotated[str, typer.Option(help="Ages of the weights that generate, such as 0,4,16")] = "0",
     seeds: Annotated[int, typer.Option(help="How many")] = 3,
     memory: Annotated[bool, typer.Option("--memory", help="Memory and speed of the loss instead")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda, for --memory")] = "cpu",
     json_file: JsonFile = None,
 ) -> None:
     """Which objective learns a toy task fastest; or the chunked loss against full logits."""
-    module = bench("memory" if memory else "objective")
-    log_progress()
-    names = only.split(",") if only else module.OBJECTIVES
+    names = [only.split(",")] if only else []
     if memory:
-        figures = module.run(folder, names, device=device)
+        bench("loss_cost", folder, *names, device=device, json_file=json_file)
     else:
-        figures = module.run(folder, names, seeds=seeds, lags=[int(age) for age in lag.split(",")])
-    finish(module, figures, json_file)
+        lags = [int(age) for age in lag.split(",")]
+        bench("objective", folder, *names, seeds=seeds, lags=lags, json_file=json_file)
 
 
 @app.command("async")
@@ -86,9 +81,7 @@ def pipeline(
     json_file: JsonFile = None,
 ) -> None:
     """The quickstart one stage after the other against all stages at once."""
-    module = bench("pipeline")
-    log_progress()
-    finish(module, module.run(folder, range(seeds), steps), json_file)
+    bench("pipeline", folder, range(seeds), steps, json_file=json_file)
 
 
 @app.command()
@@ -100,9 +93,7 @@ def peers(
     json_file: JsonFile = None,
 ) -> None:
     """TRL's DistillationTrainer against us on the same models; installs TRL by pip into a folder."""
-    module = bench("peers")
-    log_progress()
-    finish(module, module.run(folder, range(seeds)), json_file)
+    bench("vs_trl", folder, range(seeds), json_file=json_file)
 
 
 @app.command()
@@ -113,11 +104,4 @@ def soak(
     json_file: JsonFile = None,
 ) -> None:
     """Memory, disk, blocks of the event loop and the restart of a controller over a long run in memory."""
-    module = bench("soak")
-    finish(module, module.run(folder, rollouts, wide), json_file)
-
-
-def log_progress() -> None:
-    """A line on stderr for every trial."""
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("distill").setLevel(logging.INFO)
+    bench("soak", folder, rollouts, wide, json_file=json_file)

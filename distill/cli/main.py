@@ -264,11 +264,11 @@ def chaos(
     config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
     events: Annotated[int, typer.Option(min=1, help="Faults, all kinds together")] = 24,
     kinds: Annotated[str, typer.Option(help="Of faults")] = "kill,stop,slow,cut,malformed,disk",
-    seed: Annotated[int, typer.Option(help="Of what is struck and when")] = 0,
+    seed: Annotated[int, typer.Option(help="Of targets and moments")] = 0,
     disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled")] = 1.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Strike a real run at random moments with faults of every kind, and audit what came of it."""
+    """Inject faults of every kind into a real run at random moments, and audit what they cost."""
     from distill.bench import chaos as bench
 
     chosen = bench.chosen(kinds)

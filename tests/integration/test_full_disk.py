@@ -16,7 +16,7 @@ import torch
 from small_disk import mounted
 from tiny_run import BATCH, NAME, command
 
-from distill.bench.full_disk import fill, free
+from distill.bench.faults import fill, free
 from distill.bench.kill_target import KillTarget
 from distill.run_log.audit import AuditReport, audit
 from student_trainer import checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench.full_disk import mount, unmount
+from distill.bench.faults import mount, unmount
 from sync.errors import ConfigError
 
 

@@ -1,47 +1,69 @@
-"""The arithmetic of the objective benchmark, and that a finished trial is never run again."""
+"""Trials are run once, summarised and compared; the objective and loss benchmarks built on that."""
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from distill.bench import memory, objective
-from distill.bench.curves import best_rung, fitted, spread, tokens_to
-from distill.bench.loss_cost import Case, Cost
-from distill.bench.objectives import OBJECTIVES, configured
-from distill.bench.trials import Point, Result, Setup, Trial, TrialFile
+from distill.bench import loss_cost, objective, runner
+from distill.bench.loss_cost import Case, Cost, continued
+from distill.bench.objective import OBJECTIVES, best_rung, configured, tokens_to
+from distill.bench.runner import Figures, TrialCache, Work, crossing, interleaved, spread
+from distill.bench.toy import Trial
 from sync.errors import ConfigError, DataError
 
-SETUP = Setup("models-of-a-test")
+
+def result(final_kl: float = 0.25) -> Figures:
+    """Of 10 steps of 0.4 s that made 1,000 tokens."""
+    points = [{"tokens": 0, "reverse_kl": 1.0, "pass_rate": 0.2}]
+    points.append({"tokens": 1000, "reverse_kl": final_kl, "pass_rate": 0.5})
+    seconds = {"wall_seconds": {"train": 0.2}, "cpu_seconds": {"train": 0.1, "generate": 0.3}}
+    means = {"teacher_bytes": 8.0, "effective_samples": 1.0, "support_mass": None, "age": 0.0}
+    return {"points": points, "steps": 10, **seconds, **means}
 
 
-def result(trial: Trial, final_kl: float = 0.25) -> Result:
-    points = [Point(0, 1.0, 0.2), Point(1000, final_kl, 0.5)]
-    return Result(trial, points, 10, {"train": 0.2}, {"train": 0.1, "generate": 0.3}, 8.0, 1.0, None)
+# --- summaries --------------------------------------------------------------------------------------------
 
 
-# --- curves -----------------------------------------------------------------------------------------------
+def test_works_take_turns_and_each_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = [0.0], []
+
+    def work(name: str, seconds: float) -> None:
+        order.append(name)
+        clock[0] += seconds
+
+    clocks = SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: clock[0] / 2)
+    monkeypatch.setattr(runner, "time", clocks)
+    left = [1.0, 8.0]
+    works = {"a": Work(lambda s: work("a", s), lambda: left.pop(0)), "b": Work(lambda: work("b", 2.0))}
+    found = interleaved(works, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert found == {"a": [(1.0, 0.5), (8.0, 4.0)], "b": [(2.0, 1.0)] * 2}
+
+
+def test_a_curve_meets_its_target_between_two_points() -> None:
+    curve = [(0.0, 1.2), (10.0, 0.6), (20.0, 0.2)]
+    assert crossing(curve, 0.4) == pytest.approx(15.0)
+    assert crossing(curve, 0.2) == pytest.approx(20.0)
+    assert crossing(curve, 1.2) == 0.0
+    assert crossing(curve, 0.1) is None
+    assert crossing([], 0.1) is None
 
 
 def test_tokens_to_a_target_are_read_off_a_line_in_log_kl() -> None:
-    points = [Point(0, 1.6, 0.1), Point(1000, 0.8, 0.2), Point(2000, 0.2, 0.3)]
-    assert tokens_to(points, 0.4) == pytest.approx(1500)
-    assert tokens_to(points, 0.8) == pytest.approx(1000)
+    points = [{"tokens": n, "reverse_kl": kl} for n, kl in ((0, 1.6), (1000, 0.8), (2000, 3.0), (3000, 0.2))]
+    assert tokens_to(points, 0.8 * math.sqrt(2)) == pytest.approx(500), "the first crossing counts"
     assert tokens_to(points, 1.6) == 0
     assert tokens_to(points, 0.1) is None
 
 
-def test_the_first_crossing_counts_even_when_the_curve_comes_back() -> None:
-    points = [Point(0, 2.0, 0.1), Point(100, 1.0, 0.2), Point(200, 3.0, 0.1), Point(300, 0.5, 0.4)]
-    assert tokens_to(points, 1.5) == pytest.approx(100 * math.log(2 / 1.5) / math.log(2))
-
-
-def test_spread_is_mean_and_sample_deviation() -> None:
+def test_spread_is_mean_and_sample_deviation_and_none_when_a_value_is_missing() -> None:
     found = spread([1.0, 2.0, 6.0])
-    assert (found.mean, found.deviation) == (pytest.approx(3.0), pytest.approx(math.sqrt(7.0)))
-    assert spread([4.0]) == (4.0, 0.0, [4.0])
+    assert found == {"mean": 3.0, "deviation": pytest.approx(math.sqrt(7.0)), "values": [1.0, 2.0, 6.0]}
+    assert spread([4.0]) == {"mean": 4.0, "deviation": 0.0, "values": [4.0]}
+    assert spread([4.0, None]) is None
 
 
 @pytest.mark.parametrize("best", [-3, -1, 0, 2, 3])
@@ -54,48 +76,34 @@ def test_the_ladder_ends_at_its_reach_and_nan_is_the_worst_rung() -> None:
     assert best_rung(lambda rung: math.nan if rung > 0 else -rung, 0, 3) == 0
 
 
-def test_a_line_through_points_gives_offset_slope_and_error() -> None:
-    line = fitted([(1.0, 5.0), (2.0, 7.0), (4.0, 11.0)])
-    assert (line.at_zero, line.slope, line.at(8.0)) == pytest.approx((3.0, 2.0, 19.0))
-    assert line.worst == pytest.approx(0.0)
-    assert fitted([(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)]).worst == pytest.approx(0.5)
-
-
 # --- trials -----------------------------------------------------------------------------------------------
 
 
 def test_a_finished_trial_is_read_back_and_not_run_again(tmp_path: Path) -> None:
-    path, trial, ran = tmp_path / "trials.jsonl", Trial("topk", 1e-3, 2, 4), []
-
-    def run(trial: Trial) -> Result:
-        ran.append(trial)
-        return result(trial)
-
-    first = TrialFile(path, SETUP).get(trial, run)
-    again = TrialFile(path, SETUP).get(trial, run)
-    assert ran == [trial]
-    assert again == first
+    ran: list[dict] = []
+    first = TrialCache(tmp_path / "t.jsonl").get({"a": 1}, lambda: ran.append({}) or {"x": (1, 2)})
+    again = TrialCache(tmp_path / "t.jsonl").get({"a": 1}, lambda: ran.append({}) or {})
+    assert first == again == {"x": [1, 2]}
+    assert len(ran) == 1
 
 
-def test_a_trial_of_another_set_up_does_not_count(tmp_path: Path) -> None:
-    path, trial = tmp_path / "trials.jsonl", Trial("topk", 1e-3, 0)
-    TrialFile(path, SETUP).get(trial, result)
-    other = TrialFile(path, replace(SETUP, tokens=1)).get(trial, lambda t: result(t, final_kl=0.125))
-    assert other.points[-1].reverse_kl == 0.125
-    assert TrialFile(path, SETUP).get(trial, result).points[-1].reverse_kl == 0.25
+def test_a_trial_of_other_settings_or_other_code_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    assert TrialCache(path).get({"a": 1}, lambda: {"x": 1}) == {"x": 1}
+    assert TrialCache(path).get({"a": 2}, lambda: {"x": 2}) == {"x": 2}
+    monkeypatch.setattr(runner, "source_hash", lambda sources: "other code")
+    assert TrialCache(path).get({"a": 1}, lambda: {"x": 3}) == {"x": 3}
 
 
 def test_a_line_that_a_crash_cut_off_runs_again_and_spoils_nothing(tmp_path: Path) -> None:
-    path, done, cut = tmp_path / "trials.jsonl", Trial("full", 1e-3, 0), Trial("full", 1e-3, 1)
-    file = TrialFile(path, SETUP)
-    for trial in (done, cut):
-        file.get(trial, result)
+    path = tmp_path / "t.jsonl"
+    for seed in (0, 1):
+        TrialCache(path).get({"seed": seed}, lambda: {"x": 0})
     path.write_text(path.read_text()[:-20])
-    ran = []
-    file = TrialFile(path, SETUP)
-    for trial in (done, cut):
-        file.get(trial, lambda trial: ran.append(trial) or result(trial))
-    assert ran == [cut]
+    found = [TrialCache(path).get({"seed": seed}, lambda: {"x": 1}) for seed in (0, 1)]
+    assert found == [{"x": 0}, {"x": 1}]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
 
 
@@ -103,7 +111,7 @@ def test_a_file_that_is_broken_in_the_middle_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
     path.write_text('{"cut\n{}\n')
     with pytest.raises(DataError, match=r"trials.jsonl:1"):
-        TrialFile(path, SETUP)
+        TrialCache(path)
 
 
 # --- objectives -------------------------------------------------------------------------------------------
@@ -119,9 +127,9 @@ def test_every_objective_of_the_trainer_is_compared_with_its_own_defaults() -> N
 def test_each_objective_is_run_at_the_rate_that_seed_0_finds_best() -> None:
     ran: set[Trial] = set()
 
-    def run(trial: Trial) -> Result:
+    def run(trial: Trial) -> Figures:
         ran.add(trial)
-        return result(trial, final_kl=0.25 * (1 + abs(math.log2(trial.rate / 1e-3))))
+        return result(final_kl=0.25 * (1 + abs(math.log2(trial.rate / 1e-3))))
 
     (row,) = objective.compare("topk", 3, (0,), 0.5, run)
     assert row["rate"] == pytest.approx(1e-3)
@@ -130,28 +138,52 @@ def test_each_objective_is_run_at_the_rate_that_seed_0_finds_best() -> None:
 
 
 def test_every_lag_has_a_row_but_samples_of_the_teacher_have_no_lag() -> None:
-    rows = objective.compare("sampled", 1, (0, 4, 16), 0.5, result)
+    rows = objective.compare("sampled", 1, (0, 4, 16), 0.5, lambda _: result())
     assert [row["lag"] for row in rows] == [0, 4, 16]
-    assert [row["lag"] for row in objective.compare("sft", 1, (0, 4), 0.5, result)] == [0]
+    assert [row["lag"] for row in objective.compare("sft", 1, (0, 4), 0.5, lambda _: result())] == [0]
 
 
 def test_seconds_to_the_target_are_tokens_to_it_at_the_pace_of_the_median_step() -> None:
     """10 steps of 0.4 s made 1,000 tokens; KL 1 → 0.25 crosses 0.5 half way."""
-    found = objective.summary([result(Trial("topk", 1e-3, 0))], target_kl=0.5)
+    found = objective.summary([result()], target_kl=0.5)
     assert found["tokens_to_target"]["mean"] == pytest.approx(500)
     assert found["cpu_seconds_to_target"]["mean"] == pytest.approx(2.0)
     assert found["cpu_seconds_per_step"]["mean"] == pytest.approx(0.4)
-    assert found["wall_seconds_per_step"]["mean"] == pytest.approx(0.2)
 
 
 def test_a_target_that_a_seed_misses_has_no_mean() -> None:
-    results = [result(Trial("topk", 1e-3, seed), final_kl) for seed, final_kl in enumerate((0.25, 0.75))]
+    results = [result(final_kl) for final_kl in (0.25, 0.75)]
     found = objective.summary(results, target_kl=0.5)
     assert found["tokens_to_target"] is None
     assert found["cpu_seconds_to_target"] is None
 
 
+def test_the_stored_trials_give_the_documented_table(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    lines = (docs / "data" / "objective.trials.jsonl").read_text().splitlines()
+    names = ("objective", "rate", "seed", "lag")
+    stored = {
+        tuple(line["settings"][name] for name in names): line["result"] for line in map(json.loads, lines)
+    }
+    found = [
+        row
+        for name in OBJECTIVES
+        for row in objective.compare(name, 3, (0,), 0.7, lambda trial: {"age": 0.0} | stored[tuple(trial)])
+    ]
+    text = (docs / "benchmarks.md").read_text()
+    for row in found:
+        assert "{mean:.3f} ± {deviation:.3f}".format(**row["reverse_kl"]) in text
+        if row["tokens_to_target"]:
+            assert "{mean:,.0f} ± {deviation:,.0f}".format(**row["tokens_to_target"]) in text
+
+
 # --- memory -----------------------------------------------------------------------------------------------
+
+
+def test_a_line_through_points_gives_the_value_beyond_them_and_its_error() -> None:
+    assert continued({1: 5.0, 2: 7.0, 4: 11.0}, 8) == pytest.approx((19.0, 0.0))
+    assert continued({1: 1.0, 2: 3.0, 3: 2.0}, 9)[1] == pytest.approx(0.5)
+    assert continued({1: 1.0, 2: 3.0}, 2) == (3.0, None)
 
 
 def test_full_logits_are_measured_where_they_fit_and_continued_along_a_line(tmp_path: Path) -> None:
@@ -163,7 +195,7 @@ def test_full_logits_are_measured_where_they_fit_and_continued_along_a_line(tmp_
             return Cost(100 + case.chunk, 8.0, 0.0)
         return Cost(100 + 2 * case.tokens, case.tokens / 100, 0.0)
 
-    report = memory.run(
+    report = loss_cost.run(
         tmp_path, ["topk"], tokens=800, vocabulary=1000, chunks=[64], measure=measure, free=30_000_000
     )
     assert [case.tokens for case in options] == [100, 200, 400, 800]
@@ -173,11 +205,11 @@ def test_full_logits_are_measured_where_they_fit_and_continued_along_a_line(tmp_
     assert row["time_ratio"] == pytest.approx(1.0)
     assert row["full_is_continued"]
     assert json.loads((tmp_path / "memory.json").read_text())["rows"] == json.loads(json.dumps([row]))
-    assert "continued" in memory.table(report)
+    assert "continued" in loss_cost.table(report)
 
 
 def test_full_logits_that_fit_are_measured_as_they_are(tmp_path: Path) -> None:
-    report = memory.run(
+    report = loss_cost.run(
         tmp_path,
         ["topk"],
         tokens=800,

@@ -1,11 +1,10 @@
-"""What the bench asks of a replica: load that never ends, every version once, and vLLM's own reload."""
+"""What the bench does to a replica: load without end, every version once, and vLLM's own reload."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.bench.sync import models, replica
+from distill.bench import sync_replica as replica
+from distill.bench import sync_stores as models
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import ConfigError, DistillError
 from sync.transport import read_message, reply
@@ -34,7 +34,7 @@ from sync.wire import (
 
 
 class Events:
-    """What a replica was asked, in order; its pauses grow by a millisecond from version to version."""
+    """Requests that a replica got, in order; its pauses grow by a millisecond from version to version."""
 
     def __init__(self, fails: bool = False, reload_status: int = 200) -> None:
         self.fails, self.reload_status = fails, reload_status
@@ -77,7 +77,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> models.Shape:
     """The toy in short windows: two full versions, then two turns of three deltas."""
     monkeypatch.setattr(replica, "TURNS", 2)
     monkeypatch.setattr(replica, "ALONE", {"toy": 2})
-    return replace(models.TOY, window_seconds=0.05, swaps=3, in_flight=16)
+    return models.TOY._replace(window_seconds=0.05, swaps=3, in_flight=16)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
@@ -97,8 +97,8 @@ async def test_a_replica_takes_every_version_once_under_load_and_then_reloads(
 ) -> None:
     events = Events()
     stand_in(monkeypatch, events)
-    model = models.make(shape, tmp_path / "model")
-    found = await replica._whole(shape, model, tmp_path / "work")
+    model, _ = models.make(shape, tmp_path)
+    found = await replica._weights(shape, model, tmp_path / "work")
     assert events.swapped == list(range(8))
     assert events.reloads == [{"method": "reload_weights"}] * 2
     assert events.lengths == {replica.TOKENS}
@@ -113,9 +113,9 @@ async def test_a_replica_that_cannot_generate_ends_the_bench(
     shape: models.Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, Events(fails=True))
-    model = models.make(shape, tmp_path / "model")
+    model, _ = models.make(shape, tmp_path)
     with pytest.raises(DistillError, match="out of memory"):
-        await replica._whole(shape, model, tmp_path / "work")
+        await replica._weights(shape, model, tmp_path / "work")
 
 
 async def test_adapters_are_whole_versions_and_a_failed_reload_is_no_figure(
@@ -123,11 +123,10 @@ async def test_adapters_are_whole_versions_and_a_failed_reload_is_no_figure(
 ) -> None:
     events = Events(reload_status=500)
     stand_in(monkeypatch, events)
-    model = models.make(shape, tmp_path / "model")
-    whole = await replica._whole(shape, model, tmp_path / "whole")
+    model, adapter = models.make(shape, tmp_path)
+    whole = await replica._weights(shape, model, tmp_path / "whole")
     assert whole["vllm_reload_seconds"] is None, "a reload that failed has no figure"
     events.swapped.clear()
-    adapter = models.make_adapter(shape, model, tmp_path / "adapter")
     found = await replica._adapters(shape, model, adapter, tmp_path / "work")
     assert (found["count"], events.swapped) == (4, [0, 1, 2, 3])
 

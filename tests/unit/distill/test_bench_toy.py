@@ -1,13 +1,26 @@
-"""One process distils: the pipeline's own parts, put together by the objective benchmark."""
+"""One process distills with the pipeline's own parts, put together by the objective benchmark."""
+
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
-from distill.bench.learning import Learner, evaluated, learn
-from distill.bench.objectives import OBJECTIVES, configured
-from distill.bench.toy import Delayed, World, copy_of, items, score_hidden, wire_bytes, write
-from distill.bench.trials import Setup, Trial
+from distill.bench.objective import OBJECTIVES, configured
+from distill.bench.toy import (
+    Delayed,
+    Learner,
+    Setup,
+    Trial,
+    World,
+    copy_of,
+    evaluated,
+    generate,
+    items,
+    learn,
+    score,
+    wire_bytes,
+)
 from distill.evaluation.evaluation import LanguageModel, Limits
 from distill.prompts.stream import Prompt
 from distill.tasks import spellings
@@ -40,22 +53,22 @@ def world() -> World:
 def test_every_objective_trains_on_as_many_tokens_as_asked(world: World, name: str) -> None:
     config = configured(name, K)
     found = learn(world, SETUP, Trial(name, 3e-2, 0), config)
-    tokens = [point.tokens for point in found.points]
+    tokens = [point["tokens"] for point in found["points"]]
     assert tokens[0] == 0
     assert len(tokens) == 3
     assert SETUP.tokens <= tokens[-1] < SETUP.tokens + 8 * 4
-    assert found.points[0] == evaluated(world, world.student, 0)
-    assert np.isfinite([point.reverse_kl for point in found.points]).all()
-    assert set(found.cpu_seconds) == {"generate", "score", "train"}
+    assert found["points"][0] == asdict(evaluated(world, world.student, 0))
+    assert np.isfinite([point["reverse_kl"] for point in found["points"]]).all()
+    assert set(found["cpu_seconds"]) == {"generate", "score", "train"}
     if name != "sft":
-        assert found.effective_samples == pytest.approx(1.0, abs=1e-4)
-    assert (found.support_mass is None) == ("topk" not in name)
+        assert found["effective_samples"] == pytest.approx(1.0, abs=1e-4)
+    assert (found["support_mass"] is None) == ("topk" not in name)
 
 
 def test_exact_objectives_approach_the_teacher(world: World) -> None:
     setup = Setup("random", tokens=3000, rows=32, evaluations=1)
-    first, last = learn(world, setup, Trial("full", 1e-2, 0), configured("full", K)).points
-    assert last.reverse_kl < 0.5 * first.reverse_kl
+    first, last = learn(world, setup, Trial("full", 1e-2, 0), configured("full", K))["points"]
+    assert last["reverse_kl"] < 0.5 * first["reverse_kl"]
 
 
 @pytest.mark.parametrize(
@@ -68,21 +81,21 @@ def test_exact_objectives_approach_the_teacher(world: World) -> None:
         ("full", 4 + 32 * 2),  # hidden states
     ],
 )
-def test_bytes_of_a_teachers_marks_are_those_of_the_wire_arrays(
+def test_bytes_of_a_teachers_scores_are_those_of_the_wire_arrays(
     world: World, name: str, expected: int
 ) -> None:
     config = configured(name, K)
     prompts = [prompt.token_ids for prompt in world.held_out]
-    written = write(
+    made = generate(
         world.student, prompts, world.limits, torch.Generator().manual_seed(0), K * (name[:2] == "st")
     )
-    assert wire_bytes(score_hidden(world.engine, written, config)) == expected * len(written.logp_C)
+    assert wire_bytes(score(world.engine, made, config)) == expected * len(made.logp_C)
 
 
-def test_what_was_written_is_cut_into_the_sequences_that_the_teacher_marks(world: World) -> None:
+def test_completions_are_cut_into_the_sequences_that_the_teacher_scores(world: World) -> None:
     prompts = [prompt.token_ids for prompt in world.held_out]
-    written = write(world.student, prompts, world.limits, torch.Generator().manual_seed(0), K)
-    sequences = items(written)
+    made = generate(world.student, prompts, world.limits, torch.Generator().manual_seed(0), K)
+    sequences = items(made)
     assert [row.token_ids_L[: row.first].tolist() for row in sequences] == prompts
     for row in sequences:
         logits = world.student.model(torch.from_numpy(row.token_ids_L)[None].long()).logits[
@@ -92,39 +105,39 @@ def test_what_was_written_is_cut_into_the_sequences_that_the_teacher_marks(world
         assert row.gather_ids_TK is not None
         assert torch.equal(top.sort(1).values, torch.from_numpy(row.gather_ids_TK).long().sort(1).values)
     flat = np.concatenate([row.token_ids_L[row.first :] for row in sequences])
-    assert len(flat) == len(written.logp_C) == written.completion_B.sum()
+    assert len(flat) == len(made.logp_C) == made.completion_B.sum()
 
 
-def test_the_behaviour_log_probability_is_that_of_the_author(world: World) -> None:
+def test_the_behaviour_log_probability_is_that_of_the_model_that_generated(world: World) -> None:
     prompts = [prompt.token_ids for prompt in world.held_out]
-    written = write(world.student, prompts, world.limits, torch.Generator().manual_seed(0))
-    row = items(written)[0]
+    made = generate(world.student, prompts, world.limits, torch.Generator().manual_seed(0))
+    row = items(made)[0]
     ids = torch.from_numpy(row.token_ids_L).long()
     logp = world.student.model(ids[None]).logits[0].log_softmax(-1)
     expected = logp[row.first - 1 : -1].gather(1, ids[row.first :, None])[:, 0]
-    assert torch.allclose(torch.from_numpy(written.logp_C[: row.positions]), expected, atol=1e-5)
+    assert torch.allclose(torch.from_numpy(made.logp_C[: row.positions]), expected, atol=1e-5)
 
 
-def test_a_delayed_author_writes_with_the_weights_of_so_many_steps_ago() -> None:
+def test_a_delayed_model_generates_with_the_weights_of_so_many_steps_ago() -> None:
     live = copy_of(language_model(3))
     delayed, norm = Delayed(live, lag=2), live.model.model.norm.weight
     seen = []
     for step in range(5):
         norm.data.fill_(step)
-        seen.append(delayed.author().model.model.norm.weight[0].item())
+        seen.append(delayed.model().model.model.norm.weight[0].item())
     assert seen == [0.0, 0.0, 0.0, 1.0, 2.0]
 
 
-def test_without_lag_the_live_model_writes() -> None:
+def test_without_lag_the_live_model_generates() -> None:
     live = language_model(3)
-    assert Delayed(live, lag=0).author() is live
+    assert Delayed(live, lag=0).model() is live
 
 
 def test_stale_samples_have_importance_weights(world: World) -> None:
     learner = Learner(world, SETUP, Trial("sampled", 3e-2, 0, lag=2), configured("sampled", K))
     for _ in range(4):
         learner.step()
-    assert learner.effective_samples < 0.999
+    assert learner.figures()["effective_samples"] < 0.999
 
 
 def test_the_age_of_what_was_trained_on_is_measured_token_by_token(world: World) -> None:
@@ -133,7 +146,7 @@ def test_the_age_of_what_was_trained_on_is_measured_token_by_token(world: World)
     for _ in range(4):
         learner.step()
         ends.append(learner.tokens)
-    assert learner.age == pytest.approx(np.dot(np.diff(ends), [0, 1, 2, 2]) / ends[-1])
+    assert learner.figures()["age"] == pytest.approx(np.dot(np.diff(ends), [0, 1, 2, 2]) / ends[-1])
 
 
 def test_the_start_is_never_trained(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Who is killed, how it is found, and what the figures say."""
+"""Which faults hit which targets, how processes are found, and what the figures say."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
     assert "otherwise wrong    1" in table(found).splitlines()
 
 
-def test_every_kind_strikes_every_target_once_before_any_again_whatever_the_number_of_its_processes() -> None:
+def test_every_kind_hits_every_target_once_before_any_again_whatever_the_number_of_its_processes() -> None:
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
     helpers = [DEEPSPEED, "engine of student-1"]
     chosen = list(itertools.islice(_targets(random.Random(1), KINDS, roles, helpers), 25 * 8))
@@ -86,7 +86,7 @@ class Immortal:
     """A KillTarget that is at work at once, and counts what is done to it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.struck, self.resumed, self.steps = run_dir, [], [], 0
+        self.run_dir, self.injected, self.resumed, self.steps = run_dir, [], [], 0
         (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
 
     def __enter__(self) -> Immortal:
@@ -98,28 +98,28 @@ class Immortal:
         (self.run_dir / "journal").mkdir(exist_ok=True)
 
     def kill(self, role: str, rng: random.Random) -> None:
-        self.struck.append(("kill", role))
+        self.injected.append(("kill", role))
 
     def kill_launcher(self, everything: bool = False) -> None:
-        self.struck.append(("kill", ALL if everything else CONTROLLER))
+        self.injected.append(("kill", ALL if everything else CONTROLLER))
 
     def suspend(self, role: str, rng: random.Random) -> None:
-        self.struck.append(("stop", role))
+        self.injected.append(("stop", role))
 
     def pause(self, role: str, seconds: float) -> None:
-        self.struck.append(("stop", role))
+        self.injected.append(("stop", role))
 
     def slow(self, role: str, seconds: float) -> None:
-        self.struck.append(("slow", role))
+        self.injected.append(("slow", role))
 
     def cut(self, role: str) -> None:
-        self.struck.append(("cut", role))
+        self.injected.append(("cut", role))
 
-    def spoil(self, role: str) -> None:
-        self.struck.append(("malformed", role))
+    def malform(self, role: str) -> None:
+        self.injected.append(("malformed", role))
 
     def fill_disk(self, seconds: float) -> None:
-        self.struck.append(("disk", DISK))
+        self.injected.append(("disk", DISK))
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         assert condition(), what
@@ -152,27 +152,27 @@ class Immortal:
 def test_chaos_that_was_stopped_goes_on_with_the_next_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaos, "LONGEST_CALM_SECONDS", 0.0)
+    monkeypatch.setattr(chaos, "MAX_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(chaos, "audit", lambda run_dir: AuditReport())
     first, second, whole = (Immortal(_folder(tmp_path, name)) for name in ("run", "run", "whole"))
     chaos.run(first, 7, seed=3)
     found = chaos.run(second, 24, seed=3)
     chaos.run(whole, 24, seed=3)
     assert (first.resumed[0], second.resumed[0]) == (False, True)
-    assert [*first.struck, *second.struck] == whole.struck
+    assert [*first.injected, *second.injected] == whole.injected
     assert sum(one["times"] for targets in found["events"].values() for one in targets.values()) == 24
     lines = [json.loads(line) for line in (tmp_path / "whole" / "chaos.jsonl").read_text().splitlines()]
     told = [(line["kind"], line["target"]) for line in lines]
-    assert [one for one in whole.struck if one != ("kill", "trainer")] == [
+    assert [one for one in whole.injected if one != ("kill", "trainer")] == [
         one for one in told if one != ("kill", "trainer")
     ]
 
 
-def test_a_controller_that_kills_somebody_on_waking_is_told(tmp_path: Path) -> None:
+def test_a_continued_controller_that_kills_healthy_processes_is_reported(tmp_path: Path) -> None:
     kill_target = Immortal(tmp_path)
     kill_target.processes = iter([{1, 2}, {1, 3}]).__next__  # type: ignore[method-assign]
-    with pytest.raises(DistillError, match=r"on waking it killed \{2\}"):
-        chaos.STRIKES["stop"](kill_target, random.Random(0), CONTROLLER)
+    with pytest.raises(DistillError, match=r"when continued it killed \{2\}"):
+        chaos.INJECT["stop"](kill_target, random.Random(0), CONTROLLER)
 
 
 def _folder(parent: Path, name: str) -> Path:
@@ -180,7 +180,7 @@ def _folder(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def test_lines_are_given_out_once_and_whole(tmp_path: Path) -> None:
+def test_lines_are_returned_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     tail = Tail(path)
     assert tail.new() == []

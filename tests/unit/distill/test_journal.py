@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_disk import mounted
 
-from distill.bench.full_disk import fill, free
+from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
 from distill.run_log.archive import archived
 from distill.run_log.journal import Journal

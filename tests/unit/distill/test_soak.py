@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench.soak import MIB, Blocks, Mark, Size, soak
+from distill.bench.soak import MIB, Blocks, Size, Usage, soak
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout, Snapshot
@@ -23,33 +23,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def marks(folder: Path) -> list[Mark]:
+def usages(folder: Path) -> list[Usage]:
     return asyncio.run(soak(folder, SIZE, Blocks(), segment_bytes=MIB // 4))
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path, marks: list[Mark]) -> AuditReport:
+def report(folder: Path, usages: list[Usage]) -> AuditReport:
     return audit(folder)
 
 
-def test_the_controllers_memory_does_not_grow_with_the_rollouts(marks: list[Mark]) -> None:
-    grown = max(mark.objects for mark in marks[5:]) - min(mark.objects for mark in marks[1:5])
-    assert grown < (marks[-1].rollouts - marks[1].rollouts), "less than an object a rollout"
+def test_the_controllers_memory_does_not_grow_with_the_rollouts(usages: list[Usage]) -> None:
+    grown = max(one.objects for one in usages[5:]) - min(one.objects for one in usages[1:5])
+    assert grown < (usages[-1].rollouts - usages[1].rollouts), "less than an object a rollout"
 
 
-def test_the_journal_that_a_restart_needs_does_not_grow(marks: list[Mark]) -> None:
-    assert max(mark.journal_mib for mark in marks[5:]) < 2 * max(mark.journal_mib for mark in marks[1:5])
+def test_the_journal_that_a_restart_needs_does_not_grow(usages: list[Usage]) -> None:
+    assert max(one.journal_mib for one in usages[5:]) < 2 * max(one.journal_mib for one in usages[1:5])
 
 
-def test_what_stays_of_a_rollout_is_some_bytes(marks: list[Mark]) -> None:
-    first, last = marks[1], marks[-1]
+def test_what_stays_of_a_rollout_is_some_bytes(usages: list[Usage]) -> None:
+    first, last = usages[1], usages[-1]
     rollouts = last.rollouts - first.rollouts
     assert (last.archive_mib - first.archive_mib) * MIB < 32 * rollouts
     assert (last.others_mib - first.others_mib) * MIB < 96 * rollouts
 
 
 def test_a_restart_replays_what_came_after_the_oldest_kept_checkpoint(
-    folder: Path, marks: list[Mark]
+    folder: Path, usages: list[Usage]
 ) -> None:
     records = [record for _, record in Journal(folder / "journal").replay()]
     assert isinstance(records[0], Snapshot)
@@ -59,3 +59,9 @@ def test_a_restart_replays_what_came_after_the_oldest_kept_checkpoint(
 def test_the_audit_still_proves_all_of_the_run(report: AuditReport) -> None:
     assert report.ok, report
     assert report.trained == SIZE.rollouts
+
+
+def test_hidden_states_of_any_width_are_trained_on(tmp_path: Path) -> None:
+    wide = Size(rollouts=64, batch=32, tokens=8, width=16, checkpoint_every=1)
+    usages = asyncio.run(soak(tmp_path, wide, Blocks()))
+    assert usages[-1].rollouts == wide.rollouts

@@ -23,23 +23,23 @@ SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
 SCRIPT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from distill.bench import cpu_profile as watched
+from distill.bench import runs
 from distill.bench.kill_target import KillTarget
 from distill.cli.guarded import guarded
 def killing():
-    with KillTarget({SLEEP}, Path(sys.argv[1])) as patient:
-        patient.start()
+    with KillTarget({SLEEP}, Path(sys.argv[1])) as target:
+        target.start()
         time.sleep(600)
-def watching():
+def profiling():
     sys.executable = sys.argv[2]
-    watched.run([])
+    runs.profiled([])
 def waiting():
     subprocess.run({SLEEP})
 sys.exit(guarded(globals()[sys.argv[3]]))
 """
 
 
-@pytest.mark.parametrize("command", ["waiting", "watching", "killing"])
+@pytest.mark.parametrize("command", ["waiting", "profiling", "killing"])
 def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -> None:
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 600\n")

@@ -21,7 +21,7 @@ import torch
 from power_cut import power_cut
 from small_disk import mounted
 
-from distill.bench.full_disk import fill, free
+from distill.bench.faults import fill, free
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
 from student_trainer import disk_full as room

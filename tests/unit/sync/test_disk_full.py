@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_disk import mounted
 
-from distill.bench.full_disk import fill, free
+from distill.bench.faults import fill, free
 from distill.metrics.trackers import Lines
 from sync import disk_full as room
 from sync.disk_full import append, is_full, until_disk_space

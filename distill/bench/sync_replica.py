@@ -1,9 +1,9 @@
 """Swaps of a real vLLM replica while it generates: pause, apply, and what the engine loses besides the pause.
 
-Completions of TOKENS tokens flow all the time, as in the quickstart. Windows with and without swaps take
-turns; what is generated less in those with swaps, over their number, is the engine time that one swap costs:
-pause, prefilling again what was in flight, and staging on the side. Without a vLLM there is an error instead
-of figures.
+Completions of TOKENS tokens are in flight all the time, as in the quickstart. Windows with and without swaps
+take turns; what is generated less in those with swaps, over their number, is the engine time that one swap
+costs: pause, prefilling again what was in flight, and staging on the side. Without vLLM there is an error
+instead of figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -23,12 +23,13 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from distill.bench.sync.models import CONTEXT, LARGE, RUN, TOY, Kind, Shape, Versions, make, make_adapter
+from distill.bench.runner import Figures, serving
+from distill.bench.sync_stores import CONTEXT, LARGE, RUN, TOY, Kind, Shape, Versions, make
 from distill.config import StudentConfig
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.roles import url_of
-from distill.launch.supervise import ChildSpec, Supervisor
+from distill.launch.supervise import ChildSpec
 from sync.errors import DistillError
 from sync.replica.config import ReplicaConfig
 from sync.stores import open_store
@@ -55,33 +56,31 @@ TURNS: Final = 4
 ALONE: Final = {"toy": 7, "large": 3}
 """Swaps of full versions, and reloads."""
 _LOCAL: Final = "127.0.0.1"
-_START_SECONDS: Final = 300.0
 
 
-def run(full: bool, folder: Path) -> dict[str, Any]:
+def run(full: bool, folder: Path) -> Figures:
     """Swaps by kind, vLLM's own reload, and the engine's pace; `full`: 101 M parameters instead of the toy.
 
     Raises DistillError when no engine comes up.
     """
     shape = LARGE if full else TOY
-    model = make(shape, folder / f"model-{shape.name}")
-    adapter = make_adapter(shape, model, folder / f"adapter-{shape.name}")
+    model, adapter = make(shape, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix="replica-") as work:
-        found = asyncio.run(_whole(shape, model, Path(work) / "whole"))
+        found = asyncio.run(_weights(shape, model, Path(work) / "weights"))
         found["swaps"]["lora"] = asyncio.run(_adapters(shape, model, adapter, Path(work) / "adapters"))
     return found
 
 
-async def _whole(shape: Shape, model: Path, work: Path) -> dict[str, Any]:
+async def _weights(shape: Shape, model: Path, work: Path) -> Figures:
     """Full versions, then windows of deltas, then vLLM's own reload."""
     alone, swaps = ALONE[shape.name], TURNS * shape.swaps
     plan: list[Kind] = ["full" if number < alone else "delta" for number in range(alone + swaps)]
     versions = await asyncio.to_thread(_publish, model, work, plan)
     async with _replica(model, work) as url, Peer(url, token_from_environment()) as peer:
-        async with _flowing(peer, shape) as flow:
+        async with _load(peer, shape) as load:
             full = [await _update(peer, version) for version in versions[:alone]]
-            windows = await _windows(peer, shape, flow, versions[alone:])
-            delta = windows.pop("replies")
+            delta: list[UpdateReply] = []
+            windows = await _windows(peer, shape, load, versions[alone:], delta)
         reload_seconds = await _own_reloads(url, alone)
     return {
         "in_flight": shape.in_flight,
@@ -91,13 +90,13 @@ async def _whole(shape: Shape, model: Path, work: Path) -> dict[str, Any]:
     }
 
 
-async def _adapters(shape: Shape, model: Path, adapter: Path, work: Path) -> dict[str, float]:
+async def _adapters(shape: Shape, model: Path, adapter: Path, work: Path) -> Figures:
     plan: list[Kind] = ["lora"] * (2 * ALONE[shape.name])
     versions = await asyncio.to_thread(_publish, adapter, work, plan)
     async with (
         _replica(model, work, shape.rank) as url,
         Peer(url, token_from_environment()) as peer,
-        _flowing(peer, shape),
+        _load(peer, shape),
     ):
         return _medians([await _update(peer, version) for version in versions])
 
@@ -124,33 +123,24 @@ async def _replica(model: Path, work: Path, rank: int | None = None) -> AsyncIte
         line, environment = student.command(config, replica, 0, _LOCAL, port)
         environment |= {} if token is None else {TOKEN_VARIABLE: token}
         url = url_of(_LOCAL, port)
-        child = ChildSpec("student-0", line, environment, url=url)
-        supervisor = Supervisor([child], work / "logs", restarts=0)
-        try:
-            await supervisor.start()
-            await supervisor.ready(_START_SECONDS)
+        async with serving([ChildSpec("student-0", line, environment, url=url)], work / "logs"):
             yield url
-        finally:
-            await supervisor.stop(10.0)
 
 
 @dataclass
-class _Flow:
-    """Completions that flow; `tokens` were generated so far."""
+class _Load:
+    """Completions in flight."""
 
     tokens: int = 0
+    """Generated so far."""
 
 
 @contextlib.asynccontextmanager
-async def _flowing(peer: Peer, shape: Shape) -> AsyncIterator[_Flow]:
+async def _load(peer: Peer, shape: Shape) -> AsyncIterator[_Load]:
     """Keep `shape.in_flight` completions in flight, warmed up; they are aborted at the end."""
-    flow, random = _Flow(), np.random.default_rng(0)
+    load, random = _Load(), np.random.default_rng(0)
 
-    async def ask_forever() -> None:
-        while True:
-            await ask()
-
-    async def ask() -> None:
+    async def generate() -> None:
         share = shape.in_flight // _REQUESTS
         ids = random.integers(2, shape.vocabulary, (share, _PROMPT)).tolist()
         prompts = [GeneratePrompt(str(number), row) for number, row in enumerate(ids)]
@@ -159,13 +149,17 @@ async def _flowing(peer: Peer, shape: Shape) -> AsyncIterator[_Flow]:
         async for answer in peer.stream("/distill/v1/generate", request, kind):
             if isinstance(answer, GenerateFailed):
                 raise DistillError(f"the replica could not generate: {answer.error}")
-            flow.tokens += len(unpack(answer.token_ids))
+            load.tokens += len(unpack(answer.token_ids))
+
+    async def generate_on() -> None:
+        while True:
+            await generate()
 
     for _ in range(3):
-        await asyncio.gather(*(ask() for _ in range(_REQUESTS)))
-    tasks = [asyncio.create_task(ask_forever()) for _ in range(_REQUESTS)]
+        await asyncio.gather(*(generate() for _ in range(_REQUESTS)))
+    tasks = [asyncio.create_task(generate_on()) for _ in range(_REQUESTS)]
     try:
-        yield flow
+        yield load
         for task in tasks:
             if task.done():
                 task.result()
@@ -175,21 +169,21 @@ async def _flowing(peer: Peer, shape: Shape) -> AsyncIterator[_Flow]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _windows(peer: Peer, shape: Shape, flow: _Flow, versions: list[Version]) -> dict[str, Any]:
-    """Windows in turns: quiet, swaps, quiet, …; medians over the turns, and every reply."""
-    replies: list[UpdateReply] = []
-    quiet = [await _pace(flow, asyncio.sleep(shape.window_seconds))]
+async def _windows(
+    peer: Peer, shape: Shape, load: _Load, versions: list[Version], replies: list[UpdateReply]
+) -> Figures:
+    """Windows in turns: quiet, swaps, quiet, …; medians over the turns. Every reply is added to `replies`."""
+    quiet = [await _pace(load, asyncio.sleep(shape.window_seconds))]
     lost = []
     for turn in range(TURNS):
         own = versions[turn * shape.swaps : (turn + 1) * shape.swaps]
         began = time.monotonic()
-        pace = await _pace(flow, _swaps(peer, own, shape.window_seconds, replies))
+        pace = await _pace(load, _swaps(peer, own, shape.window_seconds, replies))
         seconds = time.monotonic() - began
-        quiet.append(await _pace(flow, asyncio.sleep(shape.window_seconds)))
+        quiet.append(await _pace(load, asyncio.sleep(shape.window_seconds)))
         lost.append(cost_of_a_swap(pace, mean(quiet[-2:]), seconds, len(own)))
         log.info("turn %d: a swap costs %.1f ms of engine time", turn, 1e3 * lost[-1])
     return {
-        "replies": replies,
         "tokens_per_second": median(quiet),
         "decode_step_seconds": shape.in_flight / median(quiet),
         "engine_seconds_per_swap": median(lost),
@@ -202,11 +196,11 @@ def cost_of_a_swap(pace: float, quiet: float, seconds: float, swaps: int) -> flo
     return seconds * (1 - pace / quiet) / swaps
 
 
-async def _pace(flow: _Flow, doing: Any) -> float:
-    """Tokens a second while something goes on."""
-    before, began = flow.tokens, time.monotonic()
-    await doing
-    return (flow.tokens - before) / (time.monotonic() - began)
+async def _pace(load: _Load, meanwhile: Awaitable[None]) -> float:
+    """Tokens a second."""
+    before, began = load.tokens, time.monotonic()
+    await meanwhile
+    return (load.tokens - before) / (time.monotonic() - began)
 
 
 async def _swaps(peer: Peer, versions: list[Version], seconds: float, replies: list[UpdateReply]) -> None:
@@ -238,11 +232,8 @@ async def _own_reloads(url: str, count: int) -> float | None:
     return median(seconds)
 
 
-def _medians(replies: list[UpdateReply]) -> dict[str, float]:
-    return {
-        "count": len(replies),
-        "bytes_read": median(reply.bytes_read for reply in replies),
-        "stage_seconds": median(reply.stage_seconds for reply in replies),
-        "pause_seconds": median(reply.pause_seconds for reply in replies),
-        "apply_seconds": median(reply.apply_seconds for reply in replies),
+def _medians(replies: list[UpdateReply]) -> Figures:
+    names = ("bytes_read", "stage_seconds", "pause_seconds", "apply_seconds")
+    return {"count": len(replies)} | {
+        name: median(getattr(reply, name) for reply in replies) for name in names
     }

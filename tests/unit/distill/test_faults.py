@@ -1,4 +1,4 @@
-"""Relays between roles, over real sockets: what passes, what is cut, what arrives spoilt."""
+"""Relays between roles, over real sockets: what passes, what is cut, what arrives malformed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from distill.bench.relays import CUT, MALFORMED, SPOILT_BYTES, Relays, spoilt
+from distill.bench.faults import CUT, MALFORMED, MALFORMED_BYTES, Relays, malformed
 from sync.errors import Unreachable
 from sync.transport import Peer
 
@@ -78,7 +78,7 @@ async def test_a_request_under_way_is_cut_and_the_next_one_passes(tmp_path: Path
             assert await peer.once("/", None, 20) == BODY
 
 
-def test_one_long_answer_arrives_spoilt_with_its_length_and_headers(tmp_path: Path) -> None:
+def test_one_long_answer_arrives_malformed_with_its_length_and_headers(tmp_path: Path) -> None:
     order = tmp_path / f"teacher-a.b.{MALFORMED}"
     with relayed(tmp_path) as (url, _), httpx.Client(trust_env=False) as client:
         order.touch()
@@ -89,8 +89,8 @@ def test_one_long_answer_arrives_spoilt_with_its_length_and_headers(tmp_path: Pa
         happens(order)
         assert client.get(url).content == BODY
     differing = [a != b for a, b in zip(found[-1], BODY, strict=True)]
-    assert sum(differing) == SPOILT_BYTES
-    assert found[-1] == spoilt(BODY, differing.index(True))
+    assert sum(differing) == MALFORMED_BYTES
+    assert found[-1] == malformed(BODY, differing.index(True))
 
 
 async def test_a_server_that_is_away_is_a_connection_that_breaks(tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Faults that need help: relays that cut connections or malform answers, and a small disk that can be filled.
+
+    python -m distill.bench.faults run CONFIG …      `distill run` whose roles talk through relays
+
+    controller ──▶ relay ──▶ replica, teacher, evaluator        trainer's ranks ──▶ relay ──▶ controller
+
+A relay injects what an empty file in faults/ of the run's folder orders; the file is removed afterwards:
+
+    ROLE.cut         every connection of the role is reset; waits until there is one
+    ROLE.malformed   a stretch of the role's next long answer arrives as bytes of all ones: numbers that are
+                     none, lengths that are not so, or no message at all
+
+The relays live in a thread of the launcher and end with it; it supervises its own processes without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from distill.config import RunConfig
+from distill.launch import run
+from distill.launch.ports import Ports
+from distill.launch.roles import Plan, plan_servers, trainer_child
+from distill.launch.run_folder import RunFolder
+from distill.launch.supervise import ChildSpec
+from sync.errors import ConfigError
+
+FAULTS = "faults"
+CUT, MALFORMED = "cut", "malformed"
+MIN_BYTES = 160
+"""Of a piece of an answer that is malformed: shorter ones are mostly refusals and states."""
+MALFORMED_BYTES = 32
+POLL_SECONDS = 0.1
+HEADERS_END = b"\r\n\r\n"
+BALLAST = ".ballast"
+
+
+# --- a small disk -----------------------------------------------------------------------------------------
+
+
+def mount(folder: Path, kibibytes: int) -> None:
+    """Put an empty tmpfs of that size at `folder`. Raises ConfigError where none may be mounted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"a disk to fill needs the command mount: {error}") from None
+    if done.returncode != 0:
+        raise ConfigError(f"a disk to fill cannot be mounted, which takes root: {done.stderr.strip()}")
+
+
+def unmount(folder: Path) -> None:
+    """Remove it with its files, once no process has one of them open."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def keep(folder: Path) -> None:
+    """Remove it, and leave its files in its place."""
+    copy = folder.with_name(f".{folder.name}.copy")
+    shutil.copytree(folder, copy, symlinks=True)
+    unmount(folder)
+    folder.rmdir()
+    copy.rename(folder)
+
+
+def fill(folder: Path) -> None:
+    """Take all the space there is."""
+    with (folder / BALLAST).open("wb", buffering=0) as file:
+        for block in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(block)):
+                    pass
+
+
+def free(folder: Path) -> None:
+    """Give it back."""
+    os.unlink(folder / BALLAST)
+
+
+# --- relays -----------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """In front of one server. Everything happens in the loop of `Relays`."""
+
+    def __init__(self, url: str) -> None:
+        at = urlsplit(url)
+        self._target = (at.hostname or "127.0.0.1", at.port or 80)
+        self._open: set[asyncio.StreamWriter] = set()
+        self.sound = asyncio.Event()
+        """Cleared: the next long answer is malformed."""
+        self.sound.set()
+
+    async def listen(self) -> str:
+        """Begin; its own URL."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return "http://{}:{}".format(*self._server.sockets[0].getsockname())
+
+    async def inject(self, fault: str) -> bool:
+        """Whether the fault was injected: a cut needs a connection."""
+        if fault == CUT:
+            for writer in self._open:
+                writer.transport.abort()
+            return bool(self._open)
+        self.sound.clear()
+        return await self.sound.wait()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = {writer}
+        self._open.add(writer)
+        with contextlib.suppress(OSError):
+            upstream, to = await asyncio.open_connection(*self._target)
+            ends.add(to)
+            ways = [
+                asyncio.create_task(self._pass(reader, to, answers=False)),
+                asyncio.create_task(self._pass(upstream, writer, answers=True)),
+            ]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        self._open -= ends
+        for end in ends:
+            end.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool) -> None:
+        while data := await reader.read(1 << 16):
+            if answers and not self.sound.is_set():
+                body = data.find(HEADERS_END) + len(HEADERS_END) if data.startswith(b"HTTP/") else 0
+                if len(data) - body >= MIN_BYTES:
+                    data = malformed(data, random.randrange(body, len(data) - MALFORMED_BYTES))
+                    self.sound.set()
+            writer.write(data)
+            await writer.drain()
+
+
+def malformed(data: bytes, at: int) -> bytes:
+    """`data` with bytes of all ones from `at` on."""
+    return data[:at] + b"\xff" * MALFORMED_BYTES + data[at + MALFORMED_BYTES :]
+
+
+class Relays:
+    """All relays of a launcher, in a thread of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of the orders; those for an earlier launcher are removed."""
+        self._folder, self._relays = folder, dict[str, Relay]()
+        folder.mkdir(exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="relays", daemon=True).start()
+        self._polling = asyncio.run_coroutine_threadsafe(self._poll(), self._loop)
+
+    def before(self, role: str, url: str) -> str:
+        """Put a relay in front of a server; its URL."""
+        self._relays[role] = Relay(url)
+        return asyncio.run_coroutine_threadsafe(self._relays[role].listen(), self._loop).result()
+
+    async def _poll(self) -> None:
+        while True:
+            for order in list(self._folder.iterdir()):
+                relay = self._relays.get(order.stem)
+                if relay is not None and await relay.inject(order.suffix[1:]):
+                    order.unlink()
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def main() -> None:
+    """The command line, with relays between the roles of the runs that it starts."""
+    from distill.cli.main import main as command_line
+
+    relays: list[Relays] = []
+
+    def planned(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
+        relays.append(Relays(folder.path / FAULTS))
+        plan = plan_servers(config, folder, token, ports)
+        urls = {child.url: relays[0].before(child.name, child.url) for child in plan.children if child.url}
+        plan.replicas = {name: urls.get(url, url) for name, url in plan.replicas.items()}
+        plan.teachers = {name: [urls.get(url, url) for url in all_] for name, all_ in plan.teachers.items()}
+        plan.evaluator = urls.get(plan.evaluator or "", plan.evaluator)
+        return plan
+
+    def trainer(config: RunConfig, folder: RunFolder, url: str, token: str | None) -> ChildSpec:
+        return trainer_child(config, folder, relays[0].before("controller", url), token)
+
+    vars(run).update(plan_servers=planned, trainer_child=trainer)
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

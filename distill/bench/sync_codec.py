@@ -1,0 +1,279 @@
+"""Bytes and speed of the delta codec beside other formats, on one real training trajectory in bf16.
+
+The trajectory: a small Qwen3, AdamW on fp32 masters, at several learning rates. The other formats are written
+from their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
+returns what it would send. Speeds are of one thread; formats take turns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import zstandard
+
+from distill.bench.runner import Figures, Work, interleaved
+from distill.bench.sync_stores import qwen3
+from sync.delta import codec
+from sync.delta.codec import Effort
+
+LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
+STEPS: Final = (1, 8)
+DENSITIES: Final = (0.01, 0.1, 0.3)
+TENSOR_ELEMENTS: Final = (16 << 20, 64 << 20)
+"""Of the tensor that speeds are taken on: small run, full run."""
+FORMAT_ROUNDS: Final = (5, 1)
+SPEED_ROUNDS: Final = (7, 3)
+EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
+SEQUENCE: Final = 64
+
+Weights = dict[str, np.ndarray]
+"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
+Encoder = Callable[[np.ndarray, np.ndarray], bytes]
+
+
+# --- other formats ----------------------------------------------------------------------------------------
+
+
+def int32_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """A 32-bit index and the new value of each changed element: six bytes."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    return index.astype("<i4").tobytes() + new.ravel()[index].tobytes()
+
+
+def gap16_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """The distance from the last changed element in 16 bits (0xFFFF: 32 more bits follow), and the value."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    gap = np.diff(index, prepend=-1) - 1
+    wide = gap[gap >= 0xFFFF].astype("<u4").tobytes()
+    return np.minimum(gap, 0xFFFF).astype("<u2").tobytes() + wide + new.ravel()[index].tobytes()
+
+
+def row_gaps_and_values(old: np.ndarray, new: np.ndarray) -> bytes:
+    """PULSE (arXiv 2602.03839): row and column differences in the narrowest type, absolute values, zstd-1."""
+    row, column = np.nonzero(old != new)
+    down = np.diff(row, prepend=0)
+    right = np.diff(column, prepend=0)
+    right[down != 0] = column[down != 0]
+    streams = [
+        down.astype("<u1" if down.size == 0 or down.max() < 256 else "<i4"),
+        right.astype("<u2" if right.size == 0 or right.max() < 65536 else "<i4"),
+        new[row, column],
+    ]
+    return zstandard.ZstdCompressor(level=1).compress(b"".join(stream.tobytes() for stream in streams))
+
+
+def xor_planes(old: np.ndarray, new: np.ndarray) -> bytes:
+    """High and low bytes of old XOR new, each compressed with zstd-3."""
+    planes = np.ascontiguousarray((old ^ new).ravel()).view("u1").reshape(-1, 2)
+    compressor = zstandard.ZstdCompressor(level=3)
+    return b"".join(compressor.compress(planes[:, byte].tobytes()) for byte in (0, 1))
+
+
+FORMATS: Final[dict[str, Encoder]] = {
+    "int32+value": int32_and_value,
+    "gap16+value": gap16_and_value,
+    "PULSE-style": row_gaps_and_values,
+    "XOR planes": xor_planes,
+}
+
+
+def entropy_given_exponent(old: np.ndarray, new: np.ndarray) -> float:
+    """Bits that the changes of flat bf16 arrays carry when the old exponent is known.
+
+    Σ over exponents of N · H(step), the step being 0 or the difference of the sign-ordered integers.
+    """
+    exponent = (old >> 7) & 255
+    step = _ordered(new) - _ordered(old)
+    pairs, counts = np.unique(exponent.astype(np.int64) << 32 | (step + (1 << 20)), return_counts=True)
+    total = np.bincount(pairs >> 32, counts, 256)[pairs >> 32]
+    return float(-(counts * np.log2(counts / total)).sum())
+
+
+def _ordered(bits: np.ndarray) -> np.ndarray:
+    """int64 that grows with the value of the float."""
+    wide = bits.astype(np.int64)
+    return np.where(wide & 0x8000, 0x7FFF - wide, wide)
+
+
+# --- the trajectory ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, and how long."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int
+    """Per step."""
+    warm_up: int
+    """Steps at learning rate 1e-3 before anything is measured."""
+    settle: int
+    """Steps at the measured learning rate before the first weights are kept."""
+
+
+SMALL = Size(hidden=256, layers=3, vocabulary=2048, tokens=512, warm_up=60, settle=4)
+FULL = Size(hidden=768, layers=12, vocabulary=20480, tokens=256, warm_up=40, settle=2)
+
+
+class Pair(NamedTuple):
+    """Weights at two times of one run."""
+
+    lr: float
+    steps: int
+    old: Weights
+    new: Weights
+
+
+def pairs(size: Size, seed: int = 0) -> Iterator[Pair]:
+    """For each of LRS, the weights now and each of STEPS optimizer steps later."""
+    import torch
+
+    torch.manual_seed(seed)
+    model = qwen3(size.vocabulary, size.hidden, size.layers, size.hidden // 64, 64, 3 * size.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    _train(model, optimizer, size, size.warm_up)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for lr in LRS:
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        _train(model, optimizer, size, size.settle)
+        old, done = _bits(model), 0
+        for count in STEPS:
+            _train(model, optimizer, size, count - done)
+            done = count
+            yield Pair(lr, count, old, _bits(model))
+
+
+def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
+    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
+    import torch
+
+    for _ in range(steps):
+        rows = size.tokens // SEQUENCE
+        first = torch.randint(size.vocabulary, (rows, 1))
+        stride = torch.randint(1, 17, (rows, 1))
+        tokens = (first + stride * torch.arange(SEQUENCE)) % size.vocabulary
+        noise = torch.rand(tokens.shape) < 0.1
+        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _bits(model: Any) -> Weights:
+    """The masters rounded to bf16."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
+    return found
+
+
+# --- measurements -----------------------------------------------------------------------------------------
+
+
+def run(full: bool, rounds: int | None = None) -> Figures:
+    """Bytes on the trajectory, speeds on one large tensor; `full`: 101 M parameters instead of 3 M.
+
+    `rounds` of the large tensor; None: what the size can afford.
+    """
+    rows, parameters = [], 0
+    for pair in pairs(FULL if full else SMALL):
+        rows.append(_row(pair, FORMAT_ROUNDS[full]))
+        parameters = sum(bits.size for bits in pair.old.values())
+    speeds = [_speed(density, TENSOR_ELEMENTS[full], rounds or SPEED_ROUNDS[full]) for density in DENSITIES]
+    return {"parameters": parameters, "rows": rows, "speeds": speeds}
+
+
+def _row(pair: Pair, rounds: int) -> Figures:
+    """Bytes and GB/s of every format on one pair; "entropy" is the bound given the old exponent."""
+    old, new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (pair.old, pair.new))
+    differ = old != new
+    step = np.abs(old.astype(np.int32) - new.astype(np.int32))[differ]
+    encoders = FORMATS | {effort: _encoder(effort) for effort in EFFORTS}
+    sizes: dict[str, float] = {
+        name: sum(map(len, _encode(encoder, pair).values())) for name, encoder in encoders.items()
+    }
+    sizes["entropy"] = entropy_given_exponent(old, new) / 8
+    encode, decode = _rates(pair, encoders, rounds)
+    return {
+        "lr": pair.lr,
+        "steps": pair.steps,
+        "changed": float(differ.mean()),
+        "by_one": float((step == 1).mean()) if step.size else 0.0,
+        "bytes_per_parameter": {name: size / old.size for name, size in sizes.items()},
+        "encode": encode,
+        "decode": decode,
+    }
+
+
+def _speed(density: float, size: int, rounds: int) -> Figures:
+    """GB/s of our codec on random weights of which `density` change by one ULP, whatever their exponent."""
+    random = np.random.default_rng(0)
+    old = ((random.standard_normal(size, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
+    sign = random.choice(np.array([1, 65535], np.uint16), size)
+    new = np.where(random.random(size, np.float32) < density, old + sign, old)
+    pair = Pair(0.0, 1, {"w": old}, {"w": new})
+    encode, decode = _rates(pair, {effort: _encoder(effort) for effort in EFFORTS}, rounds)
+    return {"density": density, "encode": encode, "decode": decode}
+
+
+Rates = dict[str, dict[str, float]]
+"""Format → {"wall", "cpu"}: GB of dense weights a second of one thread, median."""
+
+
+def _rates(pair: Pair, encoders: Mapping[str, Encoder], rounds: int) -> tuple[Rates, Rates]:
+    """(encode, decode of our modes); "compare" is a plain comparison. What is decoded is checked first."""
+    out = {name: np.ones(bits.shape, bool) for name, bits in pair.old.items()}
+    encode = {name: Work(partial(_encode, encoder, pair)) for name, encoder in encoders.items()}
+    encode["compare"] = Work(
+        lambda: [np.not_equal(bits, pair.new[name], out=out[name]) for name, bits in pair.old.items()]
+    )
+    decode: dict[str, Work] = {}
+    for effort in EFFORTS:
+        blobs, target = _encode(_encoder(effort), pair), _copy(pair.old)
+        _apply(blobs, target)
+        assert all(np.array_equal(target[name], pair.new[name].ravel()) for name in target)
+        decode[effort] = Work(partial(_apply, blobs), partial(_copy, pair.old))
+    nbytes = sum(bits.nbytes for bits in pair.old.values())
+    return _gb_per_second(encode, rounds, nbytes), _gb_per_second(decode, rounds, nbytes)
+
+
+def _gb_per_second(works: Mapping[str, Work], rounds: int, nbytes: int) -> Rates:
+    def rate(seconds: list[float]) -> float:
+        return nbytes / max(1e-9, median(seconds)) / 1e9
+
+    return {
+        name: {"wall": rate([one.wall for one in taken]), "cpu": rate([one.cpu for one in taken])}
+        for name, taken in interleaved(works, rounds).items()
+    }
+
+
+def _encoder(effort: Effort) -> Encoder:
+    return lambda old, new: codec.encode(old.ravel(), new.ravel(), "bf16", effort)
+
+
+def _encode(encoder: Encoder, pair: Pair) -> dict[str, bytes]:
+    return {name: encoder(bits, pair.new[name]) for name, bits in pair.old.items()}
+
+
+def _copy(weights: Weights) -> Weights:
+    return {name: bits.ravel().copy() for name, bits in weights.items()}
+
+
+def _apply(blobs: Mapping[str, bytes], target: Weights) -> None:
+    for name, blob in blobs.items():
+        codec.apply(target[name], blob, "bf16")
