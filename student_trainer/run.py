@@ -40,12 +40,12 @@ from student_trainer.transports import BroadcastTransport, SnapshotTransport, We
 from student_trainer.weights import Weights
 from sync.broadcast.broadcast import BroadcastSender, own_address
 from sync.claims import Claim
+from sync.client import BlockingPeer, token_from_environment
 from sync.errors import DataError, StoreError
 from sync.publish.publisher import Publisher
 from sync.snapshots.admin import gc
 from sync.stores import open_store
 from sync.stores.retry_on_full import RetryOnFullStore
-from sync.transport import BlockingPeer, token_from_environment
 from sync.wire import (
     FinalDigests,
     Head,

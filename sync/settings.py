@@ -9,8 +9,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sync import secrets
+from sync.client import Url
 from sync.errors import ConfigError
-from sync.urls import Url
 
 
 class Settings(BaseModel):

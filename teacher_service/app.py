@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.guard import RunGuard
-from sync.transport import TokenGuard, refuse, reply
+from sync.server import RunGuard, TokenGuard, refuse, reply
 from sync.wire import (
     Message,
     Scored,

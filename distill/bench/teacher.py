@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from distill.bench.fuzz import Question, flood, fuzz
+from sync.client import Peer
 from sync.replica.plugin import PLUGIN
-from sync.transport import Peer
 from sync.wire import (
     ScoreRequest,
     ScoreSequence,

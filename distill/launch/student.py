@@ -8,10 +8,10 @@ from importlib import metadata
 from typing import Any, Final
 
 from distill.config import StudentConfig
+from sync.client import is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.listening import ON_LOOPBACK
 from sync.replica.config import ReplicaConfig
-from sync.transport import check_bind, is_loopback, token_from_environment
+from sync.server import ON_LOOPBACK, check_bind
 
 _OURS: Final[dict[str, Any]] = {
     "middleware": "sync.replica.middleware.ReplicaMiddleware",

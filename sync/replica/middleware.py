@@ -14,13 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync.claims import Claim
 from sync.errors import DistillError, SnapshotError, StoreError, WireError
-from sync.guard import RunGuard
 from sync.replica import vllm_compat
 from sync.replica.completions import sampling_problem
 from sync.replica.config import ReplicaConfig
 from sync.replica.generation import Generation
 from sync.replica.updates import Updater
-from sync.transport import TokenGuard, read_message, refuse, reply
+from sync.server import RunGuard, TokenGuard, read_message, refuse, reply
 from sync.wire import GenerateRequest, ReplicaState, RunIdentity, UpdateRequest
 
 logger = logging.getLogger(__name__)

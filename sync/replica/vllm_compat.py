@@ -44,8 +44,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
-from sync.endings import ended_by, how_it_ended
-from sync.errors import ConfigError
+from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.replica.padding import never_sample_from
 from sync.snapshots.tensors import NamedTensors

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sync.client import token_from_environment
 from sync.errors import ConfigError
-from sync.transport import token_from_environment
 from sync.wire import BroadcastTicket
 
 if TYPE_CHECKING:

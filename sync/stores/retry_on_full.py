@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sync.disk_full import RETRY_SECONDS, until_disk_space
+from sync.durable import RETRY_SECONDS, until_disk_space
 from sync.stores.base import Store
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from distill.bench.sync import models, replica
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import ConfigError, DistillError
-from sync.transport import read_message, reply
+from sync.server import read_message, reply
 from sync.wire import (
     Generated,
     GenerateFailed,

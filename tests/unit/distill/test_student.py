@@ -9,10 +9,10 @@ import pytest
 from distill.config import StudentConfig
 from distill.launch import student
 from distill.launch.student import command, flags
+from sync.client import TOKEN_VARIABLE
 from sync.errors import ConfigError
 from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
 from sync.stores.config import ObjectStoreConfig
-from sync.transport import TOKEN_VARIABLE
 
 REPLICA = ReplicaConfig(run="r", store_path=Path("store"), mirror=Path("mirrors/0"))
 

@@ -14,8 +14,8 @@ from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
 from distill.metrics.trackers import Lines
-from sync import disk_full as room
-from sync.disk_full import append, is_full, until_disk_space
+from sync import durable as room
+from sync.durable import append, is_full, until_disk_space
 from sync.errors import StoreError
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
