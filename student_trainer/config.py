@@ -9,8 +9,7 @@ from pydantic import Field
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.client import Url
-from sync.settings import ModelSource, Settings
-from sync.stores.config import WeightsConfig
+from sync.settings import ModelSource, Settings, WeightsConfig
 
 
 class LoRAConfig(Settings):

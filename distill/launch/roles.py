@@ -19,9 +19,8 @@ from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
 from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.replica.config import ReplicaConfig
 from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK
-from sync.settings import ModelSource, Placement
+from sync.settings import ModelSource, Placement, ReplicaConfig
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"

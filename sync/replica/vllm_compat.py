@@ -46,9 +46,8 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits
-from sync.replica.padding import never_sample_from
-from sync.snapshots.tensors import NamedTensors
-from sync.tokenizers import vocab_size
+from sync.snapshots.checkpoint import NamedTensors
+from sync.tokenizers import never_sample_from, vocab_size
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from sync.errors import SnapshotError, StoreError
-from sync.snapshots.leases import leased
-from sync.snapshots.manifest import Manifest, manifest_key, named, read_latest, read_manifest, versions
-from sync.stores.base import Store
+from sync.snapshots.manifest import (
+    Manifest,
+    leased,
+    manifest_key,
+    named,
+    read_latest,
+    read_manifest,
+    versions,
+)
+from sync.stores import Store
 from sync.subscribe.mirror import Mirror
 from sync.wire import Version
 

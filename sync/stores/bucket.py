@@ -25,7 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
 from sync.errors import StoreError
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
 _PATIENCE: Final = 10.0
 """Seconds to wait for another writer's key before it counts as taken."""

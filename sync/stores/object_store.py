@@ -16,7 +16,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from sync.errors import ConfigError, StoreError
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
 try:
     import obstore

@@ -20,7 +20,6 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 
 from __future__ import annotations
 
-from sync.wire.admin import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaStatus
 from sync.wire.base import (
     CONTENT_TYPE,
     DTYPES,
@@ -36,20 +35,28 @@ from sync.wire.base import (
     pack,
     unpack,
 )
-from sync.wire.evaluator import EvalReport, EvalRequest, ProbeReply, ProbeRequest, ReferenceScores
 from sync.wire.student import (
     BroadcastTicket,
     Generated,
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
+    ReplicaJoins,
+    ReplicaLeaves,
+    Replicas,
     ReplicaState,
+    ReplicaStatus,
     Sampling,
     UpdateReply,
     UpdateRequest,
 )
 from sync.wire.teacher import (
+    EvalReport,
+    EvalRequest,
     Head,
+    ProbeReply,
+    ProbeRequest,
+    ReferenceScores,
     Scored,
     ScoreRefused,
     ScoreReply,

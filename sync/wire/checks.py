@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.evaluator import EvalReport
 from sync.wire.student import Generated, ReplicaState, Sampling, UpdateReply
-from sync.wire.teacher import Head, Scored, TeacherCompletion, Want
+from sync.wire.teacher import EvalReport, Head, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport, TrainerHello
 
 ROUNDING: Final = 0.02

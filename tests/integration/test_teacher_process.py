@@ -26,7 +26,7 @@ from distill.evaluation.evaluation import LanguageModel
 from distill.evaluation.reference_forward import log_probs
 from distill.preflight import probes
 from sync.client import Peer
-from sync.replica.config import ReplicaConfig
+from sync.settings import ReplicaConfig
 from sync.snapshots.manifest import LATEST
 from sync.tokenizers import fingerprint
 from sync.wire import (

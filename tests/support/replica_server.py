@@ -18,7 +18,7 @@ import torch
 from distill.config import StudentConfig
 from distill.launch.student import command
 from sync.client import TOKEN_VARIABLE, Peer
-from sync.replica.config import ReplicaConfig
+from sync.settings import ReplicaConfig
 from sync.wire import (
     Generated,
     GenerateFailed,

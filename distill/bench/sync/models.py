@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from sync.publish.publisher import Publisher, PublishReport, Slice
+from sync.publish import Publisher, PublishReport, Slice
 from sync.snapshots import checkpoint
 from sync.stores import Store
 from sync.wire import Version

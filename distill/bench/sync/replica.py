@@ -31,9 +31,8 @@ from distill.launch.roles import url_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.errors import DistillError
-from sync.replica.config import ReplicaConfig
+from sync.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
 from sync.wire import (
     Generated,
     GenerateFailed,

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 
-from sync.broadcast import broadcast
-from sync.broadcast.broadcast import BroadcastSender, Reception
-from sync.broadcast.buckets import plan
+from sync import broadcast
+from sync.broadcast import BroadcastSender, Reception, plan
 from sync.errors import SnapshotError, Unreachable
-from sync.snapshots.tensors import TensorMeta, digest, meta_of
+from sync.snapshots.checkpoint import TensorMeta, meta_of
+from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
 WEIGHTS = {
@@ -115,7 +115,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
 STRANGER = """
 import socket, sys
 from datetime import timedelta
-from sync.broadcast.rendezvous import Ask, Visitor, broadcast_key
+from sync.rendezvous import Ask, Visitor, broadcast_key
 asks = [Ask("set", ["g/given up"], b"by a stranger"), Ask("delete", ["g/plan"]), Ask("get", ["g/plan"])]
 for token in (None, "a guess"):
     for ask in asks:
@@ -205,7 +205,7 @@ def sender_with_patience():
 
 VICTIM = """
 import sys, time
-from sync.broadcast.broadcast import Reception
+from sync.broadcast import Reception
 from sync.wire import BroadcastTicket
 reception = Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 60.0)
 while not reception.bytes_received:

@@ -17,17 +17,16 @@ import msgspec
 import numpy as np
 import pytest
 from hostile_store import RUN, delta_file, nested, parts_of, put_file, safetensors
+from memory_store import MemoryStore
 from safetensors.numpy import load_file
 
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
-from sync.snapshots.folders import check_no_code, refused
-from sync.snapshots.leases import SECONDS, Lease, lease, leased
-from sync.snapshots.manifest import dump, manifest_key, read_manifest
-from sync.stores.base import MOST_SMALL, read_small
+from sync.snapshots.checkpoint import check_no_code, refused
+from sync.snapshots.manifest import SECONDS, Lease, dump, lease, leased, manifest_key, read_manifest
+from sync.stores import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
 from sync.subscribe.mirror import Mirror
 from sync.wire import Version
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.stores.directory import DirectoryStore
 from sync.subscribe.mirror import Mirror, digests

@@ -17,14 +17,14 @@ import httpx
 import msgspec
 import pytest
 from fault_proxy import Proxy, proxy
+from memory_store import MemoryStore
 from moto.server import ThreadedMotoServer
 
 from sync.errors import AlreadyPublished, StoreError
+from sync.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.stores import Store, object_store, open_store
 from sync.stores.bucket import BucketStore
-from sync.stores.config import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
 from sync.stores.object_store import ObjectStore
 from sync.stores.xet import XetStore
 
