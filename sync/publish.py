@@ -28,16 +28,7 @@ from sync.errors import SnapshotError, StoreError
 from sync.retry import Backoff
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import BITS, refused, without_code
-from sync.snapshots.manifest import (
-    File,
-    Manifest,
-    Part,
-    dump,
-    latest_key,
-    load,
-    manifest_key,
-    version_key,
-)
+from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, manifest_key, version_key
 from sync.stores import Store, read_small
 from sync.wire import Version
 
