@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sync.delta.kernels import compiled, moved, typed, zigzag
+from sync.delta.kernels import CLASSES, collect, compiled, place, typed
 
 SCALES: Final = 112
 """Half octaves of a running mean, from 1/16."""
@@ -31,22 +31,19 @@ MARGIN: Final = 256
 """Bytes; two numbers and a bit take fewer, escapes included."""
 WRITER: Final = "Tuple((uint64, uint64, int64))"
 READER: Final = "Tuple((uint64, uint64, int64, int64))"
+CODER: Final = "uint64, uint64, int64, uint8[::1]"
+MODELS: Final = "int64[:, ::1]"
+MEANS: Final = "int64[:, :, ::1]"
 _SLOWEST: Final = 120
 _RATES: Final = np.array([65536 * 2 // (2 * n + 3) for n in range(_SLOWEST)], np.int64)
 _MEMORY: Final = 96  # numbers that a running mean remembers
 _QUOTIENTS: Final = 20  # a longer one is an escape
-_TOP: Final = np.uint64(56)
-_BYTE: Final = np.uint64(8)
+_TOP, _BYTE = np.uint64(56), np.uint64(8)
 _LEAST: Final = np.uint64(1 << 48)
 _ZERO: Final = np.uint64(0)
 BLOCK: Final = 1 << 20
 """Elements coded together."""
-CLASSES: Final = 256
-"""Exponents of the widest kind; f2 uses 32 of them."""
-_GAPS: Final = 0
-_SIZES: Final = SCALES * PER_SCALE
-_COUNTS: Final = 2 * SCALES * PER_SCALE
-_EMPTY: Final = 3 * SCALES * PER_SCALE
+_GAPS, _SIZES, _COUNTS, _EMPTY = (kind * SCALES * PER_SCALE for kind in range(4))
 _SIGN: Final = _EMPTY + 2
 _MODELS: Final = _SIGN + 2
 
@@ -76,7 +73,7 @@ def _carry(out: Any, pos: int) -> None:
     out[pos] += 1
 
 
-@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1])")
+@typed(f"{WRITER}({CODER})")
 def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
     """Write the leading bytes that are settled; `out` has room for eight more."""
     while span < _LEAST:
@@ -87,7 +84,7 @@ def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
     return low, span, pos
 
 
-@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64)")
+@typed(f"{WRITER}({CODER}, {MODELS}, int64, int64)")
 def put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: int) -> tuple[Any, Any, int]:
     """Code `bit` with model i; `out` has room for eight more bytes."""
     bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
@@ -102,7 +99,7 @@ def put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: i
     return _flush(low, span, pos, out)
 
 
-@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64, int64)")
+@typed(f"{WRITER}({CODER}, int64, int64)")
 def _put_plain(low: Any, span: Any, pos: int, out: Any, value: int, bits: int) -> tuple[Any, Any, int]:
     """`bits` bits of `value` as they are, 16 at a time."""
     while bits > 0:
@@ -133,7 +130,7 @@ def finish(low: Any, span: Any, pos: int, out: Any) -> int:
     return -1
 
 
-@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1])")
+@typed(f"{WRITER}({CODER})")
 def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
     while span < _LEAST:
         code <<= _BYTE
@@ -156,7 +153,7 @@ def opening(data: Any) -> tuple[Any, Any, int]:
     return code, FULL, pos
 
 
-@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64)")
+@typed(f"{READER}({CODER}, {MODELS}, int64)")
 def take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> tuple[Any, Any, int, int]:
     """Inverse of `put_bit`; the bit comes last."""
     bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
@@ -172,7 +169,7 @@ def take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> 
     return code, span, pos, bit
 
 
-@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64)")
+@typed(f"{READER}({CODER}, int64)")
 def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[Any, Any, int, int]:
     value: Any = 0
     while bits > 0:
@@ -210,7 +207,7 @@ def _follow(mean: Any, c: int, value: int) -> None:
         mean[c, 1] >>= 1
 
 
-@typed(f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64[:, ::1], int64, int64)")
+@typed(f"{WRITER}({CODER}, {MODELS}, int64, int64[:, ::1], int64, int64)")
 def put_number(
     low: Any, span: Any, pos: int, out: Any, models: Any, base: int, mean: Any, c: int, value: int
 ) -> tuple[Any, Any, int]:
@@ -236,7 +233,7 @@ def put_number(
     return low, span, pos
 
 
-@typed(f"{READER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64, int64[:, ::1], int64)")
+@typed(f"{READER}({CODER}, {MODELS}, int64, int64[:, ::1], int64)")
 def take_number(
     code: Any, span: Any, pos: int, data: Any, models: Any, base: int, mean: Any, c: int
 ) -> tuple[Any, Any, int, int]:
@@ -290,53 +287,22 @@ def fresh() -> tuple[np.ndarray, np.ndarray]:
 
 
 @compiled
-def _collect(
-    old: Any,
-    new: Any,
-    start: int,
-    stop: int,
-    width: int,
-    mantissa: int,
-    heads: Any,
-    links: Any,
-    gaps: Any,
-    codes: Any,
-) -> int:
-    """Changes of one block in order of position, with the class each belongs to; returns how many."""
-    seen = np.zeros(CLASSES, np.int64)
-    last = np.full(CLASSES, -1, np.int64)
-    k = 0
-    for i in range(start, stop):
-        c = (np.int64(old[i]) >> mantissa) & (CLASSES - 1)
-        if old[i] != new[i]:
-            links[k] = c
-            gaps[k] = seen[c] - last[c] - 1
-            codes[k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
-            last[c] = seen[c]
-            heads[c] += 1
-            k += 1
-        seen[c] += 1
-    return k
-
-
-@compiled
 def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, means: Any, out: Any) -> int:
     """Code all changes from `old` to `new` into `out`; returns the length, or -1 when `out` is too short."""
     size = min(BLOCK, old.size)
-    classes = np.empty(size, np.uint8)
-    gaps = np.empty(size, np.uint32)
-    codes = np.empty(size, np.uint32)
-    order = np.empty(size, np.uint32)
+    classes, found = np.empty(size, np.uint8), np.empty((2, size), np.uint32)
+    gaps, codes = np.empty(size, np.uint32), np.empty(size, np.uint32)
     low, span, pos = _ZERO, FULL, 0
     for begin in range(0, old.size, BLOCK):
         counts = np.zeros(CLASSES, np.int64)
-        end = min(begin + BLOCK, old.size)
-        k = _collect(old, new, begin, end, width, mantissa, counts, classes, gaps, codes)
+        end = begin + BLOCK
+        k = collect(old[begin:end], new[begin:end], width, mantissa, counts, classes, found[0], found[1])
         slots = np.cumsum(counts) - counts
         for j in range(k):
-            order[slots[classes[j]]] = j
+            slot = slots[classes[j]]
+            gaps[slot], codes[slot] = found[0, j], found[1, j]
             slots[classes[j]] += 1
-        low, span, pos = _put_block(low, span, pos, out, models, means, counts, order, gaps, codes)
+        low, span, pos = _put_block(low, span, pos, out, models, means, counts, gaps, codes)
         if pos < 0:
             return -1
     return finish(low, span, pos, out)
@@ -351,9 +317,8 @@ def encode_listed(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, o
     low, span, pos, start = _ZERO, FULL, 0, 0
     for block in range(counts.shape[0]):
         end = start + counts[block].sum()
-        order = np.arange(end - start).astype(np.uint32)
         low, span, pos = _put_block(
-            low, span, pos, out, models, means, counts[block], order, gaps[start:end], codes[start:end]
+            low, span, pos, out, models, means, counts[block], gaps[start:end], codes[start:end]
         )
         if pos < 0:
             return -1
@@ -361,21 +326,9 @@ def encode_listed(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, o
     return finish(low, span, pos, out)
 
 
-@typed(
-    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64[::1], uint32[::1],"
-    " uint32[::1], uint32[::1])"
-)
+@typed(f"{WRITER}({CODER}, {MODELS}, {MEANS}, int64[::1], uint32[::1], uint32[::1])")
 def _put_block(
-    low: Any,
-    span: Any,
-    pos: int,
-    out: Any,
-    models: Any,
-    means: Any,
-    counts: Any,
-    order: Any,
-    gaps: Any,
-    codes: Any,
+    low: Any, span: Any, pos: int, out: Any, models: Any, means: Any, counts: Any, gaps: Any, codes: Any
 ) -> tuple[Any, Any, int]:
     """Code one block, class by class; the position is -1 when `out` is too short."""
     gap_means, size_means, count_means = means[0], means[1], means[2]
@@ -395,7 +348,7 @@ def _put_block(
         for j in range(at, at + count):
             if pos > out.size - MARGIN:
                 return low, span, -1
-            gap, code = np.int64(gaps[order[j]]), np.int64(codes[order[j]])
+            gap, code = np.int64(gaps[j]), np.int64(codes[j])
             low, span, pos = put_number(low, span, pos, out, models, _GAPS, gap_means, c, gap)
             low, span, pos = put_number(low, span, pos, out, models, _SIZES, size_means, c, (code - 1) >> 1)
             low, span, pos = put_bit(low, span, pos, out, models, _SIGN, code & 1)
@@ -406,34 +359,20 @@ def _put_block(
 @compiled
 def apply_classes(bits: Any, width: int, mantissa: int, models: Any, means: Any, data: Any) -> int:
     """Inverse of `encode_classes`, in place. Returns 0, or -1 when the stream does not fit `bits`."""
-    size = min(BLOCK, bits.size)
-    gaps = np.empty(size + 1, np.int64)
-    codes = np.empty(size + 1, np.uint64)
+    found = np.empty((2, min(BLOCK, bits.size) + 1), np.int64)
     first = np.zeros(CLASSES + 1, np.int64)
     code, span, pos = opening(data)
     for begin in range(0, bits.size, BLOCK):
-        end = min(begin + BLOCK, bits.size)
-        code, span, pos = _take_block(code, span, pos, data, models, means, end - begin, first, gaps, codes)
-        if pos < 0 or _place(bits, begin, end, width, mantissa, first, gaps, codes) != 0:
+        part = bits[begin : begin + BLOCK]
+        code, span, pos = _take_block(code, span, pos, data, models, means, part.size, first, found)
+        if pos < 0 or place(part, width, mantissa, first, found[0], found[1]) != 0:
             return -1
     return 0 if pos <= data.size + 8 else -1
 
 
-@typed(
-    f"{WRITER}(uint64, uint64, int64, uint8[::1], int64[:, ::1], int64[:, :, ::1], int64, int64[::1],"
-    " int64[::1], uint64[::1])"
-)
+@typed(f"{WRITER}({CODER}, {MODELS}, {MEANS}, int64, int64[::1], int64[:, ::1])")
 def _take_block(
-    code: Any,
-    span: Any,
-    pos: int,
-    data: Any,
-    models: Any,
-    means: Any,
-    size: int,
-    first: Any,
-    gaps: Any,
-    codes: Any,
+    code: Any, span: Any, pos: int, data: Any, models: Any, means: Any, size: int, first: Any, found: Any
 ) -> tuple[Any, Any, int]:
     """Inverse of `_put_block`; class c's changes are first[c] … first[c + 1]. Position -1: too many."""
     gap_means, size_means, count_means = means[0], means[1], means[2]
@@ -453,33 +392,7 @@ def _take_block(
             code, span, pos, gap = take_number(code, span, pos, data, models, _GAPS, gap_means, c)
             code, span, pos, length = take_number(code, span, pos, data, models, _SIZES, size_means, c)
             code, span, pos, sign = take_bit(code, span, pos, data, models, _SIGN)
-            gaps[at] = gap
-            codes[at] = np.uint64(((length + 1) << 1) - sign)
+            found[0, at], found[1, at] = gap, ((length + 1) << 1) - sign
             at += 1
     first[CLASSES] = at
     return code, span, pos
-
-
-@compiled
-def _place(
-    bits: Any, start: int, stop: int, width: int, mantissa: int, first: Any, gaps: Any, codes: Any
-) -> int:
-    """Apply one block's changes, class c's being first[c] … first[c + 1]; -1 when some are left, else 0."""
-    left: Any = np.full(CLASSES, -1, np.int64)
-    next_ = first[:CLASSES].copy()
-    c: Any
-    for c in range(CLASSES):
-        if first[c] < first[c + 1]:
-            left[c] = gaps[first[c]]
-    for i in range(start, stop):
-        c = (np.int64(bits[i]) >> mantissa) & (CLASSES - 1)
-        if left[c] == 0:
-            bits[i] = moved(np.int64(bits[i]), np.int64(codes[next_[c]]), width)
-            next_[c] += 1
-            left[c] = gaps[next_[c]] if next_[c] < first[c + 1] else -1
-        else:
-            left[c] -= 1
-    for c in range(CLASSES):
-        if next_[c] != first[c + 1]:
-            return -1
-    return 0

@@ -1,4 +1,4 @@
-"""Compiled loops of the codec: gaps, bitmaps and byte planes. Imported only when a delta is coded.
+"""Compiled loops of the codec: gaps, bitmaps, byte planes, exponent classes. Imported when a delta is coded.
 
 Arrays hold the integer bits of floating-point numbers: uint16 (bf16, f2) or uint32 (f4), `width` bits each.
 A difference is taken between sign-ordered integers and zigzagged, so that +1 and -1 unit in the last place
@@ -17,6 +17,8 @@ import numpy as np
 from numba import njit
 
 ESCAPE: Final = 255
+CLASSES: Final = 256
+"""Exponents of the widest kind; f2 uses 32 of them."""
 _ONE: Final = np.uint64(1)
 _UPPER_HALF: Final = np.uint64(0xFFFFFFFF00000000)
 _ODD_QUARTERS: Final = np.uint64(0xFFFF0000FFFF0000)
@@ -221,6 +223,52 @@ def apply_planes(bits: Any, width: int, planes: Any) -> None:
         for p in range(planes.shape[0]):
             code |= np.int64(planes[p, i]) << (8 * p)
         bits[i] = moved(np.int64(bits[i]), code, width)
+
+
+@compiled
+def collect(
+    old: Any, new: Any, width: int, mantissa: int, counts: Any, classes: Any, gaps: Any, codes: Any
+) -> int:
+    """Changes in order of position, with the exponent class each belongs to; returns how many.
+
+    `gaps` are counted within a class; `counts` holds the number of changes of each class.
+    """
+    seen = np.zeros(CLASSES, np.int64)
+    last = np.full(CLASSES, -1, np.int64)
+    k = 0
+    for i in range(old.size):
+        c = (np.int64(old[i]) >> mantissa) & (CLASSES - 1)
+        if old[i] != new[i]:
+            classes[k], gaps[k] = c, seen[c] - last[c] - 1
+            codes[k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
+            last[c] = seen[c]
+            counts[c] += 1
+            k += 1
+        seen[c] += 1
+    return k
+
+
+@compiled
+def place(bits: Any, width: int, mantissa: int, first: Any, gaps: Any, codes: Any) -> int:
+    """Apply changes, class c's being first[c] … first[c + 1]; -1 when some are left, else 0."""
+    left: Any = np.full(CLASSES, -1, np.int64)
+    next_ = first[:CLASSES].copy()
+    c: Any
+    for c in range(CLASSES):
+        if first[c] < first[c + 1]:
+            left[c] = gaps[first[c]]
+    for i in range(bits.size):
+        c = (np.int64(bits[i]) >> mantissa) & (CLASSES - 1)
+        if left[c] == 0:
+            bits[i] = moved(np.int64(bits[i]), codes[next_[c]], width)
+            next_[c] += 1
+            left[c] = gaps[next_[c]] if next_[c] < first[c + 1] else -1
+        else:
+            left[c] -= 1
+    for c in range(CLASSES):
+        if next_[c] != first[c + 1]:
+            return -1
+    return 0
 
 
 # --- codec.Scanner for arrays in host memory ------------------------------------------------------------
