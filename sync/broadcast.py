@@ -15,14 +15,14 @@ the digests show what a stranger puts among them.
     waits for all  ◀──────────────store────    "received"
     or: why it was given up      ──store──▶    looked for now and then
 
-A replica dies, hangs or never comes: whoever sends is told by `lost`, gives up at once and says so in the
+A replica dies, hangs or never comes: the sender learns it from `lost`, gives up at once and says so in the
 store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
 raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
 verified before anything touches a model.
 
 Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
 done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
-runs into the time-out by itself (NCCL: is aborted), and what it finds is not heard any more.
+runs into the time-out by itself (NCCL: is aborted), and its result is discarded.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
 rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
@@ -68,13 +68,13 @@ def own_address(host: str, port: int) -> str:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Do `work` in a daemon thread; whoever sets the future's end first is heard."""
+    """Do `work` in a daemon thread; the first to set the future decides its result."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             result = work()
-        except Exception as error:  # edge of a thread: whatever it is, the asker is told
+        except Exception as error:  # edge of a thread: any error is passed to the caller
             logger.debug("the thread of a broadcast failed", exc_info=True)
             _fail(future, error)
         else:
@@ -254,7 +254,7 @@ class Reception:
 
     @contextlib.contextmanager
     def _meeting(self, ticket: BroadcastTicket, timeout: timedelta) -> Iterator[Meeting]:
-        """Over a connection of its own: one that waits lets nobody else use it."""
+        """Over a connection of its own: a waiting one cannot be shared."""
         with contextlib.closing(Visitor(ticket.address, self._key, timeout)) as visitor:
             yield Meeting(visitor.ask, ticket.group, timeout)
 

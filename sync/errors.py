@@ -78,7 +78,7 @@ _FAULTS: Final = [getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS
 _HINTS: Final = {
     signal.SIGILL: "this processor lacks an instruction of the program: docs/operations.md, Processors",
     signal.SIGBUS: "a file in memory could not be filled: look at the room in /dev/shm and on the run's disk",
-    signal.SIGKILL: "nothing but a kill does that: somebody's, or the kernel's when memory ran out (dmesg)",
+    signal.SIGKILL: "killed by a user or, when memory ran out, by the kernel (dmesg)",
 }
 
 

@@ -1,8 +1,8 @@
 """Where the members of a broadcast meet: keys that the sender serves to holders of the run's token.
 
-torch's TCPStore listens on every interface and obeys whoever connects. This one listens on one address, and
-every frame carries a keyed BLAKE3 of itself: whoever lacks the token is refused at the first frame, by either
-side, and the token itself never travels.
+torch's TCPStore listens on every interface and obeys every client. This one listens on one address, and
+every frame carries a keyed BLAKE3 of itself: a side without the token is refused at its first frame, and the
+token itself never travels.
 
     both ends: 32 random bytes;   session key = BLAKE3(client's ‖ server's), keyed by the token
     frame:     length (4) ‖ BLAKE3(direction ‖ count ‖ body), keyed by the session (32) ‖ body
@@ -176,7 +176,7 @@ class Served:
         return self._closed or self._values.keys() >= set(keys)
 
     def close(self) -> None:
-        """Stop listening; whoever is connected is sent away with its next request."""
+        """Stop listening; connected clients are refused with their next request."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -310,9 +310,9 @@ def _backend(
 
 @contextlib.contextmanager
 def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
-    """Use `group`, among `groups` as long as it is open, so that whoever gives up can abort it.
+    """Use `group`, among `groups` as long as it is open, so that giving up can abort it.
 
-    It is closed at the end, in order unless the block fails. Raises RuntimeError when nobody waits any more.
+    It is closed at the end, in order unless the block fails. Raises RuntimeError when it was given up.
     """
     groups.append(group)
     try:

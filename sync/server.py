@@ -174,7 +174,7 @@ def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
 
 
 def bind_alone(host: str, port: int) -> socket.socket:
-    """A socket on a port that nobody has; connections that an earlier server left behind do not count.
+    """A socket on a free port; connections that an earlier server left behind do not count.
 
     Raises OSError, or OverflowError for a number that is no port.
     """
@@ -196,9 +196,9 @@ def bind_alone(host: str, port: int) -> socket.socket:
 
 
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that nobody else listens on; see `distill.launch.ports`.
+    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.ports`.
 
-    Raises ConfigError when somebody does.
+    Raises ConfigError when another server listens there.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     joined = socket.socket(family)

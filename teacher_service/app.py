@@ -238,7 +238,7 @@ class TeacherService:
             if not isinstance(outcome, EngineCompletion):
                 return None
             answer = written(id_, outcome)
-            return checks.written(answer, message.max_tokens, self._facts.vocab_size) or answer
+            return checks.teacher_completion(answer, message.max_tokens, self._facts.vocab_size) or answer
 
         return _Work(
             results=len(ids),

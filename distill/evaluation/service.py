@@ -38,7 +38,7 @@ from sync.errors import ConfigError, DistillError
 from sync.secrets import redact_process
 from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
 from sync.settings import read_settings
-from sync.subscribe.mirror import Subscriber
+from sync.subscribe import Subscriber
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, RunIdentity, Version
 
 log = logging.getLogger("distill.evaluation.service")

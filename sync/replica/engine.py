@@ -143,20 +143,20 @@ class WorkerExtension:
     def distill_receive(self, ticket: dict[str, Any], timeout: float) -> None:
         """Start to receive a broadcast in the background, into host memory, while generation goes on.
 
-        Raises ConfigError when the replica has more than one worker: a ticket is one seat.
+        Raises ConfigError when the replica has more than one worker: a ticket is one rank.
         """
         from sync.broadcast import Reception
 
         workers = self.vllm_config.parallel_config.world_size
         if workers != 1:
             raise ConfigError(
-                f"this replica has {workers} workers and a broadcast has one seat for it: "
+                f"this replica has {workers} workers and a broadcast has one rank for it: "
                 'set weights.transport = "snapshot", or one device per replica'
             )
         engine = self.weight_transfer_engine
         engine.swap.settle()
-        seat = msgspec.convert(ticket, BroadcastTicket)
-        engine.reception = Reception(seat, timeout, engine.device, token_from_environment())
+        own = msgspec.convert(ticket, BroadcastTicket)
+        engine.reception = Reception(own, timeout, engine.device, token_from_environment())
 
     def distill_received(self) -> dict[str, Any]:
         """{"done": bool, "bytes": int, "error": text or None} of the broadcast being received."""

@@ -71,7 +71,7 @@ def avoid_amx_attention() -> None:
     """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing.
 
     The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
-    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
+    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: it is untried.
     """
     from vllm.v1.attention.backends import cpu_attn
 

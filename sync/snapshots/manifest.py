@@ -50,8 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One version; authenticates its files."""
 
     format: Literal[1] = 1
-    run: str
-    run_id: str | None = None
+    run: _Text
+    run_id: _Text | None = None
     """`RunIdentity.id`; None: published before runs had one, or by no run."""
     version: Version
     kind: Literal["full", "delta", "lora"]
@@ -129,7 +129,7 @@ def read_manifest(store: Store, run: str, version: Version) -> Manifest:
 
 
 def _wrong_files(manifest: Manifest) -> str | None:
-    """What no publisher writes; None: nothing."""
+    """Why no publisher can have written it; None: it can."""
     keys = [file.key for file in manifest.files]
     if len(set(keys)) < len(keys) or sum(file.size for file in manifest.files) != manifest.bytes:
         return f"names {len(keys)} files, some twice or not of {manifest.bytes} bytes in all"
@@ -250,7 +250,7 @@ def _or_warn(work: Callable[[], None], otherwise: str) -> None:
 
 
 def leased(store: Store, run: str, now: float) -> tuple[set[Version], dict[str, str]]:
-    """Versions that somebody reads at `now` (Unix time); keys of leases that say nothing, and why."""
+    """Versions leased at `now` (Unix time); keys of leases that cannot be read, and why."""
     found, odd = set(), {}
     for key in store.list(f"{run}/leases/"):
         try:

@@ -98,7 +98,7 @@ def array(
     within: Range | None,
     wanted: bool = True,
 ) -> Problem | None:
-    """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one nobody asked for.
+    """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one not `wanted`.
 
     `shape`: None for any size in that dimension. `within`: None: the elements are not looked at.
     """
@@ -216,7 +216,7 @@ def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | 
     )
 
 
-def written(answer: TeacherCompletion, max_tokens: int, vocab_size: int) -> Problem | None:
+def teacher_completion(answer: TeacherCompletion, max_tokens: int, vocab_size: int) -> Problem | None:
     """A completion by a teacher."""
     return tokens(answer.token_ids, answer.logprob, max_tokens, vocab_size)
 

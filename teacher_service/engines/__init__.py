@@ -53,7 +53,7 @@ def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim)
             f"{config.engine!r} with {config.idle_unload_seconds}: change or remove one of them"
         )
     from sync.settings import ReplicaConfig
-    from sync.subscribe.mirror import Subscriber
+    from sync.subscribe import Subscriber
     from teacher_service.engines.following import FollowingEngine
     from teacher_service.engines.transformers import load
 

@@ -29,7 +29,7 @@ from sync.broadcast import Reception
 from sync.settings import DirectoryStoreConfig
 from sync.snapshots.checkpoint import digest
 from sync.stores import open_store
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import (
     Audience,
     BatchRequest,

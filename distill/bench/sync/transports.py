@@ -13,7 +13,7 @@ from typing import Any, Final
 from distill.bench.sync.models import LARGE, RUN, TOY, Kind, Versions, make, make_adapter
 from distill.bench.sync.stores import STORES, Skipped
 from sync.stores import Store
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 
 log = logging.getLogger(__name__)
 COUNT: Final = {"toy": 7, "large": 3}

@@ -13,7 +13,7 @@ from sync.errors import SnapshotError
 from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
 from sync.snapshots.manifest import SECONDS, dump, lease, manifest_key, read_manifest, versions
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 RUN = "run"

@@ -27,7 +27,7 @@ from sync.snapshots.checkpoint import check_no_code, refused
 from sync.snapshots.manifest import SECONDS, Lease, dump, lease, leased, manifest_key, read_manifest
 from sync.stores import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))
@@ -195,7 +195,7 @@ def test_a_version_that_the_disk_has_no_room_for_is_not_fetched(
 ) -> None:
     watched = Watched(store)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("sync.subscribe.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
+    monkeypatch.setattr("sync.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
     assert "and" in refusal(watched, tmp_path, v(0))
     assert watched.fetched == []
 

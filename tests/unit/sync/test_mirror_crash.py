@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.stores.directory import DirectoryStore
-from sync.subscribe.mirror import Mirror, digests
+from sync.subscribe import Mirror, digests
 from sync.wire import Version
 
 RUN = "run"

@@ -21,7 +21,7 @@ from sync.snapshots import checkpoint
 from sync.snapshots.manifest import read_latest, read_manifest, versions
 from sync.stores import Store
 from sync.stores.bucket import BucketStore
-from sync.subscribe.mirror import Mirror, digests, read_chain
+from sync.subscribe import Mirror, digests, read_chain
 from sync.wire import Version
 
 RUN = "run"
@@ -326,7 +326,7 @@ def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
         assert again.version == v(0)
     boot = tmp_path / "boot_id"
     boot.write_text("another start")
-    monkeypatch.setattr("sync.subscribe.mirror._BOOT", boot)
+    monkeypatch.setattr("sync.subscribe._BOOT", boot)
     with Mirror(tmp_path / "mirror", store, RUN) as rebooted:
         assert rebooted.version is None
         follow(rebooted, v(0))

@@ -15,7 +15,7 @@ from sync.publish import Publisher
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.subscribe.mirror import Subscriber
+from sync.subscribe import Subscriber
 from sync.wire import RunIdentity, Version
 
 

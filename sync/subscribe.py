@@ -1,9 +1,9 @@
 """A replica's local copy of the weights: one checkpoint folder is live while another is brought forward.
 
-    MIRROR/a/  b/          Hugging Face checkpoint folders (see `sync.subscribe.mirror`)
+    MIRROR/a/  b/          Hugging Face checkpoint folders (see `sync.subscribe`)
            deltas/         verified downloads that the other slot will need as well
 
-The live folder is never written. The spare takes the first road that verifies: the deltas since the version
+The live folder is never written. The spare takes the first route that verifies: the deltas since the version
 it holds, else a copy of the live folder and the deltas since; else the newest anchor at or before the wanted
 version and the deltas since. Files are checked against the manifest before anything changes, and every
 tensor against the trainer's digest before the spare counts as good.
@@ -23,6 +23,7 @@ import msgspec
 
 from sync.claims import Claim
 from sync.delta.file import apply_chain
+from sync.download import Deltas, fetch_folder
 from sync.durable import write
 from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
@@ -30,7 +31,6 @@ from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import digests
 from sync.snapshots.manifest import Manifest, dump, lease, load, read_chain, read_latest
 from sync.stores import Store, open_store
-from sync.subscribe.download import Deltas, fetch_folder
 from sync.wire import Version
 
 __all__ = ["Mirror", "Staged", "digests", "read_chain"]
@@ -97,7 +97,7 @@ class Mirror:
         """Bring the spare slot to `version` and verify it; the live slot is only read.
 
         Raises SnapshotError when the version is live already, is of another run or model, or verifies on no
-        road; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
+        route; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
         recovers.
         """
         start = time.monotonic()
@@ -125,7 +125,7 @@ class Mirror:
         self._slots.promote()
 
     def _bring_forward(self, version: Version) -> int:
-        """Take the first road to `version` that verifies; returns the bytes read from the store."""
+        """Take the first route to `version` that verifies; returns the bytes read from the store."""
         deltas = Deltas(self._store, self._slots.folder / "deltas")
         for slot in (self._slots.spare, self._slots.live):
             chain = self._chain_from(self._slots.version(slot), version)
@@ -152,9 +152,9 @@ class Mirror:
         return chain if chain[0].base == held else []
 
     def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
-        """Bring the spare along one road: deltas on what `slot` holds, or from the anchor (None).
+        """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None).
 
-        Raises SnapshotError when a file or the end of the road is not what the trainer had.
+        Raises SnapshotError when a file or its result is not what the trainer had.
         """
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
@@ -209,7 +209,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 class _State(msgspec.Struct, frozen=True):
     run: str
     boot: str
-    """Which start of the machine wrote this."""
+    """Boot id of the machine when this was written."""
     fingerprint: str | None
     """Of the model; None until a version was held."""
     live: str | None = None
