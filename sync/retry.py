@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from tenacity import (
     AsyncRetrying,
@@ -46,29 +47,23 @@ def retrying(
     An error's `retry_after` (`sync.errors.Overloaded`) lengthens the pause before the next call. `within`:
     seconds after which the last error is raised, at once if the next pause would end later; None: never.
     """
-    return Retrying(
-        retry=retry_if_exception(_predicate(on)),
-        wait=_wait(first, longest),
-        stop=stop_never if within is None else stop_before_delay(within),
-        reraise=True,
-    )
+    return Retrying(**_policy(on, within, first, longest))
 
 
 def retrying_async(
     on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
 ) -> AsyncRetrying:
     """`await retrying_async(...)(coroutine_function, *arguments)`: see `retrying`."""
-    return AsyncRetrying(
-        retry=retry_if_exception(_predicate(on)),
-        wait=_wait(first, longest),
-        stop=stop_never if within is None else stop_before_delay(within),
-        sleep=asyncio.sleep,
-        reraise=True,
-    )
+    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, first, longest))
 
 
-def _predicate(on: Retried) -> Callable[[BaseException], bool]:
-    return (lambda error: isinstance(error, on)) if isinstance(on, type | tuple) else on
+def _policy(on: Retried, within: float | None, first: float, longest: float) -> dict[str, Any]:
+    return {
+        "retry": retry_if_exception((lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on),
+        "wait": _wait(first, longest),
+        "stop": stop_never if within is None else stop_before_delay(within),
+        "reraise": True,
+    }
 
 
 def _wait(first: float, longest: float) -> Callable[[RetryCallState], float]:

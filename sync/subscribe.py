@@ -1,6 +1,6 @@
 """A replica's local copy of the weights: one checkpoint folder is live while another is brought forward.
 
-    MIRROR/a/  b/          Hugging Face checkpoint folders (see `sync.subscribe`)
+    MIRROR/a/  b/          Hugging Face checkpoint folders (see `Slots`)
            deltas/         verified downloads that the other slot will need as well
 
 The live folder is never written. The spare takes the first route that verifies: the deltas since the version
@@ -220,7 +220,14 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class Slots:
-    """Slots "a" and "b" under one folder, owned by one process."""
+    """Slots "a" and "b" under one folder, owned by one process, and what each of them holds.
+
+        dirty ──hold──▶ holds a version ──promote──▶ live ──the other is promoted──▶ spare ──spoil──▶ dirty
+
+    `state.json` is replaced by an atomic rename. The spare is marked dirty before its first byte changes and
+    gets a version only after all of it was verified: at whatever instant the process dies, a slot that has a
+    version holds exactly that version. After a reboot, which may lose written pages, both count as dirty.
+    """
 
     def __init__(self, folder: Path, run: str, fingerprint: str | None) -> None:
         """Raises SnapshotError when another process owns the folder, or it mirrors another run or model."""

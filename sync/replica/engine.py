@@ -115,7 +115,12 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Methods for `collective_rpc`; arguments and answers are plain data."""
+    """What the API process may call in every vLLM worker by `collective_rpc`; arguments are plain data.
+
+    Named by `--worker-extension-cls`: vLLM adds it to its worker's base classes, so `self` is a vLLM worker
+    and all names carry a prefix. An update runs: [distill_receive, distill_received]* while generating,
+    pause, vLLM's update_weights, distill_outcome of all, distill_revert of all if any failed, resume.
+    """
 
     weight_transfer_engine: CheckpointEngine
     vllm_config: Any

@@ -171,6 +171,8 @@ def fingerprint_of(places: Mapping[str, TensorAt]) -> str:
 # --- what may travel ------------------------------------------------------------------------------------
 
 
+# Weights as safetensors, settings and vocabularies: nothing that could run leaves a trainer through a store,
+# and nothing that could is taken from one.
 _ENDINGS: Final = frozenset(
     (".safetensors", ".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 )

@@ -210,7 +210,13 @@ _LONGEST: Final = 86400.0
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What one reader reads, and until when."""
+    """What a slow reader is reading, so that garbage collection (`sync.snapshots.admin.gc`) leaves it alone.
+
+    Written by readers, renewed while they live, ignored once expired. Readers and collector are on different
+    machines, so the time is the wall's. A clock that is wrong by more than a lease costs a reader its read (a
+    missing file is an error; it begins again at the newest version) or keeps files for longer. What LATEST
+    names is kept whatever the clocks say.
+    """
 
     version: Version
     """The chain to this version is being read."""

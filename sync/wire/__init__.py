@@ -18,6 +18,8 @@ Letters in shapes: T completion tokens of one rollout, L prompt + completion tok
 H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of a batch (sum of T).
 """
 
+# ruff: noqa: F401
+# mypy: implicit-reexport
 from __future__ import annotations
 
 from sync.wire.base import (
@@ -86,64 +88,3 @@ from sync.wire.trainer import (
     TrainerWelcome,
     Wait,
 )
-
-__all__ = [
-    "CONTENT_TYPE",
-    "DTYPES",
-    "SCHEMA",
-    "Array",
-    "Audience",
-    "BatchRequest",
-    "BroadcastMembers",
-    "BroadcastTicket",
-    "CheckpointSaved",
-    "EvalReport",
-    "EvalRequest",
-    "FinalDigests",
-    "GenerateFailed",
-    "GeneratePrompt",
-    "GenerateRequest",
-    "Generated",
-    "Head",
-    "Heartbeat",
-    "Message",
-    "Ok",
-    "ProbeReply",
-    "ProbeRequest",
-    "Published",
-    "ReferenceScores",
-    "ReplicaJoins",
-    "ReplicaLeaves",
-    "ReplicaState",
-    "ReplicaStatus",
-    "Replicas",
-    "Rows",
-    "RunIdentity",
-    "Sampling",
-    "ScoreRefused",
-    "ScoreReply",
-    "ScoreRequest",
-    "ScoreSequence",
-    "Scored",
-    "StepReport",
-    "Stop",
-    "TeacherCompletion",
-    "TeacherGenerateReply",
-    "TeacherGenerateRequest",
-    "TeacherInfo",
-    "TeacherPrompt",
-    "TrainBatch",
-    "TrainerHello",
-    "TrainerWelcome",
-    "UpdateReply",
-    "UpdateRequest",
-    "Version",
-    "VersionSpan",
-    "Wait",
-    "Want",
-    "decode",
-    "encode",
-    "frame",
-    "pack",
-    "unpack",
-]
