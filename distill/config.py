@@ -12,9 +12,8 @@ from pydantic import Field
 
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Full, ObjectiveConfig
-from sync.settings import ModelSource, Placement, Settings
-from sync.stores.config import WeightsConfig
-from sync.urls import Url
+from sync.client import Url
+from sync.settings import ModelSource, Placement, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
 
 

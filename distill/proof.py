@@ -28,13 +28,12 @@ from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.roles import url_of
 from distill.launch.supervise import ChildSpec, Supervisor
+from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.errors import DataError, RemoteError, Unreachable
-from sync.publish.publisher import Publisher, Slice
-from sync.replica.config import ReplicaConfig
+from sync.publish import Publisher, Slice
+from sync.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
-from sync.transport import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
 
 _RUN: Final = "proof"

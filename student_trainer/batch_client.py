@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from sync.transport import BlockingPeer
+from sync.client import BlockingPeer
 from sync.wire import BatchRequest, Stop, TrainBatch, Version, Wait
 
 _GLANCE_SECONDS = 0.2

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
-from sync.settings import ModelSource, Settings
-from sync.stores.config import WeightsConfig
-from sync.urls import Url
+from sync.client import Url
+from sync.settings import ModelSource, Settings, WeightsConfig
 
 
 class LoRAConfig(Settings):

@@ -11,8 +11,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
+from sync.client import BlockingPeer
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
-from sync.transport import BlockingPeer
 from sync.wire import (
     Audience,
     BroadcastMembers,

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from student_trainer.ranks import Ranks
-from sync.disk_full import RETRY_SECONDS, is_full
+from sync.durable import RETRY_SECONDS, is_full
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError
 from sync.secrets import is_secret, redact
-from sync.transport import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 
 ENVIRONMENT_VARIABLE: Final = "DS_ENV_FILE"
 """Names the file of further variables to the deepspeed launcher."""

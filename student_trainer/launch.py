@@ -28,9 +28,9 @@ import psutil
 from student_trainer.config import TrainerConfig, TrainerSettings
 from student_trainer.hostfile import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
 from sync import secrets
+from sync.client import TOKEN_FILE_VARIABLE
 from sync.errors import ConfigError
-from sync.listening import ON_LOOPBACK
-from sync.transport import TOKEN_FILE_VARIABLE
+from sync.server import ON_LOOPBACK
 
 _MODULE = "student_trainer"
 _LOOK_SECONDS = 0.2

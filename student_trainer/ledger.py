@@ -24,8 +24,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sync.disk_full import append, until_disk_space
-from sync.durable import force, make_folder
+from sync.durable import append, force, make_folder, until_disk_space
 from sync.errors import DataError
 from sync.wire import Version
 

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from student_trainer.launch import RENDEZVOUS
 from sync.errors import ConfigError
-from sync.listening import bind_alone
+from sync.server import bind_alone
 
 _SCHEME: Final = "own-address"
 

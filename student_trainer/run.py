@@ -38,14 +38,13 @@ from student_trainer.signals import StopSignals, die_with_parent
 from student_trainer.step import LossSpec, train_step
 from student_trainer.transports import BroadcastTransport, SnapshotTransport, WeightTransport
 from student_trainer.weights import Weights
-from sync.broadcast.broadcast import BroadcastSender, own_address
+from sync.broadcast import BroadcastSender, own_address
 from sync.claims import Claim
+from sync.client import BlockingPeer, token_from_environment
 from sync.errors import DataError, StoreError
-from sync.publish.publisher import Publisher
+from sync.publish import Publisher
 from sync.snapshots.admin import gc
 from sync.stores import open_store
-from sync.stores.retry_on_full import RetryOnFullStore
-from sync.transport import BlockingPeer, token_from_environment
 from sync.wire import (
     FinalDigests,
     Head,
@@ -221,7 +220,7 @@ def open_transport(
             token = token_from_environment()
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastTransport(sender, weights, controller, stopping)
-    store = RetryOnFullStore(open_store(settings.store, config.run_dir / "store"))
+    store = open_store(settings.store, config.run_dir / "store")
     publisher = Publisher(
         store,
         config.run,

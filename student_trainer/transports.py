@@ -21,10 +21,10 @@ from typing import Any, Final, Literal, Protocol
 
 from student_trainer.controller_client import Controller
 from student_trainer.weights import Weights
-from sync.broadcast.broadcast import BroadcastSender
+from sync.broadcast import BroadcastSender
 from sync.errors import SnapshotError, StoreError, Unreachable
-from sync.publish.publisher import Publisher, PublishReport
-from sync.snapshots.tensors import meta_of
+from sync.publish import Publisher, PublishReport
+from sync.snapshots.checkpoint import meta_of
 from sync.wire import Published, Version
 
 log = logging.getLogger(__name__)

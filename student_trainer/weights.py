@@ -24,7 +24,7 @@ from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from sync.delta.codec import Bits
 from sync.errors import ConfigError
-from sync.publish.publisher import Slice
+from sync.publish import Slice
 from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
 
 log = logging.getLogger(__name__)

@@ -1,16 +1,17 @@
-"""Base of every configuration class: frozen, unknown keys refused, each value documented under its field."""
+"""Configuration that more than one role reads: frozen, unknown keys refused, documented under each field."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sync import secrets
+from sync.client import Url
 from sync.errors import ConfigError
-from sync.urls import Url
 
 
 class Settings(BaseModel):
@@ -62,3 +63,116 @@ def read_settings(kind: type[S], path: Path) -> S:
         raise ConfigError(f"--config {path} is not a {kind.__name__}: {error}") from None
     except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
         raise ConfigError(f"--config {path} is not JSON: {error}") from None
+
+
+# --- weights and where they are kept --------------------------------------------------------------------
+
+
+class DirectoryStoreConfig(Settings):
+    """A folder that trainer and readers share."""
+
+    type: Literal["directory"] = "directory"
+    path: Path | None = None
+    """The folder; None: `store/` in the run's folder."""
+
+
+class XetStoreConfig(Settings):
+    """Xet chunks with deduplication in a local folder, without a server."""
+
+    type: Literal["xet"] = "xet"
+    path: Path | None = None
+    """The folder; None: `store/` in the run's folder."""
+
+
+class BucketStoreConfig(Settings):
+    """A Hugging Face bucket; the endpoint is HF_ENDPOINT, the token is HF_TOKEN."""
+
+    type: Literal["bucket"] = "bucket"
+    bucket: str
+    """Owner and name, such as "acme/student-weights"."""
+    prefix: str = ""
+    """Folder inside the bucket."""
+    create: bool = True
+    """Create the bucket, private, when it is missing."""
+
+
+class ObjectStoreConfig(Settings):
+    """S3, Google Cloud Storage or Azure; credentials come from the environment."""
+
+    type: Literal["object"] = "object"
+    url: str
+    """s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."""
+    options: dict[str, str] = {}
+    """Options of the client, such as {"endpoint": "http://127.0.0.1:9000", "region": "eu-west-1"}."""
+
+
+StoreConfig = Annotated[
+    DirectoryStoreConfig | XetStoreConfig | BucketStoreConfig | ObjectStoreConfig, Field(discriminator="type")
+]
+
+
+class WeightsConfig(Settings):
+    """How new weights reach the replicas."""
+
+    transport: Literal["snapshot", "broadcast"] = "snapshot"
+    """snapshot: versions in a store, full or delta. broadcast: straight from the trainer, NCCL or gloo."""
+    store: StoreConfig = DirectoryStoreConfig()
+    """Where snapshots are kept."""
+    publish_every: int = Field(1, ge=1)
+    """Optimizer steps between two published versions."""
+    anchor_share: float = Field(4.0, gt=0)
+    """A full snapshot is due when the deltas since the last one add up to this many full snapshots."""
+    keep_anchors: int = Field(2, ge=1)
+    """Newest full snapshots, with their deltas, that garbage collection keeps."""
+    codec: Literal["small", "fast"] = "fast"
+    """fast: least time. small: least bytes. Both are lossless."""
+    kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    """What happens to running completions at a swap: prefill again under the new weights, or go on."""
+    timeout_seconds: float = Field(300.0, gt=0)
+    """A transfer that takes longer has failed; a replica has as long to show its weights at a run's end."""
+
+
+# --- a replica ------------------------------------------------------------------------------------------
+
+
+REPLICA_VARIABLE: Final = "DISTILL_REPLICA"
+"""Environment variable that holds a ReplicaConfig as JSON, the secrets of its store among it."""
+
+
+class ReplicaConfig(Settings):
+    """Which run's weights a replica follows, and where it keeps them."""
+
+    run: str
+    """Name of the run; snapshots of another run are refused."""
+    store: StoreConfig = DirectoryStoreConfig()
+    """Where the run's versions are published."""
+    store_path: Path
+    """Folder of a store whose configuration names none."""
+    mirror: Path
+    """Folder of this replica's local mirror; no other replica may use it."""
+    fingerprint: str | None = None
+    """Fingerprint of the model; None: whatever the first manifest says."""
+    lora_rank: int | None = Field(None, ge=1)
+    """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
+    timeout_seconds: float = Field(300.0, gt=0)
+    """A broadcast that takes longer has failed."""
+
+    def environment(self) -> dict[str, str]:
+        """The variable that `from_environment` reads."""
+        return {REPLICA_VARIABLE: self.model_dump_json()}
+
+    @classmethod
+    def from_environment(cls) -> ReplicaConfig:
+        """The configuration of this process. Raises ConfigError when it is missing or malformed."""
+        text = os.environ.get(REPLICA_VARIABLE)
+        if not text:
+            raise ConfigError(
+                f"{REPLICA_VARIABLE} is not set, so this replica has no weights to follow: "
+                "start it with `distill student`"
+            )
+        try:
+            config = cls.model_validate_json(text)
+            secrets.found(config.model_dump(mode="json"))  # so that no log of this process shows one
+            return config
+        except ValidationError as error:
+            raise ConfigError(f"{REPLICA_VARIABLE} cannot be used: {error}") from None

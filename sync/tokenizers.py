@@ -34,6 +34,23 @@ def vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def never_sample_from(model: Any, known: int) -> None:
+    """Give ids from `known` on a probability of 0 in all logits that `model.compute_logits` makes after this.
+
+    For rows of the output head that the tokenizer has no id for: the trainer leaves them out too. The shape
+    stays, ids below `known` keep their logits.
+    """
+    compute = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = compute(*args, **kwargs)
+        if logits is not None:  # a tensor-parallel worker that does not sample gets none
+            logits[..., known:] = float("-inf")
+        return logits
+
+    model.compute_logits = compute_logits
+
+
 def fingerprint(tokenizer: Tokenizer) -> str:
     """96 hex digits over vocabulary, merges and special ids, in this order."""
     parts = (sorted(tokenizer.get_vocab().items()), _merges(tokenizer), special_ids(tokenizer))

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from sync.claims import Claim
+from sync.client import token_from_environment
 from sync.errors import DistillError
-from sync.listening import serve_app
-from sync.replica.config import ReplicaConfig
 from sync.secrets import redact_process
-from sync.settings import read_settings
-from sync.transport import check_bind, token_from_environment
+from sync.server import check_bind, serve_app
+from sync.settings import ReplicaConfig, read_settings
 from sync.wire import RunIdentity
 from teacher_service.config import TeacherConfig
 

@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.guard import RunGuard
-from sync.transport import TokenGuard, refuse, reply
+from sync.server import RunGuard, TokenGuard, refuse, reply
 from sync.wire import (
     Message,
     Scored,
@@ -239,7 +238,7 @@ class TeacherService:
             if not isinstance(outcome, EngineCompletion):
                 return None
             answer = written(id_, outcome)
-            return checks.written(answer, message.max_tokens, self._facts.vocab_size) or answer
+            return checks.teacher_completion(answer, message.max_tokens, self._facts.vocab_size) or answer
 
         return _Work(
             results=len(ids),

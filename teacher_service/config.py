@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sync.client import Url
 from sync.settings import ModelSource, Placement
-from sync.urls import Url
 
 
 class TeacherConfig(ModelSource, Placement):

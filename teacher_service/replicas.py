@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from sync.claims import Claim
+from sync.client import Peer
 from sync.errors import Overloaded, Unreachable, WrongServer
-from sync.transport import Peer
 
 log = logging.getLogger(__name__)
 HEALTH_SECONDS: Final = 5.0

@@ -20,7 +20,7 @@ LIGHT_MODULES = (
     "distill.cli.main",
     "distill.config",
     "sync.wire",
-    "sync.transport",
+    "sync.client",
     "student_trainer.config",
     "student_trainer.deepspeed_json",
     "sync.tokenizers",

@@ -17,8 +17,7 @@ from distill.config import RunConfig
 from distill.launch.single_role import check_all_joined
 from distill.loading import load
 from student_trainer.config import TrainerConfig
-from sync.replica.config import ReplicaConfig
-from sync.settings import Settings
+from sync.settings import ReplicaConfig, Settings
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))

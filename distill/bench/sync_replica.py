@@ -30,11 +30,10 @@ from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.roles import url_of
 from distill.launch.supervise import ChildSpec
+from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.errors import DistillError
-from sync.replica.config import ReplicaConfig
+from sync.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
-from sync.transport import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.wire import (
     Generated,
     GenerateFailed,

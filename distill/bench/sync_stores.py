@@ -23,12 +23,12 @@ import numpy as np
 
 from distill.bench.runner import ROOT, Figures
 from sync.errors import ConfigError
-from sync.publish.publisher import Publisher, PublishReport, Slice
+from sync.publish import Publisher, PublishReport, Slice
 from sync.snapshots import checkpoint
 from sync.stores import Store
 from sync.stores.directory import DirectoryStore
 from sync.stores.xet import XetStore
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ Unmerged = Annotated[bool, typer.Option("--adapter", help="Do not merge an adapt
 
 
 def _checked(controller: str) -> str:
-    from sync.urls import checked_url
+    from sync.client import checked_url
 
     return checked_url(controller, "--controller")
 

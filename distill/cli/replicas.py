@@ -45,7 +45,7 @@ def remove(
 
 
 def _ask(controller: str, path: str, body: Message | None) -> Replicas:
-    from sync.transport import BlockingPeer, token_from_environment
+    from sync.client import BlockingPeer, token_from_environment
     from sync.wire import Replicas
 
     peer = BlockingPeer(controller, token_from_environment(), ASK_SECONDS)

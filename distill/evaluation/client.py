@@ -10,8 +10,8 @@ import time
 from distill.aio import cancel
 from distill.rollout.replica_pool import until_stalled
 from sync.claims import Claim
+from sync.client import Peer
 from sync.errors import Unreachable
-from sync.transport import Peer
 from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version
 
 logger = logging.getLogger(__name__)

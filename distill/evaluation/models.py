@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from distill.adapters import is_adapter, merged
 from distill.evaluation.evaluation import LanguageModel
 from sync.settings import ModelSource
-from sync.snapshots.tensors import read_folder
+from sync.snapshots.checkpoint import read_folder
 from sync.tokenizers import vocab_size
 from teacher_service.engines.head import find_head
 

@@ -33,20 +33,12 @@ from distill.evaluation.schedule import score
 from distill.launch.roles import followed
 from distill.launch.run_folder import write_json
 from sync.claims import Claim
+from sync.client import token_from_environment
 from sync.errors import ConfigError, DistillError
-from sync.guard import RunGuard
-from sync.listening import serve_app
 from sync.secrets import redact_process
+from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
 from sync.settings import read_settings
-from sync.subscribe.subscriber import Subscriber
-from sync.transport import (
-    TokenGuard,
-    check_bind,
-    read_message,
-    refuse,
-    reply,
-    token_from_environment,
-)
+from sync.subscribe import Subscriber
 from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, RunIdentity, Version
 
 log = logging.getLogger("distill.evaluation.service")

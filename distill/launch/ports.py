@@ -7,14 +7,14 @@ import os
 import socket
 
 from sync.errors import ConfigError
-from sync.listening import bind_alone
+from sync.server import bind_alone
 
 
 class Ports:
     """Hands out ports, none twice. Use inside `with` for as long as servers are started on them.
 
     What is held never listens. A server of the same user joins the port with SO_REUSEPORT
-    (`sync.listening.join_port`); for everybody else it is in use, also while the server is started again.
+    (`sync.server.join_port`); for everybody else it is in use, also while the server is started again.
     """
 
     def __init__(self) -> None:

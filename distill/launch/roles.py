@@ -17,11 +17,10 @@ from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
+from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.listening import NCCL_ON_LOOPBACK, ON_LOOPBACK
-from sync.replica.config import ReplicaConfig
-from sync.settings import ModelSource, Placement
-from sync.transport import TOKEN_VARIABLE, is_loopback, token_from_environment
+from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK
+from sync.settings import ModelSource, Placement, ReplicaConfig
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"

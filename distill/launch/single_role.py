@@ -17,9 +17,10 @@ from distill.launch.supervise import ChildSpec
 from distill.preflight.checks import check_folder, check_following, check_secrets
 from distill.preflight.processor import check_processor, check_teacher
 from student_trainer import launch as trainer_launch
+from sync.client import token_from_environment
 from sync.errors import ConfigError
+from sync.server import check_bind
 from sync.settings import Placement
-from sync.transport import check_bind, token_from_environment
 
 
 def replace_process(child: ChildSpec) -> NoReturn:

@@ -8,14 +8,14 @@ from importlib import metadata
 from typing import Any, Final
 
 from distill.config import StudentConfig
+from sync.client import is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.listening import ON_LOOPBACK
-from sync.replica.config import ReplicaConfig
-from sync.transport import check_bind, is_loopback, token_from_environment
+from sync.server import ON_LOOPBACK, check_bind
+from sync.settings import ReplicaConfig
 
 _OURS: Final[dict[str, Any]] = {
     "middleware": "sync.replica.middleware.ReplicaMiddleware",
-    "worker-extension-cls": "sync.replica.worker.WorkerExtension",
+    "worker-extension-cls": "sync.replica.engine.WorkerExtension",
     "weight-transfer-config": {"backend": "distill"},
     "logprobs-mode": "processed_logprobs",
 }
@@ -90,7 +90,7 @@ def command(
         arguments["trust-remote-code"] = True
     if cpu and not _PARALLEL & user.keys():
         arguments["distributed-executor-backend"] = "uni"
-    line = [sys.executable, "-m", "sync.replica.server"]
+    line = [sys.executable, "-m", "sync.replica.plugin"]
     for name, value in arguments.items():
         line += flags(name, value)
     near = ON_LOOPBACK if is_loopback(host) else {}

@@ -28,9 +28,8 @@ from pathlib import Path
 from distill.aio import cancel
 from distill.launch.guardian import adopt_orphans, children_of, kill_adopted
 from distill.rollout.replica_pool import until_stalled
-from sync.endings import how_it_ended
-from sync.errors import DistillError
-from sync.transport import Peer
+from sync.client import Peer
+from sync.errors import DistillError, how_it_ended
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from distill.config import RunConfig
 from distill.metrics.timeline import Span
 from sync import secrets
-from sync.disk_full import append
+from sync.durable import append
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from distill.rollout.replica_client import HttpReplica
 from distill.run_log.records import Opened
 from distill.run_log.segments import read_all
 from sync.claims import Claim
-from sync.transport import token_from_environment
+from sync.client import token_from_environment
 from sync.wire import RunIdentity
 from teacher_service.client import TeacherClient
 from teacher_service.transform import load_transforms

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from distill.rollout.replica_client import ReplicaEngine
 from distill.rollout.replica_pool import ReplicaPool
+from sync.client import url_problem
 from sync.errors import RemoteError, Unreachable
-from sync.urls import url_problem
 from sync.wire import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaStatus
 
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync.claims import Claim
+from sync.client import Peer
 from sync.errors import WireError
-from sync.transport import Peer
 from sync.wire import (
     Generated,
     GenerateFailed,

@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from distill.run_log.records import AnyRecord
-from sync.disk_full import append
-from sync.durable import force
+from sync.durable import append, force
 from sync.errors import DataError
 
 _MAGIC: Final = b"DJA1"

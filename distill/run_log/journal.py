@@ -30,8 +30,7 @@ from distill.run_log.segments import (
     segment_numbers,
     segment_path,
 )
-from sync.disk_full import FULL
-from sync.durable import force, make_folder
+from sync.durable import FULL, force, make_folder
 
 Fsync = Literal["always", "batch", "never"]
 logger = logging.getLogger(__name__)

@@ -51,7 +51,7 @@ class Soundness:
 
     def written(self, answer: TeacherCompletion) -> Problem | None:
         """Of a completion by a teacher."""
-        return checks.written(answer, self.sampling.max_tokens, self.vocab_size)
+        return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
 
     def scored(self, answer: Scored, count: int, hidden_size: int | None = None) -> Problem | None:
         """Of a teacher's scores of `count` completion tokens."""

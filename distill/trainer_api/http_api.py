@@ -21,9 +21,7 @@ from distill.rollout.membership import Members
 from distill.trainer_api.session import Event, TrainerSession
 from sync.claims import Claim
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
-from sync.guard import RunGuard
-from sync.listening import bind_alone
-from sync.transport import TokenGuard, check_bind, read_message, refuse, reply
+from sync.server import RunGuard, TokenGuard, bind_alone, check_bind, read_message, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     BatchRequest,

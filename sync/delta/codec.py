@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, Union
 
 import numpy as np
 import zstandard
@@ -27,8 +27,6 @@ from sync.errors import SnapshotError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sync.delta.diff import Scanner
 
 Bits: TypeAlias = Union[np.ndarray, "Tensor"]
 """Flat bits of one tensor: unsigned integers in host memory, or integers of the same width on a device."""
@@ -53,6 +51,34 @@ class Mode(IntEnum):
     WHOLE = 5
 
 
+class Scanner(Protocol):
+    """Compares old with new where they lie: `kernels` in host memory, `diff_torch` on a device.
+
+    What it returns is in host memory, and the same bytes from either.
+    """
+
+    def same(self, old: Any, new: Any) -> bool:
+        """Whether not one bit differs."""
+
+    def gaps(self, old: Any, new: Any, room: int) -> list[np.ndarray] | None:
+        """[distances, wide distances, steps, wide steps] as `kernels.scan_gaps` writes them.
+
+        None: more elements changed than `room` holds, to within the elements of one word of 64 bits.
+        """
+
+    def bitmap(self, old: Any, new: Any) -> list[np.ndarray]:
+        """[one bit per element, steps, wide steps] as `kernels.scan_bitmap` writes them."""
+
+    def planes(self, old: Any, new: Any) -> list[np.ndarray]:
+        """Differences of all elements, byte by byte, as `kernels.to_planes` writes them."""
+
+    def classes(self, old: Any, new: Any, mantissa: int) -> np.ndarray | None:
+        """Stream of `entropy.encode_classes`; None: it is longer than `new` and 512 bytes."""
+
+    def host(self, bits: Any) -> np.ndarray:
+        """The bits themselves."""
+
+
 def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`.
 
@@ -75,12 +101,12 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
 def scanner(bits: Bits) -> Scanner:
     """What compares arrays like `bits` where they lie."""
     if isinstance(bits, np.ndarray):
-        from sync.delta import diff as scan
+        from sync.delta import kernels
 
-        return scan
-    from sync.delta import diff_torch as scan_torch
+        return kernels
+    from sync.delta import diff_torch
 
-    return scan_torch
+    return diff_torch
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:

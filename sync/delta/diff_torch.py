@@ -1,4 +1,4 @@
-"""The questions of `sync.delta.diff` answered by torch operations on the device where a shard lies.
+"""`sync.delta.codec.Scanner` answered by torch operations on the device where a shard lies.
 
 Same bytes as the compiled loops give: whole streams are compared in the tests. Tensors hold bits as integers
 of their width (int16, int32, …). Work goes CHUNK elements at a time, so that it needs little device memory;
@@ -22,12 +22,12 @@ _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def same(old: Tensor, new: Tensor) -> bool:
-    """See `Scanner`."""
+    """See `codec.Scanner`."""
     return torch.equal(old, new)
 
 
 def gaps(old: Tensor, new: Tensor, room: int) -> list[np.ndarray] | None:
-    """See `Scanner`."""
+    """See `codec.Scanner`."""
     total = sum(int((a != b).sum()) for _, a, b in _chunks(old, new))
     if total > room:
         return None
@@ -44,7 +44,7 @@ def gaps(old: Tensor, new: Tensor, room: int) -> list[np.ndarray] | None:
 
 
 def bitmap(old: Tensor, new: Tensor) -> list[np.ndarray]:
-    """See `Scanner`."""
+    """See `codec.Scanner`."""
     weight = torch.tensor([1 << bit for bit in range(8)], device=new.device)
     bits, steps, wide = [], [], []
     for _, a, b in _chunks(old, new):
@@ -58,7 +58,7 @@ def bitmap(old: Tensor, new: Tensor) -> list[np.ndarray]:
 
 
 def planes(old: Tensor, new: Tensor) -> list[np.ndarray]:
-    """See `Scanner`."""
+    """See `codec.Scanner`."""
     out = np.empty((new.itemsize, len(new)), np.uint8)
     for start, a, b in _chunks(old, new):
         code = _zigzag(a, b)
@@ -68,7 +68,7 @@ def planes(old: Tensor, new: Tensor) -> list[np.ndarray]:
 
 
 def classes(old: Tensor, new: Tensor, mantissa: int) -> np.ndarray | None:
-    """See `Scanner`. The device orders the changes by exponent; the host codes the few that there are."""
+    """See `codec.Scanner`. The device orders the changes by exponent, the host codes them."""
     from sync.delta import entropy
 
     listed = [_by_exponent(a, b, mantissa, entropy.BLOCK) for _, a, b in _chunks(old, new)]
@@ -79,7 +79,7 @@ def classes(old: Tensor, new: Tensor, mantissa: int) -> np.ndarray | None:
 
 
 def host(bits: Tensor) -> np.ndarray:
-    """See `Scanner`."""
+    """See `codec.Scanner`."""
     return bits.cpu().numpy().view(_UNSIGNED[bits.itemsize])
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops of the codec: gaps, bitmaps and byte planes. Imported only when a delta is coded.
+"""Compiled loops of the codec: gaps, bitmaps, byte planes, exponent classes. Imported when a delta is coded.
 
 Arrays hold the integer bits of floating-point numbers: uint16 (bf16, f2) or uint32 (f4), `width` bits each.
 A difference is taken between sign-ordered integers and zigzagged, so that +1 and -1 unit in the last place
@@ -17,6 +17,8 @@ import numpy as np
 from numba import njit
 
 ESCAPE: Final = 255
+CLASSES: Final = 256
+"""Exponents of the widest kind; f2 uses 32 of them."""
 _ONE: Final = np.uint64(1)
 _UPPER_HALF: Final = np.uint64(0xFFFFFFFF00000000)
 _ODD_QUARTERS: Final = np.uint64(0xFFFF0000FFFF0000)
@@ -221,3 +223,94 @@ def apply_planes(bits: Any, width: int, planes: Any) -> None:
         for p in range(planes.shape[0]):
             code |= np.int64(planes[p, i]) << (8 * p)
         bits[i] = moved(np.int64(bits[i]), code, width)
+
+
+@compiled
+def collect(
+    old: Any, new: Any, width: int, mantissa: int, counts: Any, classes: Any, gaps: Any, codes: Any
+) -> int:
+    """Changes in order of position, with the exponent class each belongs to; returns how many.
+
+    `gaps` are counted within a class; `counts` holds the number of changes of each class.
+    """
+    seen = np.zeros(CLASSES, np.int64)
+    last = np.full(CLASSES, -1, np.int64)
+    k = 0
+    for i in range(old.size):
+        c = (np.int64(old[i]) >> mantissa) & (CLASSES - 1)
+        if old[i] != new[i]:
+            classes[k], gaps[k] = c, seen[c] - last[c] - 1
+            codes[k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
+            last[c] = seen[c]
+            counts[c] += 1
+            k += 1
+        seen[c] += 1
+    return k
+
+
+@compiled
+def place(bits: Any, width: int, mantissa: int, first: Any, gaps: Any, codes: Any) -> int:
+    """Apply changes, class c's being first[c] … first[c + 1]; -1 when some are left, else 0."""
+    left: Any = np.full(CLASSES, -1, np.int64)
+    next_ = first[:CLASSES].copy()
+    c: Any
+    for c in range(CLASSES):
+        if first[c] < first[c + 1]:
+            left[c] = gaps[first[c]]
+    for i in range(bits.size):
+        c = (np.int64(bits[i]) >> mantissa) & (CLASSES - 1)
+        if left[c] == 0:
+            bits[i] = moved(np.int64(bits[i]), codes[next_[c]], width)
+            next_[c] += 1
+            left[c] = gaps[next_[c]] if next_[c] < first[c + 1] else -1
+        else:
+            left[c] -= 1
+    for c in range(CLASSES):
+        if next_[c] != first[c + 1]:
+            return -1
+    return 0
+
+
+# --- codec.Scanner for arrays in host memory ------------------------------------------------------------
+
+
+def same(old: np.ndarray, new: np.ndarray) -> bool:
+    """See `Scanner`."""
+    return np.array_equal(old, new)
+
+
+def gaps(old: np.ndarray, new: np.ndarray, room: int) -> list[np.ndarray] | None:
+    """See `Scanner`."""
+    narrow, steps = np.empty(room, np.uint8), np.empty(room, np.uint8)
+    wide, wide_steps = np.empty(old.size // ESCAPE + 1, np.uint64), np.empty(room, new.dtype)
+    changed, g, s = scan_gaps(old, new, narrow, wide, steps, wide_steps)
+    return None if changed < 0 else [narrow[:changed], wide[:g], steps[:changed], wide_steps[:s]]
+
+
+def bitmap(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
+    """See `Scanner`."""
+    bits, steps = np.zeros(-(-old.size // 8), np.uint8), np.empty(old.size, np.uint8)
+    wide = np.empty(old.size, new.dtype)
+    changed, s = scan_bitmap(old, new, new.itemsize * 8, bits, steps, wide)
+    return [bits, steps[:changed], wide[:s]]
+
+
+def planes(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
+    """See `Scanner`."""
+    out: Any = np.empty((new.itemsize, old.size), np.uint8)
+    to_planes(old, new, new.itemsize * 8, out)
+    return list(np.asarray(out))
+
+
+def classes(old: np.ndarray, new: np.ndarray, mantissa: int) -> np.ndarray | None:
+    """See `Scanner`."""
+    from sync.delta import entropy
+
+    out = np.empty(new.nbytes + 512, np.uint8)
+    length = entropy.encode_classes(old, new, new.itemsize * 8, mantissa, *entropy.fresh(), out)
+    return None if length < 0 else out[:length]
+
+
+def host(bits: np.ndarray) -> np.ndarray:
+    """See `Scanner`."""
+    return bits

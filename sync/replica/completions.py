@@ -15,7 +15,7 @@ from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Versi
 INITIAL: Final = Version(0, 0)
 """The weights an engine was started with: no step was made from them."""
 ENGINE_LABEL: Final = "default"
-"""vLLM's label for weights that nobody gave a version."""
+"""vLLM's label for weights without a version."""
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
 _REASONS: Final[dict[str, Literal["stop", "length", "abort", "time"]]] = {

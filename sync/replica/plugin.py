@@ -26,3 +26,9 @@ def register() -> None:
     vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():
         vllm_compat.avoid_amx_attention()
+
+
+if __name__ == "__main__":  # vLLM's API server, on a port that its launcher holds
+    from sync.replica.vllm_compat import serve_on_held_port
+
+    serve_on_held_port()

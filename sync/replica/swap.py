@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from sync.errors import SnapshotError
-from sync.snapshots.tensors import NamedTensors, digesting
+from sync.snapshots.checkpoint import NamedTensors, digesting
 
 logger = logging.getLogger(__name__)
 MIXED_EXIT: Final = 70

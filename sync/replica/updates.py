@@ -13,9 +13,9 @@ import msgspec
 from sync.claims import Claim
 from sync.errors import SnapshotError
 from sync.replica import vllm_compat
-from sync.replica.config import ReplicaConfig
+from sync.settings import ReplicaConfig
 from sync.stores import open_store
-from sync.subscribe.mirror import Mirror, Staged
+from sync.subscribe import Mirror, Staged
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version
 
 logger = logging.getLogger(__name__)

@@ -44,12 +44,10 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
-from sync.endings import ended_by, how_it_ended
-from sync.errors import ConfigError
+from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits
-from sync.replica.padding import never_sample_from
-from sync.snapshots.tensors import NamedTensors
-from sync.tokenizers import vocab_size
+from sync.snapshots.checkpoint import NamedTensors
+from sync.tokenizers import never_sample_from, vocab_size
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ def avoid_amx_attention() -> None:
     """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing.
 
     The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
-    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: nobody tried it.
+    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: it is untried.
     """
     from vllm.v1.attention.backends import cpu_attn
 

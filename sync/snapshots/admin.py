@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 from sync.errors import SnapshotError, StoreError
-from sync.snapshots.leases import leased
-from sync.snapshots.manifest import Manifest, manifest_key, named, read_latest, read_manifest, versions
-from sync.stores.base import Store
-from sync.subscribe.mirror import Mirror
+from sync.snapshots.manifest import (
+    Manifest,
+    leased,
+    manifest_key,
+    named,
+    read_latest,
+    read_manifest,
+    versions,
+)
+from sync.stores import Store
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 logger = logging.getLogger(__name__)
@@ -120,7 +127,7 @@ def gc(
     Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
     chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
     a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
-    Manifests go first, so that nobody sets out on a chain whose files are going. `now` is Unix time in
+    Manifests go first, so that no reader sets out on a chain whose files are going. `now` is Unix time in
     seconds; None: the clock.
     """
     held = _read(store, run)
@@ -210,7 +217,7 @@ def _chain(manifests: dict[Version, Manifest], version: Version) -> dict[Version
 
 
 def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
-    """Versions to keep for their own sake, or because nobody can tell what they are built on; see `gc`."""
+    """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
     manifests = held.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 
-from sync.errors import SnapshotError
+from sync.errors import SnapshotError, StoreError
+from sync.stores import check_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _KINDS: Final = {
     "BF16": ("bf16", "<u2"),
@@ -161,3 +166,124 @@ def fingerprint(folder: Path) -> str:
 def fingerprint_of(places: Mapping[str, TensorAt]) -> str:
     """`model_fingerprint` of a checkpoint's tensors."""
     return model_fingerprint({name: (place.shape, place.kind) for name, place in places.items()})
+
+
+# --- what may travel ------------------------------------------------------------------------------------
+
+
+# Weights as safetensors, settings and vocabularies: nothing that could run leaves a trainer through a store,
+# and nothing that could is taken from one.
+_ENDINGS: Final = frozenset(
+    (".safetensors", ".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+)
+_MOST_SETTINGS: Final = 1 << 23
+"""Bytes; a tokenizer with thousands of added tokens has one or two million."""
+_CODE: Final = ("auto_map", "megatron_config")
+"""Settings by which transformers and peft import code that a folder names."""
+
+
+def refused(key: str) -> str | None:
+    """Why no reader takes this file of an anchor; None: they do."""
+    if not key.startswith("model/"):
+        return "it is outside of model/"
+    if PurePosixPath(key).suffix not in _ENDINGS or key.endswith(".bin.index.json"):
+        return "a store holds safetensors and settings, never pickles or code"
+    try:
+        check_key(key)
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def without_code(path: Path) -> bytes | Path:
+    """A file of a folder as it is published: a config file without the settings that name code."""
+    if not path.name.endswith("config.json"):
+        return path
+    settings = _settings(path)
+    kept = {name: value for name, value in settings.items() if name not in _CODE}
+    return path if len(kept) == len(settings) else msgspec.json.format(msgspec.json.encode(kept), indent=2)
+
+
+def check_no_code(folder: Path) -> None:
+    """Raises SnapshotError when a config file names code."""
+    for path in folder.rglob("*config.json"):
+        settings = _settings(path)
+        for name in (name for name in _CODE if bytes(settings.get(name, b"null")) != b"null"):
+            raise SnapshotError(
+                f"{path.name} from a store has {name!r}, by which a loader would run code: model code comes "
+                "from student.path alone; the file was altered, or published by an older release"
+            )
+
+
+def _settings(path: Path) -> dict[str, msgspec.Raw]:
+    """A config file's settings, undecoded. Raises SnapshotError when it has none."""
+    try:
+        if (size := path.stat().st_size) > _MOST_SETTINGS:
+            raise SnapshotError(f"{path} has {size} bytes, settings take at most {_MOST_SETTINGS}")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SnapshotError(f"{path} is no file of settings: {error}; it was altered") from None
+
+
+# --- as torch tensors -----------------------------------------------------------------------------------
+
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
+_THREADED: Final = 1 << 20
+"""Bytes from which hashing with several threads pays."""
+
+
+class TensorMeta(NamedTuple):
+    """A checkpoint tensor without its bytes; `dtype` is torch's name, such as "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def meta_of(name: str, tensor: Tensor) -> TensorMeta:
+    """Description of a tensor."""
+    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The row-major bytes of a tensor on the CPU, without a copy when it is contiguous."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """BLAKE3 hex of a tensor's bytes."""
+    data = tensor_bytes(tensor.cpu())
+    threads = blake3.AUTO if data.nbytes >= _THREADED else 1
+    return blake3(data, max_threads=threads).hexdigest()
+
+
+def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors on, noting in `digests` the digest of each just before it is handed over.
+
+    Raises SnapshotError when a name comes twice.
+    """
+    for name, tensor in tensors:
+        if name in digests:
+            raise SnapshotError(f"tensor {name!r} comes twice in one checkpoint: publish it again")
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Memory-mapped tensors of every *.safetensors file in a folder, in the order they lie in.
+
+    Raises SnapshotError when there is no such file, or one is cut.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SnapshotError(f"{folder} has no *.safetensors file: it is no checkpoint folder")
+    for path in files:
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                for name in file.offset_keys():
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise SnapshotError(f"{path} cannot be read as safetensors: {error}") from None

@@ -11,15 +11,19 @@ RUN/leases/…                            what readers are reading
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Final, Literal, TypeVar
+from uuid import uuid4
 
 import msgspec
 
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.snapshots.checkpoint import model_fingerprint
-from sync.snapshots.folders import refused
-from sync.stores.base import Store, read_small
+from sync.snapshots.checkpoint import model_fingerprint, refused
+from sync.stores import Store, read_small
 from sync.wire import Version
 
 __all__ = ["File", "Manifest", "model_fingerprint", "read_chain", "read_latest", "read_manifest", "versions"]
@@ -46,8 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One version; authenticates its files."""
 
     format: Literal[1] = 1
-    run: str
-    run_id: str | None = None
+    run: _Text
+    run_id: _Text | None = None
     """`RunIdentity.id`; None: published before runs had one, or by no run."""
     version: Version
     kind: Literal["full", "delta", "lora"]
@@ -125,7 +129,7 @@ def read_manifest(store: Store, run: str, version: Version) -> Manifest:
 
 
 def _wrong_files(manifest: Manifest) -> str | None:
-    """What no publisher writes; None: nothing."""
+    """Why no publisher can have written it; None: it can."""
     keys = [file.key for file in manifest.files]
     if len(set(keys)) < len(keys) or sum(file.size for file in manifest.files) != manifest.bytes:
         return f"names {len(keys)} files, some twice or not of {manifest.bytes} bytes in all"
@@ -193,3 +197,85 @@ def read_chain(
                 f"the chain to {version} of run {run!r} names more than {_MOST_FILES} files: it was altered"
             )
     return chain
+
+
+# --- leases ---------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+SECONDS: Final = 3600.0
+"""A lease that is not renewed for so long has no effect."""
+_LONGEST: Final = 86400.0
+"""Seconds ahead of the collector's clock beyond which no reader's clock and lease are: it was altered."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """What a slow reader is reading, so that garbage collection (`sync.snapshots.admin.gc`) leaves it alone.
+
+    Written by readers, renewed while they live, ignored once expired. Readers and collector are on different
+    machines, so the time is the wall's. A clock that is wrong by more than a lease costs a reader its read (a
+    missing file is an error; it begins again at the newest version) or keeps files for longer. What LATEST
+    names is kept whatever the clocks say.
+    """
+
+    version: Version
+    """The chain to this version is being read."""
+    expires: float
+    """Unix time, seconds."""
+
+
+@contextmanager
+def lease(store: Store, run: str, version: Version, seconds: float = SECONDS) -> Iterator[None]:
+    """While inside, no file of the chain to `version` is collected; renewed three times in `seconds`."""
+    key, done = f"{run}/leases/{uuid4().hex}.json", threading.Event()
+
+    def write() -> None:
+        store.replace(key, dump(Lease(version, time.time() + seconds)))
+
+    def renew() -> None:
+        while not done.wait(seconds / 3):
+            _or_warn(write, f"the lease on {version} was not renewed")
+
+    write()
+    renewing = threading.Thread(target=renew, name="lease", daemon=True)
+    renewing.start()
+    try:
+        yield
+    finally:
+        done.set()
+        renewing.join()
+        _or_warn(lambda: store.delete(key), f"the lease on {version} stays until it expires")
+
+
+def _or_warn(work: Callable[[], None], otherwise: str) -> None:
+    """A lease that fails is no fault of what is read."""
+    try:
+        work()
+    except StoreError as error:
+        logger.warning("%s: %s", otherwise, error)
+
+
+def leased(store: Store, run: str, now: float) -> tuple[set[Version], dict[str, str]]:
+    """Versions leased at `now` (Unix time); keys of leases that cannot be read, and why."""
+    found, odd = set(), {}
+    for key in store.list(f"{run}/leases/"):
+        try:
+            entry = load(read_small(store, key), Lease, key)
+        except (SnapshotError, StoreError) as error:
+            if _there(store, key):  # not given back between the listing and now
+                odd[key] = str(error)
+            continue
+        if entry.expires > now + _LONGEST:
+            odd[key] = (
+                f"it would hold {entry.version} until {entry.expires:g}: it was altered, or a clock is wrong"
+            )
+        elif entry.expires > now:
+            found.add(entry.version)
+    return found, odd
+
+
+def _there(store: Store, key: str) -> bool:
+    try:
+        return store.exists(key)
+    except StoreError:
+        return True

@@ -4,7 +4,7 @@ A bucket has no conditional write: the last writer wins. So a key is created in 
 uploads the content under a name of its own, `KEY@random`, and lists the folder. When neither the key nor
 another writer's name is there, it has the server copy the content to the key and removes its name; two
 writers cannot both see themselves alone, since each lists after its own name is there. Otherwise it withdraws
-its name, waits a moment and looks again, until the key is there or its patience ends.
+its name, waits a moment and looks again, until the key is there or _CLAIM_TIMEOUT is over.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
 from sync.errors import StoreError
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
-_PATIENCE: Final = 10.0
+_CLAIM_TIMEOUT: Final = 10.0
 """Seconds to wait for another writer's key before it counts as taken."""
 os.environ.setdefault("HF_XET_TELEMETRY_ENABLED", "0")
 
@@ -58,7 +58,7 @@ class BucketStore:
 
     def create(self, key: str, data: bytes | Path) -> None:
         path = self._path(key)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _CLAIM_TIMEOUT
         with self._explained("write", key):
             while path not in self._around(path):
                 if time.monotonic() > deadline:

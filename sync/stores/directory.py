@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from sync.durable import force, make_folder
 from sync.errors import StoreError
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
 _PENDING: Final = ".pending"
 """Folder of files that are being written; no key starts with a dot."""

@@ -1,8 +1,8 @@
 """S3, Google Cloud Storage or Azure, through obstore.
 
 A key is created with a conditional put, which the service decides. A put whose answer was lost is repeated
-by the client and then finds itself: the object carries a random mark in its metadata, and a writer that meets
-its own mark has won. An object too large for one put is claimed by a small object first, `KEY@claim`, and
+by the client and then finds itself: the object carries a random id in its metadata, and a writer that finds
+its own id has won. An object too large for one put is claimed by a small object first, `KEY@claim`, and
 then uploaded in parts; it appears when the last part is there.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from sync.errors import ConfigError, StoreError
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
 try:
     import obstore
@@ -29,7 +29,7 @@ except ImportError as error:
 
 _ONE_PUT: Final = 64 << 20
 _CLAIM: Final = "@claim"
-_MARK: Final = "writer"
+_WRITER: Final = "writer"
 _RETRY: Final[Any] = {
     "max_retries": 8,
     "retry_timeout": timedelta(minutes=3),
@@ -108,12 +108,12 @@ class ObjectStore:
 
     def _claim(self, name: str, key: str, content: bytes) -> None:
         """Create `name`, or raise AlreadyPublished for `key`."""
-        mark = uuid4().hex
+        own = uuid4().hex
         with self._explained("write", key):
             try:
-                obstore.put(self._store, name, content, mode="create", attributes={_MARK: mark})
+                obstore.put(self._store, name, content, mode="create", attributes={_WRITER: own})
             except (exceptions.AlreadyExistsError, FileExistsError):
-                if obstore.get(self._store, name).attributes.get(_MARK) != mark:
+                if obstore.get(self._store, name).attributes.get(_WRITER) != own:
                     raise taken(str(self), key) from None
 
     @contextmanager

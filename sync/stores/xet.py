@@ -21,7 +21,7 @@ import hf_xet
 import msgspec
 
 from sync.errors import StoreError
-from sync.stores.base import read_small
+from sync.stores import read_small
 from sync.stores.directory import DirectoryStore
 
 _INLINE: Final = 1 << 14

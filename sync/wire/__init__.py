@@ -18,9 +18,10 @@ Letters in shapes: T completion tokens of one rollout, L prompt + completion tok
 H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of a batch (sum of T).
 """
 
+# ruff: noqa: F401
+# mypy: implicit-reexport
 from __future__ import annotations
 
-from sync.wire.admin import ReplicaJoins, ReplicaLeaves, Replicas, ReplicaStatus
 from sync.wire.base import (
     CONTENT_TYPE,
     DTYPES,
@@ -36,20 +37,28 @@ from sync.wire.base import (
     pack,
     unpack,
 )
-from sync.wire.evaluator import EvalReport, EvalRequest, ProbeReply, ProbeRequest, ReferenceScores
 from sync.wire.student import (
     BroadcastTicket,
     Generated,
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
+    ReplicaJoins,
+    ReplicaLeaves,
+    Replicas,
     ReplicaState,
+    ReplicaStatus,
     Sampling,
     UpdateReply,
     UpdateRequest,
 )
 from sync.wire.teacher import (
+    EvalReport,
+    EvalRequest,
     Head,
+    ProbeReply,
+    ProbeRequest,
+    ReferenceScores,
     Scored,
     ScoreRefused,
     ScoreReply,
@@ -79,64 +88,3 @@ from sync.wire.trainer import (
     TrainerWelcome,
     Wait,
 )
-
-__all__ = [
-    "CONTENT_TYPE",
-    "DTYPES",
-    "SCHEMA",
-    "Array",
-    "Audience",
-    "BatchRequest",
-    "BroadcastMembers",
-    "BroadcastTicket",
-    "CheckpointSaved",
-    "EvalReport",
-    "EvalRequest",
-    "FinalDigests",
-    "GenerateFailed",
-    "GeneratePrompt",
-    "GenerateRequest",
-    "Generated",
-    "Head",
-    "Heartbeat",
-    "Message",
-    "Ok",
-    "ProbeReply",
-    "ProbeRequest",
-    "Published",
-    "ReferenceScores",
-    "ReplicaJoins",
-    "ReplicaLeaves",
-    "ReplicaState",
-    "ReplicaStatus",
-    "Replicas",
-    "Rows",
-    "RunIdentity",
-    "Sampling",
-    "ScoreRefused",
-    "ScoreReply",
-    "ScoreRequest",
-    "ScoreSequence",
-    "Scored",
-    "StepReport",
-    "Stop",
-    "TeacherCompletion",
-    "TeacherGenerateReply",
-    "TeacherGenerateRequest",
-    "TeacherInfo",
-    "TeacherPrompt",
-    "TrainBatch",
-    "TrainerHello",
-    "TrainerWelcome",
-    "UpdateReply",
-    "UpdateRequest",
-    "Version",
-    "VersionSpan",
-    "Wait",
-    "Want",
-    "decode",
-    "encode",
-    "frame",
-    "pack",
-    "unpack",
-]

@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.evaluator import EvalReport
 from sync.wire.student import Generated, ReplicaState, Sampling, UpdateReply
-from sync.wire.teacher import Head, Scored, TeacherCompletion, Want
+from sync.wire.teacher import EvalReport, Head, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport, TrainerHello
 
 ROUNDING: Final = 0.02
@@ -31,8 +30,6 @@ ROUNDING: Final = 0.02
 ANY_ID: Final = 1 << 31
 """A vocabulary size that refuses no id: for callers that do not know theirs."""
 MOST_RANKS: Final = 1 << 16
-DIAGNOSTICS: Final = ("entropy", "tail")
-HALF: Final = ("f2", "f4")
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 
@@ -47,7 +44,7 @@ class Problem(NamedTuple):
         return f"{self.field} is {self.value}, and must be {self.rule}"
 
 
-class _Range(NamedTuple):
+class Range(NamedTuple):
     """What every element of an array must lie in, ends included."""
 
     low: float
@@ -55,54 +52,82 @@ class _Range(NamedTuple):
     name: str
 
 
-_LOGPROB: Final = _Range(-math.inf, ROUNDING, "finite and at most 0")
-_FINITE: Final = _Range(-math.inf, math.inf, "finite")
+LOGPROB: Final = Range(-math.inf, ROUNDING, "finite and at most 0")
+FINITE: Final = Range(-math.inf, math.inf, "finite")
+I4: Final = ("i4",)
+F4: Final = ("f4",)
+HALF: Final = ("f2", "f4")
+WIDE: Final = ("bf16", "f4")
+DIAGNOSTICS: Final = {
+    "entropy": Range(-ROUNDING, math.inf, "nats"),
+    "tail": Range(-ROUNDING, 1 + ROUNDING, "a probability"),
+}
+"""Fields of Scored that no loss needs."""
+_UNBOUNDED: Final = (0.0, math.inf)
+_SHARE: Final = (0.0, 1.0)
+NUMBERS: Final[dict[type, dict[str, tuple[float, float]]]] = {
+    EvalReport: {
+        "reverse_kl": (-ROUNDING, math.inf),
+        "pass_rate": _SHARE,
+        "truncated": _SHARE,
+        "completions": _UNBOUNDED,
+        "tokens": _UNBOUNDED,
+        "seconds": _UNBOUNDED,
+    },
+    UpdateReply: dict.fromkeys(("bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"), _UNBOUNDED),
+    ReplicaState: dict.fromkeys(("requests", "tokens"), _UNBOUNDED),
+    TrainerHello: {"world_size": (1, MOST_RANKS)},
+    Published: dict.fromkeys(("bytes", "full_bytes", "seconds"), _UNBOUNDED),
+}
+"""Numbers of each message: the least and the most that each may be; None in the message is no problem."""
 
 
-def _ids(vocab_size: int, low: int = 0) -> _Range:
-    return _Range(low, vocab_size - 1, f"ids of the vocabulary, {low} … {vocab_size - 1}")
+def ids(vocab_size: int, low: int = 0) -> Range:
+    """Token ids; `low` -1: skipped ones too."""
+    return Range(low, vocab_size - 1, f"ids of the vocabulary, {low} … {vocab_size - 1}")
 
 
 # --- arrays and numbers -----------------------------------------------------------------------------------
 
 
-def _array(
-    field: str, array: Array | None, dtypes: Sequence[str], shape: tuple[int | None, ...], within: _Range
+def array(
+    field: str,
+    found: Array | None,
+    dtypes: Sequence[str],
+    shape: tuple[int | None, ...],
+    within: Range | None,
+    wanted: bool = True,
 ) -> Problem | None:
-    """`shape` None: any size in that dimension."""
-    problem = _form(field, array, dtypes, shape)
-    return problem if problem or array is None or not array.data else _elements(field, array, within)
+    """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one not `wanted`.
 
-
-def _form(
-    field: str, array: Array | None, dtypes: Sequence[str], shape: tuple[int | None, ...]
-) -> Problem | None:
-    """Everything but the elements."""
-    if array is None:
+    `shape`: None for any size in that dimension. `within`: None: the elements are not looked at.
+    """
+    if not wanted:
+        rule = "left out: it was not asked for"
+        return None if found is None else Problem(field, f"of shape {_text(found.shape)}", rule)
+    if found is None:
         return Problem(field, "missing", f"{' or '.join(dtypes)} {_text(shape)}")
-    if array.dtype not in dtypes:
-        return Problem(field, f"of dtype {array.dtype}", " or ".join(dtypes))
-    sizes = [got if size is None else size for got, size in zip(array.shape, shape, strict=False)]
-    if list(array.shape) != sizes or len(sizes) != len(shape) or min(sizes) < 0:
-        return Problem(field, f"of shape {_text(array.shape)}", f"of shape {_text(shape)}")
-    needed = math.prod(sizes) * DTYPES[array.dtype].itemsize
-    if needed != len(array.data):
-        return Problem(field, f"{len(array.data)} bytes", f"{needed} bytes, as its shape says")
-    return None
+    if found.dtype not in dtypes:
+        return Problem(field, f"of dtype {found.dtype}", " or ".join(dtypes))
+    sizes = [got if size is None else size for got, size in zip(found.shape, shape, strict=False)]
+    if list(found.shape) != sizes or len(sizes) != len(shape) or min(sizes) < 0:
+        return Problem(field, f"of shape {_text(found.shape)}", f"of shape {_text(shape)}")
+    needed = math.prod(sizes) * DTYPES[found.dtype].itemsize
+    if needed != len(found.data):
+        return Problem(field, f"{len(found.data)} bytes", f"{needed} bytes, as its shape says")
+    return _elements(field, found, within) if within and found.data else None
 
 
-def _elements(field: str, array: Array, within: _Range) -> Problem | None:
-    values = unpack(array)
-    if array.dtype == "bf16":  # its bits: all ones in the exponent are inf or NaN
+def _elements(field: str, found: Array, within: Range) -> Problem | None:
+    values = unpack(found)
+    if found.dtype == "bf16":  # its bits: all ones in the exponent are inf or NaN
         finite = (values & 0x7FFF).max() < 0x7F80
         return None if finite else Problem(field, "inf or NaN in one place or more", within.name)
-    if array.dtype == "f2":
-        values = values.astype("f4")
+    values = values.astype("f4") if found.dtype == "f2" else values
     low, high = values.min(), values.max()
-    if not (np.isfinite(low) and np.isfinite(high)):
-        return Problem(field, f"{low if not np.isfinite(low) else high} in one place or more", within.name)
-    if low < within.low or high > within.high:
-        return Problem(field, f"{low if low < within.low else high} in one place or more", within.name)
+    for worst, wrong in ((low, not low >= within.low), (high, not high <= within.high)):
+        if wrong or not np.isfinite(worst):
+            return Problem(field, f"{worst} in one place or more", within.name)
     return None
 
 
@@ -116,8 +141,11 @@ def _number(field: str, value: float, low: float = 0.0, high: float = math.inf) 
     return Problem(field, f"{value}", f"finite and in {low:g} … {high:g}")
 
 
-def _all_numbers(message: Any, *names: str) -> Problem | None:
-    return first(*(_number(name, getattr(message, name)) for name in names))
+def numbers(message: Any) -> Problem | None:
+    """The first number of a message that is out of its range in NUMBERS."""
+    limits = NUMBERS[type(message)].items()
+    given = ((name, getattr(message, name), bounds) for name, bounds in limits)
+    return first(*(_number(name, value, *bounds) for name, value, bounds in given if value is not None))
 
 
 def _same(field: str, found: object, asked: object) -> Problem | None:
@@ -141,17 +169,17 @@ def echo(found: Sequence[str], asked: Sequence[str]) -> Problem | None:
 
 def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
     """Tokens of a prompt."""
-    return _array("prompt", token_ids, ("i4",), (None,), _ids(vocab_size))
+    return array("prompt", token_ids, I4, (None,), ids(vocab_size))
 
 
 def tokens(token_ids: Array, logprob: Array, most: int, vocab_size: int, least: int = 1) -> Problem | None:
     """Tokens of a completion, `least` to `most` of them, and their log-probabilities."""
-    if problem := _array("token_ids", token_ids, ("i4",), (None,), _ids(vocab_size)):
+    if problem := array("token_ids", token_ids, I4, (None,), ids(vocab_size)):
         return problem
     count = token_ids.shape[0]
     if not least <= count <= most:
         return Problem("token_ids", f"{count} tokens", f"{least} to {most}, as it was asked for")
-    return _array("logprob", logprob, ("f4",), (count,), _LOGPROB)
+    return array("logprob", logprob, F4, (count,), LOGPROB)
 
 
 def spans(found: Sequence[VersionSpan], count: int) -> Problem | None:
@@ -167,11 +195,9 @@ def topk_ids(
     field: str, found: Array | None, count: int, k: int, vocab_size: int, low: int
 ) -> Problem | None:
     """i4 [count, k], the ids of a row all different; `low` -1: a row may have fewer. `k` 0: not asked for."""
-    if k == 0:
-        return None if found is None else Problem(field, f"of shape {_text(found.shape)}", "left out")
-    if problem := _array(field, found, ("i4",), (count, k), _ids(vocab_size, low)):
+    problem = array(field, found, I4, (count, k), ids(vocab_size, low), wanted=k > 0)
+    if problem or not found:
         return problem
-    assert found is not None, "a missing array is a problem"
     ordered = np.sort(unpack(found), axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     return (
@@ -190,7 +216,7 @@ def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | 
     )
 
 
-def written(answer: TeacherCompletion, max_tokens: int, vocab_size: int) -> Problem | None:
+def teacher_completion(answer: TeacherCompletion, max_tokens: int, vocab_size: int) -> Problem | None:
     """A completion by a teacher."""
     return tokens(answer.token_ids, answer.logprob, max_tokens, vocab_size)
 
@@ -205,29 +231,13 @@ def scored(
 
     Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known.
     """
-    hidden = (("bf16", "f4"), (count, hidden_size), _FINITE)
     return first(
-        _array("logprob", answer.logprob, ("f4",), (count,), _LOGPROB),
+        array("logprob", answer.logprob, F4, (count,), LOGPROB),
         topk_ids("topk_ids", answer.topk_ids, count, want.topk, vocab_size, 0),
-        _wanted("topk_logprob", answer.topk_logprob, want.topk > 0, HALF, (count, want.topk), _LOGPROB),
-        _wanted("gathered", answer.gathered, gather > 0, HALF, (count, gather), _LOGPROB),
-        _wanted("hidden", answer.hidden, want.hidden, *hidden),
-    ) or (_mass(answer.topk_logprob) if answer.topk_logprob is not None else None)
-
-
-def _wanted(
-    field: str,
-    array: Array | None,
-    wanted: bool,
-    dtypes: Sequence[str],
-    shape: tuple[int | None, ...],
-    within: _Range,
-) -> Problem | None:
-    if wanted:
-        return _array(field, array, dtypes, shape, within)
-    return (
-        None if array is None else Problem(field, f"of shape {_text(array.shape)}", "left out: nobody asked")
-    )
+        array("topk_logprob", answer.topk_logprob, HALF, (count, want.topk), LOGPROB, wanted=want.topk > 0),
+        array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, wanted=gather > 0),
+        array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, wanted=want.hidden),
+    ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
 
 
 def _mass(topk_logprob: Array) -> Problem | None:
@@ -242,21 +252,16 @@ def _mass(topk_logprob: Array) -> Problem | None:
 
 def without_bad_diagnostics(answer: Scored, count: int) -> Scored:
     """The answer with None for each diagnostic that cannot be used."""
-    limits = {"entropy": _Range(-ROUNDING, math.inf, ""), "tail": _Range(-ROUNDING, 1 + ROUNDING, "")}
-    bad = {
-        name: None
-        for name, within in limits.items()
-        if (array := getattr(answer, name)) is not None and _array(name, array, ("f4",), (count,), within)
-    }
+    given = ((name, getattr(answer, name), within) for name, within in DIAGNOSTICS.items())
+    bad = {name: None for name, found, within in given if found and array(name, found, F4, (count,), within)}
     return msgspec.structs.replace(answer, **bad) if bad else answer
 
 
 def head(found: Head) -> Problem | None:
     """A teacher's output head; not its elements, which are gigabytes."""
-    kinds = ("bf16", "f4")
-    if (problem := _form("weight", found.weight, kinds, (None, None))) or found.bias is None:
+    if (problem := array("weight", found.weight, WIDE, (None, None), None)) or found.bias is None:
         return problem
-    return _form("bias", found.bias, kinds, found.weight.shape[:1])
+    return array("bias", found.bias, WIDE, found.weight.shape[:1], None)
 
 
 # --- the other reports ------------------------------------------------------------------------------------
@@ -264,34 +269,23 @@ def head(found: Head) -> Problem | None:
 
 def evaluation(report: EvalReport, version: Version) -> Problem | None:
     """An evaluation of `version`."""
-    return first(
-        _same("version", report.version, version),
-        _number("reverse_kl", report.reverse_kl, -ROUNDING),
-        None if report.pass_rate is None else _number("pass_rate", report.pass_rate, 0, 1),
-        _number("truncated", report.truncated, 0, 1),
-        _all_numbers(report, "completions", "tokens", "seconds"),
-    )
+    return _same("version", report.version, version) or numbers(report)
 
 
 def update(reply: UpdateReply, version: Version) -> Problem | None:
-    """What a replica says of its update to `version`."""
-    return first(
-        _same("version", reply.version, version),
-        _all_numbers(reply, "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"),
-    )
+    """A replica's report of its update to `version`."""
+    return _same("version", reply.version, version) or numbers(reply)
 
 
 def replica_state(state: ReplicaState) -> Problem | None:
-    """What a replica says of its work; its version is for the caller to compare."""
-    return first(_number("requests", state.requests), _number("tokens", state.tokens or 0))
+    """A replica's state; its version is for the caller to compare."""
+    return numbers(state)
 
 
 def hello(message: TrainerHello) -> Problem | None:
-    """The first word of a trainer."""
-    return first(
-        _number("world_size", message.world_size, 1, MOST_RANKS),
-        None if message.checkpoint is None else _number("checkpoint.step", message.checkpoint.step),
-    )
+    """The first message of a trainer."""
+    step = message.checkpoint.step if message.checkpoint else 0
+    return numbers(message) or _number("checkpoint.step", step)
 
 
 def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:
@@ -306,10 +300,10 @@ def event(message: Event, start: int, reached: int, newest: int) -> Problem | No
         seconds = (_number(f"seconds.{name}", value) for name, value in message.seconds.items())
         return first(problem, *seconds)
     if isinstance(message, Published):
-        numbers = _all_numbers(message, "bytes", "full_bytes", "seconds")
         rule = '"host:port" for a broadcast, and for nothing else'
-        told = (message.rendezvous is None) == (message.kind != "broadcast")
-        return first(problem, numbers, None if told else Problem("rendezvous", f"{message.rendezvous}", rule))
+        wrong = (message.rendezvous is None) == (message.kind == "broadcast")
+        address = Problem("rendezvous", f"{message.rendezvous}", rule) if wrong else None
+        return first(problem, numbers(message), address)
     if isinstance(message, FinalDigests) and not message.digests:
         return problem or Problem("digests", "empty", "the digest of every tensor")
     return problem

@@ -1,4 +1,4 @@
-"""Controller ↔ student replica: what is to be written, what was written, which weights to take over."""
+"""Controller ↔ student replica: prompts, completions, weights; people ↔ controller: replicas of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class GeneratePrompt(msgspec.Struct, frozen=True):
-    """One completion to sample. `id` is unique within the run and comes back with the answer."""
+    """One prompt to complete. `id` is unique within the run and comes back with the answer."""
 
     id: str
     token_ids: list[int]
@@ -33,14 +33,14 @@ class GeneratePrompt(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(Message, frozen=True):
-    """Complete every prompt; the answers come one by one, as each ends."""
+    """Complete every prompt. Controller → replica; answered by one frame per prompt, as each ends."""
 
     sampling: Sampling
     prompts: list[GeneratePrompt]
 
 
 class Generated(Message, frozen=True):
-    """One finished completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
+    """Replica → controller: one completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
 
     id: str
     token_ids: Array
@@ -56,14 +56,14 @@ class Generated(Message, frozen=True):
 
 
 class GenerateFailed(Message, frozen=True):
-    """One prompt that the engine refused; the others of its request are not affected."""
+    """Replica → controller: a prompt that the engine refused; the others of its request are not affected."""
 
     id: str
     error: str
 
 
 class BroadcastTicket(msgspec.Struct, frozen=True):
-    """A replica's seat in one broadcast of weights straight from the trainer (rank 0 of the group)."""
+    """A replica's rank in one broadcast of weights from the trainer, which is rank 0 of the group."""
 
     address: str
     """"host:port" of the store of keys that the trainer serves."""
@@ -75,7 +75,7 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
 
 
 class UpdateRequest(Message, frozen=True):
-    """Bring the replica to `version`: stage while generating, then pause, swap, stamp, resume."""
+    """Controller → replica: stage `version` while generating, then pause, swap, stamp, resume."""
 
     version: Version
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
@@ -84,7 +84,7 @@ class UpdateRequest(Message, frozen=True):
 
 
 class UpdateReply(Message, frozen=True):
-    """What an update cost."""
+    """Replica → controller: what an update cost."""
 
     version: Version
     """What the replica now serves."""
@@ -99,7 +99,7 @@ class UpdateReply(Message, frozen=True):
 
 
 class ReplicaState(Message, frozen=True):
-    """What a replica serves right now."""
+    """Replica → controller, answer to GET /distill/v1/state: what it serves now."""
 
     version: Version | None
     """None: still the folder the engine was started with, no published version yet."""
@@ -108,4 +108,39 @@ class ReplicaState(Message, frozen=True):
     digests: dict[str, str] | None = None
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
     tokens: int | None = None
-    """Tokens generated since the engine started, unfinished completions included; None: nobody counts."""
+    """Tokens generated since the engine started, unfinished completions included; None: no statistics."""
+
+
+# --- people: replicas that join and leave ---------------------------------------------------------------
+
+
+class ReplicaJoins(Message, frozen=True):
+    """A student replica that is to serve this run from now on; answered with the Replicas there are then."""
+
+    url: str
+    name: str | None = None
+    """None: the next free "student-N"."""
+
+
+class ReplicaLeaves(Message, frozen=True):
+    """A replica that is to serve this run no more; answered with the Replicas that remain."""
+
+    name: str
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as the controller sees it."""
+
+    name: str
+    url: str
+    phase: Literal["absent", "catching_up", "serving"]
+    version: Version | None
+    """None: the folder it was started with."""
+    in_flight: int
+    """Completions it works on."""
+
+
+class Replicas(Message, frozen=True):
+    """The student replicas of a run."""
+
+    replicas: list[ReplicaStatus]

@@ -1,4 +1,4 @@
-"""Controller ↔ teacher: sequences to mark and prompts to complete, and what comes back."""
+"""Controller ↔ teacher: sequences to score, prompts to complete; controller ↔ evaluator."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Literal
 
 import msgspec
 
-from sync.wire.base import Array, Message
+from sync.wire.base import Array, Message, Version
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a teacher returns per completion position; the sampled token's log-probability always comes."""
+    """What a teacher returns per position, besides the log-probability of the sampled token."""
 
     topk: int = 0
     """Ids and log-probabilities of the teacher's `topk` most likely tokens; 0: none."""
     entropy: bool = False
-    """Where the engine can tell it: no objective needs it."""
+    """Entropy of the distribution, where the engine can compute it; a diagnostic, in no loss."""
     hidden: bool = False
     """Last hidden states after the final norm, for exact objectives with `Head`."""
     prompt: bool = False
     """Score prompt positions too, from the second token on (T then counts them)."""
     temperature: float = 1.0
-    """Of the distribution that all marks but hidden states are of."""
+    """Of the distribution that every score but the hidden states belongs to."""
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
-    """One sequence to mark."""
+    """One sequence to score; made by the controller from a completion."""
 
     id: str
     token_ids: Array
@@ -37,16 +37,19 @@ class ScoreSequence(msgspec.Struct, frozen=True):
 
 
 class ScoreRequest(Message, frozen=True):
-    """Mark these sequences."""
+    """Score these sequences. Controller → teacher; answered with ScoreReply."""
 
     sequences: list[ScoreSequence]
     want: Want = Want()
     deadline: float | None = None
-    """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
+    """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """A teacher's marks on one sequence, at the temperature that was asked for, nats, full support."""
+    """A teacher's scores of one sequence: nats, full support, at `Want.temperature`.
+
+    Every array but `logprob` is None when it was not asked for.
+    """
 
     id: str
     logprob: Array
@@ -75,25 +78,25 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreReply(Message, frozen=True):
-    """The marks, or why there are none, one for each sequence asked."""
+    """Teacher → controller: scores, or why there are none, one for each sequence of the request."""
 
     teacher: str
     results: list[Scored | ScoreRefused]
-    """In the order asked."""
+    """In the order of the request."""
 
 
 class TeacherPrompt(msgspec.Struct, frozen=True):
-    """One completion for the teacher to write."""
+    """One prompt for the teacher to complete."""
 
     id: str
     token_ids: Array
     """i4 [P], P >= 1"""
     seed: int
-    """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever else is written beside it."""
+    """0 … 2^32 - 1; the same seed and prompt give the same completion in any batch."""
 
 
 class TeacherGenerateRequest(Message, frozen=True):
-    """Complete every prompt by sampling from the teacher's whole vocabulary."""
+    """Complete every prompt by sampling from the teacher's whole vocabulary. Controller → teacher."""
 
     prompts: list[TeacherPrompt]
     max_tokens: int
@@ -101,7 +104,7 @@ class TeacherGenerateRequest(Message, frozen=True):
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the teacher's own EOS; the ending id is part of the completion."""
     deadline: float | None = None
-    """Seconds from arrival after which nobody waits for the answer; None: no deadline."""
+    """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
 class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
@@ -116,15 +119,15 @@ class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
 
 
 class TeacherGenerateReply(Message, frozen=True):
-    """The completions, or why there are none, one for each prompt asked."""
+    """Teacher → controller: completions, or why there are none, one for each prompt of the request."""
 
     teacher: str
     results: list[TeacherCompletion | ScoreRefused]
-    """In the order asked."""
+    """In the order of the request."""
 
 
 class TeacherInfo(Message, frozen=True):
-    """What a teacher is and what it can be asked for."""
+    """What a teacher serves and can compute. Teacher → controller, answer to GET /v1/info."""
 
     name: str
     model: str
@@ -158,3 +161,57 @@ class Head(Message, frozen=True):
     scale: float = 1.0
     soft_cap: float | None = None
     """cap(x) = soft_cap · tanh(x / soft_cap); None: no cap"""
+
+
+# --- the evaluator --------------------------------------------------------------------------------------
+
+
+class EvalRequest(Message, frozen=True):
+    """Evaluate a published version on the held-out prompts. Controller → evaluator."""
+
+    version: Version
+
+
+class EvalReport(Message, frozen=True):
+    """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
+
+    version: Version
+    reverse_kl: float
+    """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS."""
+    pass_rate: float | None
+    """Share of completions with the full reward; None: the run has no reward function."""
+    completions: int
+    tokens: int
+    truncated: float
+    """Share of completions that ended at the token limit."""
+    seconds: float
+
+
+class ProbeRequest(Message, frozen=True):
+    """Preflight → evaluator: run plain forward passes over these sequences; `gather_ids` are ignored."""
+
+    student: list[ScoreSequence]
+    """Completions of the student itself; may be empty."""
+    teachers: dict[str, list[ScoreSequence]]
+    """Teacher's name → the sequences that it scored."""
+
+
+class ReferenceScores(msgspec.Struct, frozen=True):
+    """One teacher's scores by a plain forward pass, and the run's objective on them."""
+
+    logprob: list[Array]
+    """f4 [T] for each sequence: log q(y_t), temperature 1"""
+    self_loss: float | None
+    """|loss| per token with the student in the teacher's place; None: the objective is `sft`."""
+    self_gradient: float | None
+    """Norm of the gradient in the logits, per token, of the same."""
+    teacher_gradient: float | None
+    """Norm of how much that gradient changes when the teacher takes its place."""
+
+
+class ProbeReply(Message, frozen=True):
+    """Evaluator → preflight: figures of fp32 forward passes of the folders that the configuration names."""
+
+    student: list[Array]
+    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
+    teachers: dict[str, ReferenceScores]

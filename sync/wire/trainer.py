@@ -10,7 +10,7 @@ from sync.wire.base import Array, Message, RunIdentity, Version
 
 
 class TrainerHello(Message, frozen=True):
-    """Rank 0, once per start of the trainer, before its first batch."""
+    """Rank 0 → controller, once per start of the trainer, before its first batch."""
 
     world_size: int
     checkpoint: Version | None
@@ -24,7 +24,7 @@ class TrainerHello(Message, frozen=True):
 
 
 class TrainerWelcome(Message, frozen=True):
-    """Where the trainer begins."""
+    """Controller → rank 0, answer to TrainerHello: where the trainer begins."""
 
     version: Version
     """(lineage of this start, step it begins at)."""
@@ -37,7 +37,7 @@ class TrainerWelcome(Message, frozen=True):
 
 
 class BatchRequest(Message, frozen=True):
-    """Long poll of one rank for its share of the batch of `version.step`; asking again gives the same."""
+    """Rank → controller: long poll for its share of the batch of `version.step`; idempotent."""
 
     version: Version
     rank: int
@@ -45,7 +45,10 @@ class BatchRequest(Message, frozen=True):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """R scored rollouts, concatenated. Flat arrays run over rows in order; C = sum(completion_lens)."""
+    """R scored rollouts, concatenated by the controller for one micro-batch; C = sum(completion_lens).
+
+    Flat arrays run over rows in order. Optional arrays are None where the objective does not use them.
+    """
 
     ids: list[str]
     tokens: Array
@@ -58,7 +61,7 @@ class Rows(msgspec.Struct, frozen=True):
     """f4 [C]: log μ"""
     token_step: Array
     """i4 [C]: step of the version each token was sampled from, mapped into the trainer's lineage; that of the
-    batch where the teacher wrote"""
+    batch where the teacher generated"""
     teacher: Array
     """i4 [R]: index into TrainerWelcome.teachers"""
     teacher_logprob: Array
@@ -84,11 +87,11 @@ class Rows(msgspec.Struct, frozen=True):
     baseline: Array | None = None
     """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
     by_teacher: Array | None = None
-    """u1 [R]: 1 where the teacher wrote the completion, to be learned by cross-entropy; None: nowhere"""
+    """u1 [R]: 1 where the teacher generated the completion (loss: cross-entropy); None: no row"""
 
 
 class TrainBatch(Message, frozen=True):
-    """One rank's share of one optimizer step."""
+    """Controller → rank: its share of one optimizer step."""
 
     version: Version
     """The weights this batch is trained on top of; the step makes version.step + 1."""
@@ -99,14 +102,14 @@ class TrainBatch(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """No batch yet; ask again."""
+    """Controller → rank: no batch yet, poll again."""
 
     publish: bool = False
     """First broadcast the current weights again: a replica waits for them."""
 
 
 class Stop(Message, frozen=True):
-    """No more batches: save what is asked and leave."""
+    """Controller → rank: no more batches, save if asked and exit."""
 
     reason: str
     checkpoint: bool
@@ -114,7 +117,7 @@ class Stop(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Every rank, every few seconds from its welcome on: its process runs, whatever its main thread does."""
+    """Every rank → controller, from a thread, every few seconds: the process is alive."""
 
     version: Version
     """TrainerWelcome.version of this start."""
@@ -122,7 +125,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank 0, after each optimizer step."""
+    """Rank 0 → controller, after each optimizer step."""
 
     version: Version
     """After the step."""
@@ -132,7 +135,7 @@ class StepReport(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Rank 0, when a version can be read by every replica."""
+    """Rank 0 → controller, when a version can be read by every replica."""
 
     version: Version
     kind: Literal["full", "delta", "lora", "broadcast"]
@@ -145,29 +148,29 @@ class Published(Message, frozen=True):
 
 
 class Audience(Message, frozen=True):
-    """Controller's answer to Published of kind "broadcast": who is being told to receive it."""
+    """Controller → rank 0, answer to Published of kind "broadcast": the group that will receive it."""
 
     group: str
     world_size: int
-    """1 + replicas; 1: nobody listens, send nothing."""
+    """1 + replicas; 1: no replica listens, send nothing."""
 
 
 class BroadcastMembers(Message, frozen=True):
-    """Controller's answer to GET /v1/broadcasts/GROUP, while rank 0 sends."""
+    """Controller → rank 0, answer to GET /v1/broadcasts/GROUP, polled while it sends."""
 
     lost: dict[str, str]
-    """Replica → why it will not receive this broadcast to its end; empty: all seats are taken."""
+    """Replica → why it will not receive this broadcast to its end; empty: every replica takes part."""
 
 
 class CheckpointSaved(Message, frozen=True):
-    """Rank 0, when a checkpoint is whole on disk."""
+    """Rank 0 → controller, when a checkpoint is whole on disk."""
 
     version: Version
     path: str
 
 
 class FinalDigests(Message, frozen=True):
-    """Rank 0, before leaving: what every replica must hold (proof (a) of docs/weight-sync.md)."""
+    """Rank 0 → controller, before it exits: what every replica must hold (docs/weight-sync.md, (a))."""
 
     version: Version
     digests: dict[str, str]
@@ -175,4 +178,4 @@ class FinalDigests(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """Received and acted on."""
+    """Controller → rank: received and acted on."""

@@ -52,8 +52,8 @@ def _following(config: TeacherConfig, vocab_size: int, every: int, claim: Claim)
             f'follow_student_every needs engine = "transformers" without idle_unload_seconds, this is '
             f"{config.engine!r} with {config.idle_unload_seconds}: change or remove one of them"
         )
-    from sync.replica.config import ReplicaConfig
-    from sync.subscribe.subscriber import Subscriber
+    from sync.settings import ReplicaConfig
+    from sync.subscribe import Subscriber
     from teacher_service.engines.following import FollowingEngine
     from teacher_service.engines.transformers import load
 

@@ -16,11 +16,10 @@ from words_run import ROOT, prepare
 
 from distill.adapters import merged
 from sync.errors import RemoteError
-from sync.publish.publisher import Publisher, Slice
-from sync.settings import ModelSource
+from sync.publish import Publisher, Slice
+from sync.settings import DirectoryStoreConfig, ModelSource
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
 from sync.wire import ReplicaState, Version, VersionSpan, unpack
 
 pytestmark = [

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
-from sync.broadcast.broadcast import BroadcastSender
+from sync.broadcast import BroadcastSender
+from sync.client import Peer
 from sync.errors import ConfigError, RemoteError, Unreachable
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
+from sync.settings import DirectoryStoreConfig
 from sync.snapshots import checkpoint
-from sync.snapshots.tensors import meta_of
+from sync.snapshots.checkpoint import meta_of
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
-from sync.transport import Peer
 from sync.wire import (
     Audience,
     BroadcastTicket,

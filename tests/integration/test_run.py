@@ -41,8 +41,9 @@ from distill.run_log.audit import audit
 from distill.run_log.records import BatchFormed, Opened, VersionApplied
 from distill.run_log.segments import read_all
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
-from sync.snapshots.tensors import digest, read_folder
-from sync.transport import TOKEN_VARIABLE, BlockingPeer
+from sync.client import TOKEN_VARIABLE, BlockingPeer
+from sync.snapshots.checkpoint import read_folder
+from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import ReplicaLeaves, Replicas, Version
 
 pytestmark = [

@@ -25,10 +25,10 @@ from distill.bench.fuzz import flood, fuzz
 from distill.evaluation.evaluation import LanguageModel
 from distill.evaluation.reference_forward import log_probs
 from distill.preflight import probes
-from sync.replica.config import ReplicaConfig
+from sync.client import Peer
+from sync.settings import ReplicaConfig
 from sync.snapshots.manifest import LATEST
 from sync.tokenizers import fingerprint
-from sync.transport import Peer
 from sync.wire import (
     Array,
     Scored,

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from written import END, MAX_TOKENS, STOP, check_written_are_marked_alike
 
 from distill.bench import teacher as bench
+from sync.client import Peer
 from sync.errors import RemoteError
 from sync.replica.plugin import PLUGIN
-from sync.transport import Peer
 from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.batching import split
 from teacher_service.client import TeacherClient

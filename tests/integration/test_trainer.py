@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.config import TrainerConfig
-from sync.broadcast.broadcast import Reception
+from sync.broadcast import Reception
+from sync.settings import DirectoryStoreConfig
 from sync.snapshots.checkpoint import digest
 from sync.stores import open_store
-from sync.stores.config import DirectoryStoreConfig
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import (
     Audience,
     BatchRequest,

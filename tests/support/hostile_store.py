@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import zstandard
 from blake3 import blake3
+from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import Manifest, manifest_key, version_key
-from sync.stores.memory import MemoryStore
 from sync.wire import Version
 
 RUN: Final = "run"

@@ -17,8 +17,8 @@ import torch
 
 from distill.config import StudentConfig
 from distill.launch.student import command
-from sync.replica.config import ReplicaConfig
-from sync.transport import TOKEN_VARIABLE, Peer
+from sync.client import TOKEN_VARIABLE, Peer
+from sync.settings import ReplicaConfig
 from sync.wire import (
     Generated,
     GenerateFailed,

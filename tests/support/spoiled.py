@@ -1,7 +1,7 @@
 """Answers that lie: any field of any message, changed on its way out, in memory.
 
 A `Spoiler` changes a share of what passes through it, as it would come over the wire: what no decoder lets
-through raises WireError, as `sync.transport` does.
+through raises WireError, as `sync.client` does.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from distill.bench import sync_replica as replica
 from distill.bench import sync_stores as models
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import ConfigError, DistillError
-from sync.transport import read_message, reply
+from sync.server import read_message, reply
 from sync.wire import (
     Generated,
     GenerateFailed,

@@ -21,8 +21,8 @@ from distill.controller import Controller
 from distill.interfaces import Hooks
 from distill.trainer_api.http_api import answered, exposition, listen
 from student_trainer.controller_client import HttpController, beat
+from sync.client import BlockingPeer
 from sync.errors import ConfigError, RemoteError
-from sync.transport import BlockingPeer
 from sync.wire import (
     BatchRequest,
     CheckpointSaved,

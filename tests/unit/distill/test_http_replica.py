@@ -16,7 +16,7 @@ from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
-from sync.transport import read_message, refuse, reply
+from sync.server import read_message, refuse, reply
 from sync.wire import (
     BroadcastTicket,
     Generated,

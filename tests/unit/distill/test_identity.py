@@ -32,9 +32,9 @@ from distill.run_log.records import Concluded
 from distill.run_log.segments import read_all
 from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
+from sync.client import BlockingPeer
 from sync.errors import RemoteError, WrongServer
-from sync.guard import RunGuard
-from sync.transport import BlockingPeer, read_message, reply
+from sync.server import RunGuard, read_message, reply
 from sync.wire import (
     EvalReport,
     EvalRequest,

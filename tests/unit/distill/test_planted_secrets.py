@@ -21,8 +21,7 @@ from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import secrets
 from sync.errors import ConfigError
-from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
-from sync.settings import Settings, read_settings
+from sync.settings import REPLICA_VARIABLE, ReplicaConfig, Settings, read_settings
 from sync.stores import open_store
 from teacher_service.config import TeacherConfig
 

@@ -17,8 +17,8 @@ from distill.launch.run_folder import RunFolder, check_disk
 from distill.loading import load_run_dir, merge, validate
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
-from sync.listening import join_port
 from sync.secrets import HIDDEN
+from sync.server import join_port
 from sync.wire import Version
 
 

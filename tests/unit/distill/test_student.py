@@ -9,10 +9,9 @@ import pytest
 from distill.config import StudentConfig
 from distill.launch import student
 from distill.launch.student import command, flags
+from sync.client import TOKEN_VARIABLE
 from sync.errors import ConfigError
-from sync.replica.config import REPLICA_VARIABLE, ReplicaConfig
-from sync.stores.config import ObjectStoreConfig
-from sync.transport import TOKEN_VARIABLE
+from sync.settings import REPLICA_VARIABLE, ObjectStoreConfig, ReplicaConfig
 
 REPLICA = ReplicaConfig(run="r", store_path=Path("store"), mirror=Path("mirrors/0"))
 
@@ -38,7 +37,7 @@ def test_engine_arguments_become_words():
 
 def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     line, _ = built(3, engine_args={"tensor_parallel_size": 2, "--enforce-eager": True, "seed": 9})
-    assert line[1:3] == ["-m", "sync.replica.server"]
+    assert line[1:3] == ["-m", "sync.replica.plugin"]
     for word in (
         "--model=m",
         "--dtype=bfloat16",
@@ -47,7 +46,7 @@ def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
         "--logprobs-mode=processed_logprobs",
         "--no-enable-prefix-caching",
         "--middleware=sync.replica.middleware.ReplicaMiddleware",
-        "--worker-extension-cls=sync.replica.worker.WorkerExtension",
+        "--worker-extension-cls=sync.replica.engine.WorkerExtension",
         "--tensor-parallel-size=2",
         "--enforce-eager",
         "--seed=9",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
-from sync.endings import how_it_ended
+from sync.errors import how_it_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hostile_store
 import pytest
+from memory_store import MemoryStore
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,6 @@ from distill.proof import prompt_scores
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
 COMMANDS = ["ls", "verify", "gc", "export"]

@@ -13,9 +13,9 @@ from student_trainer import controller_client as module
 from student_trainer.controller_client import HttpController, SilentController
 from student_trainer.transports import BroadcastTransport
 from student_trainer.weights import Weights
-from sync.broadcast.broadcast import BroadcastSender, Reception
+from sync.broadcast import BroadcastSender, Reception
+from sync.client import BlockingPeer
 from sync.errors import SnapshotError, Unreachable
-from sync.transport import BlockingPeer
 from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
 
 WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))

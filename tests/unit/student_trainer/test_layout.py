@@ -15,7 +15,7 @@ from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, shape_of
 from sync.errors import ConfigError
-from sync.publish.publisher import Slice
+from sync.publish import Slice
 from sync.snapshots import checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts"

@@ -21,7 +21,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.run import finish
 from student_trainer.transports import Background, NullTransport, SnapshotTransport
 from sync.errors import DataError, StoreError, Unreachable
-from sync.publish.publisher import PublishReport
+from sync.publish import PublishReport
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,

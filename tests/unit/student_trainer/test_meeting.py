@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from student_trainer.launch import RENDEZVOUS
-from sync.listening import ON_LOOPBACK
+from sync.server import ON_LOOPBACK
 
 RANK = """
 import sys

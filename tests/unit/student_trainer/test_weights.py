@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memory_store import MemoryStore
 
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import with_adapters
@@ -15,9 +16,8 @@ from student_trainer.head import HeadShape
 from student_trainer.model import Student, check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
-from sync.publish.publisher import Publisher
+from sync.publish import Publisher
 from sync.snapshots.checkpoint import bits, fingerprint, tensors
-from sync.stores.memory import MemoryStore
 from sync.wire import Version
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

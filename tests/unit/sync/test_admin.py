@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 from safetensors.numpy import load_file, save_file
 
 from sync.errors import SnapshotError
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
-from sync.snapshots.leases import SECONDS, lease
-from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
-from sync.stores.memory import MemoryStore
-from sync.subscribe.mirror import Mirror
+from sync.snapshots.manifest import SECONDS, dump, lease, manifest_key, read_manifest, versions
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 RUN = "run"

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 
-from sync.broadcast import broadcast
-from sync.broadcast.broadcast import BroadcastSender, Reception
-from sync.broadcast.buckets import plan
+from sync import rendezvous
+from sync.broadcast import BroadcastSender, Reception, plan
 from sync.errors import SnapshotError, Unreachable
-from sync.snapshots.tensors import TensorMeta, digest, meta_of
+from sync.snapshots.checkpoint import TensorMeta, meta_of
+from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
 WEIGHTS = {
@@ -115,7 +115,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
 STRANGER = """
 import contextlib, socket, sys
 from datetime import timedelta
-from sync.broadcast.rendezvous import Ask, Visitor, broadcast_key
+from sync.rendezvous import Ask, Visitor, broadcast_key
 asks = [Ask("set", ["g/given up"], b"by a stranger"), Ask("delete", ["g/plan"]), Ask("get", ["g/plan"])]
 for token in (None, "a guess"):
     for ask in asks:
@@ -206,7 +206,7 @@ def sender_with_patience():
 
 VICTIM = """
 import sys, time
-from sync.broadcast.broadcast import Reception
+from sync.broadcast import Reception
 from sync.wire import BroadcastTicket
 reception = Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 60.0)
 while not reception.bytes_received:
@@ -251,7 +251,7 @@ class LikeNccl:
 
     def broadcast(self, tensors, options):
         if self._hang is not None and not self._hang.wait(30.0):
-            raise AssertionError("nobody aborted the group")
+            raise AssertionError("the group was not aborted")
         return self._inner.broadcast(tensors, options)
 
     def abort(self) -> None:
@@ -264,12 +264,12 @@ class LikeNccl:
 
 
 def like_nccl(monkeypatch, ends: list[str], hanging: int | None = None) -> None:
-    gloo = broadcast._backend
+    gloo = rendezvous._backend
 
     def backend(store, rank, *rest):
         return LikeNccl(gloo(store, rank, *rest), rank, ends, threading.Event() if rank == hanging else None)
 
-    monkeypatch.setattr(broadcast, "_backend", backend)
+    monkeypatch.setattr(rendezvous, "_backend", backend)
 
 
 def test_a_group_that_did_its_work_is_flushed_on_every_rank_and_never_cut_off(monkeypatch, sender):

@@ -17,9 +17,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sync.claims import MODEL_HEADER, RUN_HEADER, Claim
+from sync.client import BlockingPeer, Peer
 from sync.errors import WireError, WrongServer
-from sync.guard import RunGuard
-from sync.transport import BlockingPeer, Peer, reply
+from sync.server import RunGuard, reply
 from sync.wire import EvalRequest, Ok, RunIdentity, Version, frame
 
 OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
@@ -120,7 +120,7 @@ class Named(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         answer = reply(Ok())
-        return httpx.Response(200, headers=self._headers, content=bytes(answer.body))
+        return httpx.Response(200, headers=self._headers, stream=httpx.ByteStream(bytes(answer.body)))
 
 
 def test_an_answer_of_another_run_is_refused_by_its_reader() -> None:

@@ -1,14 +1,15 @@
-"""The codec's known answers, compiled and interpreted; they fail for every mutant of its sources.
+"""The codec's known answers, compiled and interpreted.
 
-A check takes the library it judges. The loops of mutants run uncompiled (`njit` does nothing), so that one
-costs milliseconds and an index out of bounds raises IndexError instead of reading what lies there. The checks
-also hold for the compiled loops, and so prove that both write the same bytes.
+A check takes the library it judges. Interpreted loops (`njit` does nothing) raise IndexError for an index out
+of bounds instead of reading what lies there; that both pass proves that both write the same bytes.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import struct
+import sys
 import tempfile
 import types
 from collections.abc import Iterator
@@ -16,21 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import codec_mutants
 import msgspec
-import mutants
 import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
 
-from sync.delta import codec, entropy, kernels, rangecoder
-from sync.delta import file as delta_file
+import sync.delta
+from sync.delta import codec, entropy, file, kernels
 from sync.errors import SnapshotError
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-ORDER = ("kernels", "rangecoder", "entropy", "codec", "file")
+MODULES = ("kernels", "entropy", "codec", "file")
 WRONG = (IndexError, KeyError, ValueError, OverflowError, SnapshotError, TypeError, ZeroDivisionError)
 NONE = np.empty(0, "u2")
 
@@ -40,21 +39,24 @@ def plain(*_: object, **__: object) -> Any:
 
 
 @contextmanager
-def library(mutant: mutants.Mutant | None = None) -> Iterator[types.SimpleNamespace]:
+def interpreted() -> Iterator[types.SimpleNamespace]:
+    """The codec's modules, imported anew with a numba that compiles nothing."""
+    names = [f"sync.delta.{name}" for name in MODULES]
+    saved = {name: sys.modules.pop(name) for name in ["numba", *names]}
     numba: Any = types.ModuleType("numba")
     numba.njit = plain
-    with (
-        mutants.fresh("sync.delta", ORDER, mutant, {"numba": numba}) as modules,
-        np.errstate(over="ignore"),
-    ):
-        yield types.SimpleNamespace(**modules)
+    sys.modules["numba"] = numba
+    try:
+        with np.errstate(over="ignore"):
+            yield library([importlib.import_module(name) for name in names])
+    finally:
+        sys.modules |= saved
+        for name in names:
+            setattr(sync.delta, name.rpartition(".")[2], saved[name])
 
 
-@pytest.fixture(scope="module")
-def compiled() -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        kernels=kernels, rangecoder=rangecoder, entropy=entropy, codec=codec, delta_file=delta_file
-    )
+def library(modules: list[types.ModuleType]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**dict(zip(MODULES, modules, strict=True)))
 
 
 # --- inputs -----------------------------------------------------------------------------------------------
@@ -225,21 +227,21 @@ def planes_hold_the_bytes_of_the_differences(lib: Any) -> None:
 
 def carries_ripple_and_a_stream_is_as_short_as_can_be(lib: Any) -> None:
     out = np.array([1, 255, 255, 7], "u1")
-    lib.rangecoder._carry(out, 3)
+    lib.entropy._carry(out, 3)
     assert out.tolist() == [2, 0, 0, 7]
     models, _ = lib.entropy.fresh()
     for code in (
-        lambda out: lib.rangecoder.put_bit(np.uint64(2**64 - 5), np.uint64(1 << 48), 1, out, models, 0, 0),
-        lambda out: lib.rangecoder._put_plain(np.uint64(2**64 - 5), np.uint64(1 << 52), 1, out, 1, 4),
+        lambda out: lib.entropy.put_bit(np.uint64(2**64 - 5), np.uint64(1 << 48), 1, out, models, 0, 0),
+        lambda out: lib.entropy._put_plain(np.uint64(2**64 - 5), np.uint64(1 << 52), 1, out, 1, 4),
     ):
         out[0] = 7
         code(out)
         assert out[0] == 8
-    low, full = np.uint64(0), lib.rangecoder.FULL
-    assert lib.rangecoder.finish(low, full, 0, out) == 0
-    assert lib.rangecoder.finish(np.uint64(1 << 63), full, 0, out) == 1
+    low, full = np.uint64(0), lib.entropy.FULL
+    assert lib.entropy.finish(low, full, 0, out) == 0
+    assert lib.entropy.finish(np.uint64(1 << 63), full, 0, out) == 1
     assert out[0] == 255
-    assert lib.rangecoder.finish(np.uint64(0x80FEFFFFFFFFFFFF), np.uint64(1 << 40), 0, out) == 2
+    assert lib.entropy.finish(np.uint64(0x80FEFFFFFFFFFFFF), np.uint64(1 << 40), 0, out) == 2
     assert out[:2].tolist() == [0x80, 0xFF]
 
 
@@ -248,9 +250,9 @@ def a_bit_at_the_bound_is_a_zero_and_plain_bits_stay_in_range(lib: Any) -> None:
     models, _ = lib.entropy.fresh()
     for code, bit in ((bound, 0), (bound - 1, 1)):
         data = np.frombuffer(struct.pack(">Q", code), "u1").copy()
-        assert lib.rangecoder.take_bit(*lib.rangecoder.opening(data), data, models.copy(), 0)[3] == bit
+        assert lib.entropy.take_bit(*lib.entropy.opening(data), data, models.copy(), 0)[3] == bit
     data = np.full(8, 255, "u1")
-    assert lib.rangecoder._take_plain(*lib.rangecoder.opening(data), data, 16)[3] == 65535
+    assert lib.entropy._take_plain(*lib.entropy.opening(data), data, 16)[3] == 65535
 
 
 def probabilities_follow_what_was_seen(lib: Any) -> None:
@@ -258,8 +260,8 @@ def probabilities_follow_what_was_seen(lib: Any) -> None:
     models = np.array([[1 << 15, 0], [1 << 15, 0]], np.int64)
     zero = 0.5
     for n in range(400):
-        lib.rangecoder._learn(models, 0, 1)
-        lib.rangecoder._learn(models, 1, 0)
+        lib.entropy._learn(models, 0, 1)
+        lib.entropy._learn(models, 1, 0)
         zero *= 1 - 2 / (2 * min(n, 119) + 3)
         assert abs(models[0, 0] / 65536 - (1 - zero)) < 0.002
         assert abs(models[1, 0] / 65536 - zero) < 0.002
@@ -271,29 +273,29 @@ def numbers_of_every_size_survive(lib: Any) -> None:
     """Also at their most, 2**40 - 1, and through carries; a running mean's scale is in half octaves."""
     values = [int(v) >> (int(v) % 33) for v in mixed(300, 5)] + [0, 2**40 - 1, 1, 2**39, 0, 0]
     out, (models, means) = np.zeros(9000, "u1"), lib.entropy.fresh()
-    state: Any = (np.uint64(0), lib.rangecoder.FULL, 0)
+    state: Any = (np.uint64(0), lib.entropy.FULL, 0)
     means[0, 0] = 32, 1
     for value in values:
-        state = lib.rangecoder.put_number(*state, out, models, 0, means[0], 0, value)
-        state = lib.rangecoder._put_plain(*state, out, value & 0x7FFFFFF, 27)
-    data = out[: lib.rangecoder.finish(*state, out)].copy()
+        state = lib.entropy.put_number(*state, out, models, 0, means[0], 0, value)
+        state = lib.entropy._put_plain(*state, out, value & 0x7FFFFFF, 27)
+    data = out[: lib.entropy.finish(*state, out)].copy()
     models, means = lib.entropy.fresh()
     means[0, 0] = 32, 1
-    state = lib.rangecoder.opening(data)
+    state = lib.entropy.opening(data)
     for value in values:
-        *state, got = lib.rangecoder.take_number(*state, data, models, 0, means[0], 0)
-        *state, low = lib.rangecoder._take_plain(*state, data, 27)
+        *state, got = lib.entropy.take_number(*state, data, models, 0, means[0], 0)
+        *state, low = lib.entropy._take_plain(*state, data, 27)
         assert (got, low) == (value, value & 0x7FFFFFF)
     assert state[2] <= data.size + 8
     for scale, mean in enumerate([1 / 16, 1.45 / 16, 2 / 16, 2.9 / 16, 4 / 16, 5.7 / 16]):
-        assert lib.rangecoder._scale(np.array([[round(mean * 10**6), 10**6]]), 0) == scale
-    assert lib.rangecoder._scale(np.array([[1 << 55, 1]]), 0) == 109
+        assert lib.entropy._scale(np.array([[round(mean * 10**6), 10**6]]), 0) == scale
+    assert lib.entropy._scale(np.array([[1 << 55, 1]]), 0) == 109
 
 
 def a_running_mean_forgets(lib: Any) -> None:
     mean = np.array([[0, 0], [0, 95], [1001, 95]], np.int64)
     for c, value in ((0, 2**41), (1, 5), (2, 0)):
-        lib.rangecoder._follow(mean, c, value)
+        lib.entropy._follow(mean, c, value)
     assert mean.tolist() == [[2**40, 1], [3, 48], [501, 48]]
     lib.entropy._inherit(mean, 0, 1)
     assert mean[0].tolist() == [2**40, 1]
@@ -378,11 +380,11 @@ def _promise(lib: Any, count: int) -> bytes:
     """A stream that announces `count` changes of exponent 0x78 and ends: what follows reads as zeros."""
     models, means = lib.entropy.fresh()
     out, empty = np.zeros(600, "u1"), 1
-    state: Any = (np.uint64(0), lib.rangecoder.FULL, 0)
+    state: Any = (np.uint64(0), lib.entropy.FULL, 0)
     for c in range(0x79):
-        state = lib.rangecoder.put_bit(*state, out, models, lib.entropy._EMPTY + empty, c < 0x78)
+        state = lib.entropy.put_bit(*state, out, models, lib.entropy._EMPTY + empty, c < 0x78)
         empty = int(c < 0x78)
-    state = lib.rangecoder.put_number(*state, out, models, lib.entropy._COUNTS, means[2], 0x78, count - 1)
+    state = lib.entropy.put_number(*state, out, models, lib.entropy._COUNTS, means[2], 0x78, count - 1)
     return out[: state[2]].tobytes() + int(state[0]).to_bytes(8, "big")
 
 
@@ -460,16 +462,14 @@ def a_stream_that_compression_does_not_shorten_goes_as_it_is(lib: Any) -> None:
 def small_file(lib: Any) -> tuple[dict, dict, bytes]:
     old = {"a": bf16(40), "b": bf16(30), "none": NONE}
     new = {"a": nudged(old["a"], 4), "b": nudged(old["b"], 2), "none": NONE}
-    slices = [
-        lib.delta_file.Slice(n, (99,), "bf16", s, old[n].size) for n, s in (("a", 0), ("none", 7), ("b", 5))
-    ]
-    head = lib.delta_file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
-    return old, new, lib.delta_file.build(head, slices, old, new, "fast")
+    slices = [lib.file.Slice(n, (99,), "bf16", s, old[n].size) for n, s in (("a", 0), ("none", 7), ("b", 5))]
+    head = lib.file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
+    return old, new, lib.file.build(head, slices, old, new, "fast")
 
 
 def a_file_holds_these_ranges(lib: Any) -> None:
     old, new, data = small_file(lib)
-    header, blobs = lib.delta_file.parse(data)
+    header, blobs = lib.file.parse(data)
     assert (header.run, header.version, header.base) == ("run", Version(0, 2), Version(0, 1))
     assert [(part.name, part.start, part.count, part.dtype) for part in header.ranges] == [
         ("a", 0, 40, "bf16"),
@@ -481,38 +481,38 @@ def a_file_holds_these_ranges(lib: Any) -> None:
         assert part.digest == blake3(new[part.name].tobytes()).digest()
         assert part.mode == blobs[part.offset]
     arrays = {"a": old["a"].copy(), "b": np.concatenate([old["a"][:5], old["b"], old["a"][:3]])}
-    lib.delta_file.apply(header, blobs, arrays)
+    lib.file.apply(header, blobs, arrays)
     assert arrays["a"].tolist() == new["a"].tolist()
     assert arrays["b"].tolist() == [*old["a"][:5], *new["b"], *old["a"][:3]]
-    lib.delta_file.verify(header, arrays)
+    lib.file.verify(header, arrays)
     odd = np.frombuffer(b"\0" + old["b"].tobytes(), "u1").copy()[1:].view("u2")
-    part = lib.delta_file.Range("b", 0, 30, "bf16", second.mode, second.offset, second.length, second.digest)
-    alone = lib.delta_file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [part])
-    lib.delta_file.apply(alone, blobs, {"b": odd})
+    part = lib.file.Range("b", 0, 30, "bf16", second.mode, second.offset, second.length, second.digest)
+    alone = lib.file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [part])
+    lib.file.apply(alone, blobs, {"b": odd})
     assert odd.tolist() == new["b"].tolist()
 
 
 def one_wrong_bit_is_found_by_its_digest(lib: Any) -> None:
     _, new, data = small_file(lib)
-    header, _ = lib.delta_file.parse(data)
+    header, _ = lib.file.parse(data)
     for name, at in (("a", 0), ("a", 39), ("b", 29)):
         arrays = {"a": new["a"].copy(), "b": np.concatenate([NONE, [0] * 5, new["b"]]).astype("u2")}
-        lib.delta_file.verify(header, arrays)
+        lib.file.verify(header, arrays)
         arrays[name][at + (5 if name == "b" else 0)] ^= 0x8000
-        raises(lambda a=arrays: lib.delta_file.verify(header, a), f"'{name}' from element")
+        raises(lambda a=arrays: lib.file.verify(header, a), f"'{name}' from element")
     whole = header.ranges[0]
     for digest in (whole.digest[:-1], whole.digest[:-1] + bytes([whole.digest[-1] ^ 1]), b""):
         parts = [msgspec.structs.replace(whole, digest=digest)]
         wrong = msgspec.structs.replace(header, ranges=parts)
-        raises(lambda w=wrong: lib.delta_file.verify(w, {"a": new["a"]}), "'a' from element")
+        raises(lambda w=wrong: lib.file.verify(w, {"a": new["a"]}), "'a' from element")
 
 
 def files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
     _, _, data = small_file(lib)
-    raises(lambda: lib.delta_file.parse(b"X" + data[1:]), "it is another file")
+    raises(lambda: lib.file.parse(b"X" + data[1:]), "it is another file")
     for length in (12, 20, len(data) - 1):
-        raises(lambda n=length: lib.delta_file.parse(data[:n]), "was cut or altered")
-    header, blobs = lib.delta_file.parse(data)
+        raises(lambda n=length: lib.file.parse(data[:n]), "was cut or altered")
+    header, blobs = lib.file.parse(data)
     good = header.ranges[0]
     for field in ("offset", "length", "start", "count"):
         for value in (-1, len(blobs) + 1 if field in ("offset", "length") else -(2**40)):
@@ -521,19 +521,19 @@ def files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
                 msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=[bad]))
             )
             file = b"ODDELTA1" + len(head).to_bytes(4, "little") + head + bytes(blobs)
-            raises(lambda f=file: lib.delta_file.parse(f), "lies outside of it")
+            raises(lambda f=file: lib.file.parse(f), "lies outside of it")
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
     file = b"ODDELTA1" + len(unsized).to_bytes(4, "little") + unsized
-    raises(lambda: lib.delta_file.parse(file), "impossible length")
+    raises(lambda: lib.file.parse(file), "impossible length")
 
 
 def ranges_tile_every_tensor_once(lib: Any) -> None:
     places = {"w": TensorAt(Path("m.safetensors"), "bf16", (2, 2), 0, 8)}
 
     def cover(*ranges: tuple[int, int], name: str = "w", kind: str = "bf16") -> None:
-        parts = [lib.delta_file.Range(name, s, n, kind, 0, 0, 1, b"") for s, n in ranges]
-        head = [lib.delta_file.Header("", "", Version(0, 1), Version(0, 0), 0, 1, [part]) for part in parts]
-        lib.delta_file.check_cover(head, places)
+        parts = [lib.file.Range(name, s, n, kind, 0, 0, 1, b"") for s, n in ranges]
+        head = [lib.file.Header("", "", Version(0, 1), Version(0, 0), 0, 1, [part]) for part in parts]
+        lib.file.check_cover(head, places)
 
     cover((3, 1), (0, 3))
     for ranges, why in {
@@ -555,9 +555,9 @@ def a_chain_is_covered_and_verified(lib: Any) -> None:
     versions = [bf16(40), nudged(bf16(40), 4), nudged(bf16(40), 2)]
 
     def link(old: np.ndarray, new: np.ndarray, count: int = 40) -> list:
-        head = lib.delta_file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
-        part = lib.delta_file.Slice("w", (40,), "f2", 0, count)
-        return [lib.delta_file.parse(lib.delta_file.build(head, [part], {"w": old}, {"w": new}, "small"))]
+        head = lib.file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
+        part = lib.file.Slice("w", (40,), "f2", 0, count)
+        return [lib.file.parse(lib.file.build(head, [part], {"w": old}, {"w": new}, "small"))]
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -565,7 +565,7 @@ def a_chain_is_covered_and_verified(lib: Any) -> None:
 
         def after(*links: list) -> list:
             save_file({"w": versions[0].view("f2")}, file)
-            lib.delta_file.apply_chain(folder, links)
+            lib.file.apply_chain(folder, links)
             return np.frombuffer(file.read_bytes()[-80:], "u2").tolist()
 
         assert after(link(*versions[:2]), link(*versions[1:])) == versions[2].tolist()
@@ -606,16 +606,10 @@ CHECKS = [
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_interpreted_sources_hold(check: Any) -> None:
-    with library() as interpreted:
-        check(interpreted)
+    with interpreted() as lib:
+        check(lib)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_compiled_sources_hold(check: Any, compiled: types.SimpleNamespace) -> None:
-    check(compiled)
-
-
-@pytest.mark.parametrize("mutant", codec_mutants.MUTANTS, ids=mutants.name)
-def test_every_mutant_of_the_codec_is_killed(mutant: mutants.Mutant) -> None:
-    with library(mutant) as changed:
-        assert any(mutants.fails(check, changed, *WRONG) for check in CHECKS), f"no check notices {mutant}"
+def test_the_compiled_sources_hold(check: Any) -> None:
+    check(library([kernels, entropy, codec, file]))

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memory_store import MemoryStore
 
 from sync.delta import codec
 from sync.delta import diff_torch as scan_torch
 from sync.delta.codec import Effort, Mode
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import version_key
-from sync.stores.memory import MemoryStore
 from sync.wire import Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "u1": "u1"}

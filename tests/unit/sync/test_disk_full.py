@@ -9,17 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from small_disk import mounted
 
 from distill.bench.faults import fill, free
 from distill.metrics.trackers import Lines
-from sync import disk_full as room
-from sync.disk_full import append, is_full, until_disk_space
-from sync.errors import StoreError
+from sync import durable as room
+from sync.durable import append, is_full, until_disk_space
+from sync.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.snapshots.manifest import read_latest
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
-from sync.stores.retry_on_full import RetryOnFullStore
+from sync.wire import Version
 
 
 @pytest.fixture
@@ -65,10 +68,16 @@ def test_lines_that_found_no_room_come_with_the_next_one(small: Path) -> None:
     assert (small / "lines").read_text() == "one\ntwo\n"
 
 
-def test_a_version_is_written_when_there_is_room_and_said_once(
+def test_a_publisher_waits_for_room_and_says_so_once(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = RetryOnFullStore(DirectoryStore(small / "store"))
+    store = DirectoryStore(small / "store")
+    folder = small.parent / "model"
+    folder.mkdir()
+    save_file({"w": np.zeros(4096, np.float32)}, folder / "model.safetensors")
+    places = checkpoint.tensors(folder)
+    slices = [Slice("w", (4096,), "f4", 0, 4096)]
+    publisher = Publisher(store, "run", checkpoint.fingerprint_of(places), slices)
     fill(small)
     waits: list[float] = []
 
@@ -80,20 +89,16 @@ def test_a_version_is_written_when_there_is_room_and_said_once(
 
     monkeypatch.setattr(room, "time", SimpleNamespace(sleep=wait))
     with caplog.at_level("WARNING"):
-        store.create("run/file", b"x" * 9000)
-    assert store.read("run/file") == b"x" * 9000
+        publisher.anchor(Version(0, 0), None, folder, checkpoint.bits(places))
+    assert read_latest(store, "run") == Version(0, 0)
     assert len(waits) == 3
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-    assert "disk full: run/file in the store" in caplog.records[0].getMessage()
+    assert "disk full: run/L000-v00000000/model/model.safetensors in the store" in caplog.text
 
 
-def test_other_failures_of_a_store_are_not_waited_for(tmp_path: Path) -> None:
-    store = RetryOnFullStore(MemoryStore())
-    store.create("key", b"1")
-    with pytest.raises(StoreError, match="already has"):
-        store.create("key", b"2")
+def test_other_failures_are_not_waited_for() -> None:
     with pytest.raises(PermissionError):
-        until_disk_space(lambda: _refuse(), "what")
+        until_disk_space(_refuse, "what")
 
 
 def _refuse() -> Any:

@@ -17,18 +17,17 @@ import msgspec
 import numpy as np
 import pytest
 from hostile_store import RUN, delta_file, nested, parts_of, put_file, safetensors
+from memory_store import MemoryStore
 from safetensors.numpy import load_file
 
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
-from sync.snapshots.folders import check_no_code, refused
-from sync.snapshots.leases import SECONDS, Lease, lease, leased
-from sync.snapshots.manifest import dump, manifest_key, read_manifest
-from sync.stores.base import MOST_SMALL, read_small
+from sync.snapshots.checkpoint import check_no_code, refused
+from sync.snapshots.manifest import SECONDS, Lease, dump, lease, leased, manifest_key, read_manifest
+from sync.stores import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
-from sync.subscribe.mirror import Mirror
+from sync.subscribe import Mirror
 from sync.wire import Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))
@@ -196,7 +195,7 @@ def test_a_version_that_the_disk_has_no_room_for_is_not_fetched(
 ) -> None:
     watched = Watched(store)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("sync.subscribe.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
+    monkeypatch.setattr("sync.download.shutil.disk_usage", lambda _: usage(9, 0, 1000))
     assert "and" in refusal(watched, tmp_path, v(0))
     assert watched.fetched == []
 

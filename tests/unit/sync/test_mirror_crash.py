@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sync.publish.publisher import Publisher, Slice
+from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.stores.directory import DirectoryStore
-from sync.subscribe.mirror import Mirror, digests
+from sync.subscribe import Mirror, digests
 from sync.wire import Version
 
 RUN = "run"

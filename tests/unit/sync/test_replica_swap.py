@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from sync.errors import SnapshotError
 from sync.replica.swap import MIXED_EXIT, Source, Swap
-from sync.snapshots.tensors import digest, digesting, read_folder
+from sync.snapshots.checkpoint import digesting, read_folder
+from sync.snapshots.checkpoint import tensor_digest as digest
 
 
 class Model:

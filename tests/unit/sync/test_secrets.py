@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sync import secrets
+from sync.client import url_problem
 from sync.secrets import HIDDEN, environment, filled, found, hide, is_secret, redact
-from sync.urls import url_problem
 
 
 @pytest.fixture(autouse=True)

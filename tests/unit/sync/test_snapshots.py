@@ -12,17 +12,16 @@ import bucket_server
 import msgspec
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
 from sync.errors import AlreadyPublished, SnapshotError, StoreError
-from sync.publish.base_shard import BaseShard
-from sync.publish.publisher import Publisher, PublishReport, Slice
+from sync.publish import BaseShard, Publisher, PublishReport, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import read_latest, read_manifest, versions
-from sync.stores.base import Store
+from sync.stores import Store
 from sync.stores.bucket import BucketStore
-from sync.stores.memory import MemoryStore
-from sync.subscribe.mirror import Mirror, digests, read_chain
+from sync.subscribe import Mirror, digests, read_chain
 from sync.wire import Version
 
 RUN = "run"
@@ -327,7 +326,7 @@ def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
         assert again.version == v(0)
     boot = tmp_path / "boot_id"
     boot.write_text("another start")
-    monkeypatch.setattr("sync.subscribe.slots._BOOT", boot)
+    monkeypatch.setattr("sync.subscribe._BOOT", boot)
     with Mirror(tmp_path / "mirror", store, RUN) as rebooted:
         assert rebooted.version is None
         follow(rebooted, v(0))

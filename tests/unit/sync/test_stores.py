@@ -17,14 +17,14 @@ import httpx
 import msgspec
 import pytest
 from fault_proxy import Proxy, proxy
+from memory_store import MemoryStore
 from moto.server import ThreadedMotoServer
 
 from sync.errors import AlreadyPublished, StoreError
+from sync.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.stores import Store, object_store, open_store
 from sync.stores.bucket import BucketStore
-from sync.stores.config import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.stores.directory import DirectoryStore
-from sync.stores.memory import MemoryStore
 from sync.stores.object_store import ObjectStore
 from sync.stores.xet import XetStore
 
@@ -289,7 +289,7 @@ def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
     faulty_bucket: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = faulty_bucket
-    monkeypatch.setattr("sync.stores.bucket._PATIENCE", 0.2)
+    monkeypatch.setattr("sync.stores.bucket._CLAIM_TIMEOUT", 0.2)
     store._batch(add=[(b"half", store._path("run/key") + "@" + "0" * 32)])  # type: ignore[attr-defined]
     assert store.list("") == []
     with pytest.raises(AlreadyPublished):

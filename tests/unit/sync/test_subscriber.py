@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 from sync.claims import Claim
 from sync.delta.file import Slice
 from sync.errors import SnapshotError
-from sync.publish.publisher import Publisher
-from sync.replica.config import ReplicaConfig
+from sync.publish import Publisher
+from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.subscribe.subscriber import Subscriber
+from sync.subscribe import Subscriber
 from sync.wire import RunIdentity, Version
 
 

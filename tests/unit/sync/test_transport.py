@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from sync.client import BlockingPeer, Peer
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
-from sync.transport import BlockingPeer, Peer, TokenGuard, check_bind, read_message, refuse, reply
+from sync.server import TokenGuard, check_bind, read_message, refuse, reply
 from sync.wire import EvalRequest, Ok, Version, Wait, encode, frame
 
 BAD_URLS = [
@@ -215,7 +216,7 @@ class Slow(httpx.BaseTransport):
         self.calls += 1
         if self.calls == 1:
             self.now += 6.0
-            return httpx.Response(503)
+            return httpx.Response(503, stream=httpx.ByteStream(b""))
         self.now += request.extensions["timeout"]["read"]
         raise httpx.ReadTimeout("nothing came")
 
@@ -223,7 +224,8 @@ class Slow(httpx.BaseTransport):
 def test_the_blocking_client_takes_no_longer_than_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, peer = Slow(), BlockingPeer("http://peer", timeout=60.0)
     peer._http = httpx.Client(base_url="http://peer", transport=slow)
-    monkeypatch.setattr("sync.transport.time", slow)
+    monkeypatch.setattr(time, "monotonic", slow.monotonic)
+    monkeypatch.setattr(time, "sleep", slow.sleep)
     with pytest.raises(Unreachable, match=r"within 10 s \(ReadTimeout: nothing came"):
         peer.call("/x", REQUEST, Ok, timeout=10.0)
     assert (slow.calls, slow.now) == (2, pytest.approx(10.0))
@@ -292,7 +294,7 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
         for _ in range(1000):
             yield bytes(1000)
 
-    monkeypatch.setattr("sync.answers.MAX_ANSWER", 10_000)
+    monkeypatch.setattr("sync.client.MAX_ANSWER", 10_000)
     answers = [Response(bytes(10_001)), StreamingResponse(long()), StreamingResponse(long(), 400)]
     with serving(Scripted(*answers, Response(b"[" * 60_000, 400))) as url:
         async with Peer(url, "secret") as peer:
@@ -302,6 +304,6 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
                 await peer.call("/x", REQUEST, Ok)
             assert await peer.call("/x", REQUEST, Ok) == Ok()
-            monkeypatch.setattr("sync.transport.MAX_BODY", 3)
+            monkeypatch.setattr("sync.client.MAX_FRAME", 3)
             with pytest.raises(WireError, match="the limit is 3: it is no frame"):
                 _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]

@@ -13,8 +13,8 @@ import httpx
 import numpy as np
 import pytest
 
+from sync.client import Peer
 from sync.errors import Overloaded, RemoteError
-from sync.transport import Peer
 from sync.wire import (
     Head,
     Ok,

@@ -1,8 +1,8 @@
 """Where the members of a broadcast meet: keys that the sender serves to holders of the run's token.
 
-torch's TCPStore listens on every interface and obeys whoever connects. This one listens on one address, and
-every frame carries a keyed BLAKE3 of itself: whoever lacks the token is refused at the first frame, by either
-side, and the token itself never travels.
+torch's TCPStore listens on every interface and obeys every client. This one listens on one address, and
+every frame carries a keyed BLAKE3 of itself: a side without the token is refused at its first frame, and the
+token itself never travels.
 
     both ends: 32 random bytes;   session key = BLAKE3(client's ‖ server's), keyed by the token
     frame:     length (4) ‖ BLAKE3(direction ‖ count ‖ body), keyed by the session (32) ‖ body
@@ -22,10 +22,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from hmac import compare_digest
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
+import torch
 from blake3 import blake3
+from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
@@ -174,7 +176,7 @@ class Served:
         return self._closed or self._values.keys() >= set(keys)
 
     def close(self) -> None:
-        """Stop listening; whoever is connected is sent away with its next request."""
+        """Stop listening; connected clients are refused with their next request."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -250,3 +252,77 @@ class Visitor:
         with self._turn, self._told():
             self._line.send(msgspec.msgpack.encode(ask))
             return msgspec.msgpack.decode(self._line.receive(), type=bytes | None)
+
+
+# --- the group --------------------------------------------------------------------------------------------
+
+
+class Group:
+    """A process group of one broadcast; see `used`."""
+
+    def __init__(
+        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._store, self._timeout = store, timeout
+        self._backend = _backend(store, rank, size, address, timeout, device)
+        self._nccl = self._backend.name() == "nccl"
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send from rank 0, or receive, one buffer; returns when it is complete here."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._backend.broadcast([flat], options).wait(self._timeout)
+
+    def abort(self) -> None:
+        """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
+        if self._nccl and (backend := self._backend) is not None:
+            backend.abort()
+
+    def flush(self) -> None:
+        """End in order: what is complete here reaches the ranks that get it from here."""
+        if self._nccl:
+            self._backend.shutdown()
+
+    def close(self) -> None:
+        """Let go of the connections, after `flush` or `abort`."""
+        self._backend = None
+
+
+def backend_name(device: torch.device) -> str:
+    """What moves tensors of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _backend(
+    store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+) -> Any:
+    """torch's process group for `device`, apart from any default group. NCCL was not run here."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device is a thread's own
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = 2 * timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+@contextlib.contextmanager
+def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
+    """Use `group`, among `groups` as long as it is open, so that giving up can abort it.
+
+    It is closed at the end, in order unless the block fails. Raises RuntimeError when it was given up.
+    """
+    groups.append(group)
+    try:
+        if given_up():
+            raise RuntimeError("the broadcast was given up")
+        yield
+        group.flush()
+    except BaseException:
+        group.abort()
+        raise
+    finally:
+        groups.remove(group)
+        group.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from sync.stores.base import check_key, missing, taken
+from sync.stores import check_key, missing, taken
 
 
 class MemoryStore:

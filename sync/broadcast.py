@@ -15,14 +15,14 @@ the digests show what a stranger puts among them.
     waits for all  ◀──────────────store────    "received"
     or: why it was given up      ──store──▶    looked for now and then
 
-A replica dies, hangs or never comes: whoever sends is told by `lost`, gives up at once and says so in the
+A replica dies, hangs or never comes: the sender learns it from `lost`, gives up at once and says so in the
 store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
 raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
 verified before anything touches a model.
 
 Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
 done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
-runs into the time-out by itself (NCCL: is aborted), and what it finds is not heard any more.
+runs into the time-out by itself (NCCL: is aborted), and its result is discarded.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
 rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -45,92 +46,17 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
-from torch import distributed as dist
 
-from sync.broadcast.buckets import Bucket, nbytes, plan, view
-from sync.broadcast.rendezvous import Meeting, Served, Visitor, broadcast_key
 from sync.errors import SnapshotError, Unreachable
-from sync.snapshots.tensors import TensorMeta, digest, meta_of
+from sync.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key, used
+from sync.snapshots.checkpoint import TensorMeta, meta_of
+from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
 _GLANCE_SECONDS: Final = 0.25
 """How often a sender asks whether a receiver is lost."""
 T = TypeVar("T")
-
-
-# --- the group --------------------------------------------------------------------------------------------
-
-
-class _Group:
-    """A process group of one broadcast; see `_used`."""
-
-    def __init__(
-        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
-    ) -> None:
-        self._store, self._timeout = store, timeout
-        self._backend = _backend(store, rank, size, address, timeout, device)
-        self._nccl = self._backend.name() == "nccl"
-
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send from rank 0, or receive, one buffer; returns when it is complete here."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._backend.broadcast([flat], options).wait(self._timeout)
-
-    def abort(self) -> None:
-        """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
-        if self._nccl and (backend := self._backend) is not None:
-            backend.abort()
-
-    def flush(self) -> None:
-        """End in order: what is complete here reaches the ranks that get it from here."""
-        if self._nccl:
-            self._backend.shutdown()
-
-    def close(self) -> None:
-        """Let go of the connections, after `flush` or `abort`."""
-        self._backend = None
-
-
-def _backend_name(device: torch.device) -> str:
-    """What moves tensors of a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _backend(
-    store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
-) -> Any:
-    """torch's process group for `device`, apart from any default group. NCCL was not run here."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # the current device is a thread's own
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = 2 * timeout
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
-
-
-@contextlib.contextmanager
-def _used(group: _Group, groups: list[_Group], given_up: Callable[[], bool]) -> Iterator[None]:
-    """Use `group`, among `groups` as long as it is open, so that whoever gives up can abort it.
-
-    It is closed at the end, in order unless the block fails. Raises RuntimeError when nobody waits any more.
-    """
-    groups.append(group)
-    try:
-        if given_up():
-            raise RuntimeError("the broadcast was given up")
-        yield
-        group.flush()
-    except BaseException:
-        group.abort()
-        raise
-    finally:
-        groups.remove(group)
-        group.close()
 
 
 def own_address(host: str, port: int) -> str:
@@ -142,13 +68,13 @@ def own_address(host: str, port: int) -> str:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Do `work` in a daemon thread; whoever sets the future's end first is heard."""
+    """Do `work` in a daemon thread; the first to set the future decides its result."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             result = work()
-        except Exception as error:  # edge of a thread: whatever it is, the asker is told
+        except Exception as error:  # edge of a thread: any error is passed to the caller
             logger.debug("the thread of a broadcast failed", exc_info=True)
             _fail(future, error)
         else:
@@ -208,7 +134,7 @@ class BroadcastSender:
         """
         if audience.world_size < 2:
             return 0
-        started, groups, over = time.monotonic(), list[_Group](), threading.Event()
+        started, groups, over = time.monotonic(), list[Group](), threading.Event()
         sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
         try:
             while not wait([sending], _GLANCE_SECONDS).done:
@@ -236,18 +162,18 @@ class BroadcastSender:
         audience: Audience,
         metas: Sequence[TensorMeta],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        groups: list[_Group],
+        groups: list[Group],
         given_up: Callable[[], bool],
     ) -> None:
-        """All of one broadcast; see `_used` for `groups`."""
+        """All of one broadcast; see `used` for `groups`."""
         ranks = range(1, audience.world_size)
         store = self._meeting(audience.group)
-        store.set("backend", _backend_name(self._device))
+        store.set("backend", backend_name(self._device))
         store.set("plan", msgspec.json.encode(metas))
         store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
         store.set("go", "1")
-        group = _Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
-        with _used(group, groups, given_up):
+        group = Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+        with used(group, groups, given_up):
             digests = self._send_buckets(group, plan(metas), tensors)
         store.set("digests", msgspec.json.encode(digests))
         store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
@@ -255,7 +181,7 @@ class BroadcastSender:
             store.delete_key(key)
 
     def _send_buckets(
-        self, group: _Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
+        self, group: Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> dict[str, str]:
         digests: dict[str, str] = {}
         for bucket in buckets:
@@ -302,7 +228,7 @@ class Reception:
     ) -> None:
         self.bytes_received = 0
         self._device, self._given_up = torch.device(device), threading.Event()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._key = broadcast_key(token)
         limit = timedelta(seconds=timeout)
         self._received = _in_thread(lambda: self._receive(ticket, limit))
@@ -328,7 +254,7 @@ class Reception:
 
     @contextlib.contextmanager
     def _meeting(self, ticket: BroadcastTicket, timeout: timedelta) -> Iterator[Meeting]:
-        """Over a connection of its own: one that waits lets nobody else use it."""
+        """Over a connection of its own: a waiting one cannot be shared."""
         with contextlib.closing(Visitor(ticket.address, self._key, timeout)) as visitor:
             yield Meeting(visitor.ask, ticket.group, timeout)
 
@@ -362,8 +288,8 @@ class Reception:
         own = own_address(host, int(port))
         store.set(f"here/{ticket.rank}", "1")
         store.wait(["go"], given_up=self._given_up.is_set)
-        group = _Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
-        with _used(group, self._groups, self._given_up.is_set):
+        group = Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
+        with used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan(metas))
         sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
@@ -375,14 +301,14 @@ class Reception:
 
     def _check_backend(self, sent: str) -> None:
         """Raise SnapshotError when the sender and this side could never meet."""
-        own = _backend_name(self._device)
+        own = backend_name(self._device)
         if sent != own:
             raise SnapshotError(
                 f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, "
                 f'which receives with {own}: set weights.transport = "snapshot", or run both on the same kind'
             )
 
-    def _receive_buckets(self, group: _Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
+    def _receive_buckets(self, group: Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for bucket in buckets:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
@@ -392,3 +318,52 @@ class Reception:
                 tensors[meta.name] = view(host, meta, offset)
             self.bytes_received += bucket.nbytes
         return tensors
+
+
+# --- buckets --------------------------------------------------------------------------------------------
+
+
+BUCKET_BYTES: Final = 64 << 20
+"""Small tensors travel together up to this many bytes; a larger tensor travels alone."""
+_ALIGN: Final = 16
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel in one flat buffer of `nbytes`, each at its offset."""
+
+    metas: list[TensorMeta]
+    offsets: list[int]
+    nbytes: int
+
+
+def plan(metas: Sequence[TensorMeta], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut tensors, in order, into buckets of at most `limit` bytes, or of one tensor."""
+    buckets: list[Bucket] = []
+    for meta in metas:
+        size = _aligned(nbytes(meta))
+        if not buckets or buckets[-1].nbytes + size > limit:
+            buckets.append(Bucket([], [], 0))
+        last = buckets[-1]
+        buckets[-1] = Bucket([*last.metas, meta], [*last.offsets, last.nbytes], last.nbytes + size)
+    return buckets
+
+
+def nbytes(meta: TensorMeta) -> int:
+    """Bytes of a tensor."""
+    return math.prod(meta.shape) * _dtype(meta).itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    dtype = getattr(torch, meta.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
+    return dtype
+
+
+def view(flat: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
+    """The tensor at `offset` of a flat u1 buffer, sharing its memory."""
+    return flat[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)

@@ -1,9 +1,9 @@
 """A replica's local copy of the weights: one checkpoint folder is live while another is brought forward.
 
-    MIRROR/a/  b/          Hugging Face checkpoint folders (see `sync.subscribe.slots`)
+    MIRROR/a/  b/          Hugging Face checkpoint folders (see `Slots`)
            deltas/         verified downloads that the other slot will need as well
 
-The live folder is never written. The spare takes the first road that verifies: the deltas since the version
+The live folder is never written. The spare takes the first route that verifies: the deltas since the version
 it holds, else a copy of the live folder and the deltas since; else the newest anchor at or before the wanted
 version and the deltas since. Files are checked against the manifest before anything changes, and every
 tensor against the trainer's digest before the spare counts as good.
@@ -11,21 +11,26 @@ tensor against the trainer's digest before the spare counts as good.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Final
 
+import msgspec
+
+from sync.claims import Claim
 from sync.delta.file import apply_chain
+from sync.download import Deltas, fetch_folder
+from sync.durable import write
 from sync.errors import SnapshotError, StoreError
+from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import digests
-from sync.snapshots.leases import lease
-from sync.snapshots.manifest import Manifest, read_chain
-from sync.stores.base import Store
-from sync.subscribe.download import Deltas, fetch_folder
-from sync.subscribe.slots import Slots
+from sync.snapshots.manifest import Manifest, dump, lease, load, read_chain, read_latest
+from sync.stores import Store, open_store
 from sync.wire import Version
 
 __all__ = ["Mirror", "Staged", "digests", "read_chain"]
@@ -92,7 +97,7 @@ class Mirror:
         """Bring the spare slot to `version` and verify it; the live slot is only read.
 
         Raises SnapshotError when the version is live already, is of another run or model, or verifies on no
-        road; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
+        route; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
         recovers.
         """
         start = time.monotonic()
@@ -120,7 +125,7 @@ class Mirror:
         self._slots.promote()
 
     def _bring_forward(self, version: Version) -> int:
-        """Take the first road to `version` that verifies; returns the bytes read from the store."""
+        """Take the first route to `version` that verifies; returns the bytes read from the store."""
         deltas = Deltas(self._store, self._slots.folder / "deltas")
         for slot in (self._slots.spare, self._slots.live):
             chain = self._chain_from(self._slots.version(slot), version)
@@ -147,9 +152,9 @@ class Mirror:
         return chain if chain[0].base == held else []
 
     def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
-        """Bring the spare along one road: deltas on what `slot` holds, or from the anchor (None).
+        """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None).
 
-        Raises SnapshotError when a file or the end of the road is not what the trainer had.
+        Raises SnapshotError when a file or its result is not what the trainer had.
         """
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
@@ -192,3 +197,149 @@ class Mirror:
                     f"{link.version} is of model {link.fingerprint[:12]}, this mirror holds {known[:12]}: "
                     "names, shapes or dtypes differ"
                 )
+
+
+# --- slots ----------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _State(msgspec.Struct, frozen=True):
+    run: str
+    boot: str
+    """Boot id of the machine when this was written."""
+    fingerprint: str | None
+    """Of the model; None until a version was held."""
+    live: str | None = None
+    a: Version | None = None
+    b: Version | None = None
+    run_id: str | None = None
+    """`RunIdentity.id` of what the slots hold; None: of no run that is known."""
+
+
+class Slots:
+    """Slots "a" and "b" under one folder, owned by one process, and what each of them holds.
+
+        dirty ──hold──▶ holds a version ──promote──▶ live ──the other is promoted──▶ spare ──spoil──▶ dirty
+
+    `state.json` is replaced by an atomic rename. The spare is marked dirty before its first byte changes and
+    gets a version only after all of it was verified: at whatever instant the process dies, a slot that has a
+    version holds exactly that version. After a reboot, which may lose written pages, both count as dirty.
+    """
+
+    def __init__(self, folder: Path, run: str, fingerprint: str | None) -> None:
+        """Raises SnapshotError when another process owns the folder, or it mirrors another run or model."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _own(folder / "lock")
+        try:
+            self._state = _read(folder / "state.json", run, fingerprint)
+        except SnapshotError:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process own the folder."""
+        self._lock.close()
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._state.fingerprint
+
+    @property
+    def live(self) -> str | None:
+        return self._state.live
+
+    @property
+    def spare(self) -> str:
+        return "b" if self._state.live == "a" else "a"
+
+    def path(self, slot: str) -> Path:
+        return self.folder / slot
+
+    def version(self, slot: str | None) -> Version | None:
+        """What a slot holds; None: nothing usable."""
+        return {"a": self._state.a, "b": self._state.b, None: None}[slot]
+
+    def follow(self, run_id: str) -> None:
+        """Versions of another run are forgotten: this one will use their names again."""
+        if self._state.run_id != run_id:
+            self._write(run_id=run_id, live=None, a=None, b=None, fingerprint=None)
+
+    def spoil(self) -> None:
+        """The spare is about to change: until `hold` it holds nothing."""
+        self._write(**{self.spare: None})
+
+    def hold(self, version: Version, fingerprint: str) -> None:
+        """The spare holds `version`, verified."""
+        self._write(**{self.spare: version}, fingerprint=fingerprint)
+
+    def promote(self) -> None:
+        """The spare becomes live."""
+        self._write(live=self.spare)
+
+    def _write(self, **changes: object) -> None:
+        state = msgspec.structs.replace(self._state, **changes)
+        write(self.folder / "state.json", dump(state))
+        self._state = state
+
+
+def _own(path: Path) -> BinaryIO:
+    """Open file whose lock is held until it is closed, or until the process dies."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SnapshotError(
+            f"mirror {path.parent} is in use by another process: give each replica a folder of its own"
+        ) from None
+    return file
+
+
+def _read(path: Path, run: str, fingerprint: str | None) -> _State:
+    """State after a start, less what a reboot may have spoilt."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    if not path.exists():
+        return _State(run, boot, fingerprint)
+    state = load(path.read_bytes(), _State, str(path))
+    if state.run != run or (
+        None not in (fingerprint, state.fingerprint) and fingerprint != state.fingerprint
+    ):
+        raise SnapshotError(
+            f"{path.parent} mirrors run {state.run!r} and model {state.fingerprint}, not run {run!r} and "
+            f"model {fingerprint}: use another folder, or remove it"
+        )
+    if state.boot != boot:
+        logger.warning("%s is from before the machine's restart: its weights are read anew", path)
+        return _State(run, boot, state.fingerprint)
+    return state
+
+
+# --- subscriber -----------------------------------------------------------------------------------------
+
+
+class Subscriber:
+    """Versions of a run, read from its store into a mirror; not for two threads at once.
+
+    `claim` is the run whose requests are served: versions of another one are refused.
+    """
+
+    def __init__(self, config: ReplicaConfig, claim: Claim) -> None:
+        self._store, self._run = open_store(config.store, config.store_path), config.run
+        self._claim = claim
+        self._mirror = Mirror(config.mirror, self._store, config.run)
+
+    def newest(self) -> Version | None:
+        """The version published last; None: none yet, or no run claimed this process. Raises StoreError."""
+        return read_latest(self._store, self._run) if self._claim.run_id else None
+
+    def folder(self, version: Version) -> Path:
+        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        self._mirror.follow(self._claim.run_id)
+        if self._mirror.version != version:
+            self._mirror.promote(self._mirror.stage(version))
+        assert self._mirror.path is not None, "a version was promoted"
+        return self._mirror.path

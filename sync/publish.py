@@ -15,28 +15,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from blake3 import blake3
 
-from sync.delta.codec import Bits, Effort
+from sync.delta import file as delta_file
+from sync.delta.codec import Bits, Effort, apply, scanner
 from sync.delta.file import Header, Slice
+from sync.durable import until_disk_space
 from sync.errors import SnapshotError, StoreError
-from sync.publish.base_shard import BaseShard, problem
+from sync.retry import Backoff
 from sync.snapshots import checkpoint
-from sync.snapshots.folders import refused, without_code
-from sync.snapshots.manifest import (
-    File,
-    Manifest,
-    Part,
-    dump,
-    latest_key,
-    load,
-    manifest_key,
-    version_key,
-)
-from sync.stores.base import Store, read_small
+from sync.snapshots.checkpoint import BITS, refused, without_code
+from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, manifest_key, version_key
+from sync.stores import Store, read_small
 from sync.wire import Version
 
 __all__ = ["PublishReport", "Publisher", "Slice"]
@@ -162,6 +155,10 @@ class Publisher:
                     f"{part.dtype}: pass flat {checkpoint.BITS[part.dtype]} bits"
                 )
 
+    def _write(self, key: str, data: bytes | Path) -> None:
+        """Create a key; while the store's disk is full, wait for room."""
+        until_disk_space(lambda: self._store.create(key, data), f"{key} in {self._store}")
+
     def _write_file(
         self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]
     ) -> Part:
@@ -169,11 +166,11 @@ class Publisher:
         header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
         data = held.delta(header, self._slices, shards, self._codec, self._threads)
         name = f"delta-{self._rank:05d}.bin"
-        self._store.create(version_key(self._run, version, name), data)
+        self._write(version_key(self._run, version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())
         part = Part(rank=self._rank, base=base, file=file, shard_bytes=self._shard_bytes)
         if self._rank > 0:
-            self._store.create(version_key(self._run, version, _receipt(self._rank)), dump(part))
+            self._write(version_key(self._run, version, _receipt(self._rank)), dump(part))
         return part
 
     # --- rank 0 -------------------------------------------------------------------------------------------
@@ -199,7 +196,7 @@ class Publisher:
                 logger.info("%s is left out of %s: %s", path.name, version, why)
                 continue
             data = without_code(path)
-            self._store.create(version_key(self._run, version, name), data)
+            self._write(version_key(self._run, version, name), data)
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             size = len(data) if isinstance(data, bytes) else data.stat().st_size
             files.append(File(name, size, digest.hexdigest()))
@@ -242,15 +239,14 @@ class Publisher:
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
         key = version_key(self._run, version, _receipt(rank))
-        pause, longest = _POLL
+        pauses = Backoff(*_POLL)
         while not self._store.exists(key):
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"rank {rank} of {self._world_size} left no receipt of {version} within "
                     f"{self._timeout:g} s: it died, or the store is slow (weights.timeout_seconds)"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(pauses.next())
         part = load(read_small(self._store, key), Part, key)
         if (part.rank, part.base) != (rank, base):
             raise SnapshotError(
@@ -280,10 +276,75 @@ class Publisher:
             full_bytes=full,
             created=time.time(),
         )
-        self._store.create(manifest_key(self._run, version), dump(manifest))
-        self._store.replace(latest_key(self._run), f"{version}\n".encode())
+        self._write(manifest_key(self._run, version), dump(manifest))
+        latest = latest_key(self._run)
+        until_disk_space(
+            lambda: self._store.replace(latest, f"{version}\n".encode()), f"{latest} in {self._store}"
+        )
         logger.info("published %s (%s, %d of %d bytes)", version, manifest.kind, manifest.bytes, full)
 
 
 def _receipt(rank: int) -> str:
     return f"part-{rank:05d}.json"
+
+
+# --- the shard as it was published last -----------------------------------------------------------------
+
+
+class BaseShard:
+    """A copy where the shard lies; of a shard on a device also one in host memory.
+
+    A device compares its own two copies, and the host brings its copy forward by the blobs that come of it:
+    digests are so of the very bits that a reader will hold, and no shard leaves the device after an anchor.
+    """
+
+    def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:
+        """Copies `shards`, for which `problem` found nothing."""
+        self._last: dict[str, Bits] = {part.name: _copy(shards[part.name]) for part in slices}
+        self.host: dict[str, np.ndarray] = {name: _on_host(bits) for name, bits in self._last.items()}
+        """The same bits in host memory."""
+
+    def delta(
+        self,
+        header: Header,
+        slices: Sequence[Slice],
+        shards: Mapping[str, Bits],
+        effort: Effort,
+        threads: int,
+    ) -> bytes:
+        """This rank's file from what is held to `shards`; `advance` or a new anchor must follow."""
+
+        def after(part: Slice, blob: bytes) -> np.ndarray:
+            new = shards[part.name]
+            if isinstance(new, np.ndarray):
+                return new
+            apply(self.host[part.name], blob, part.dtype)
+            return self.host[part.name]
+
+        return delta_file.build(header, slices, self._last, shards, effort, threads, after)
+
+    def advance(self, shards: Mapping[str, Bits]) -> None:
+        """Hold `shards`, to which `delta` was taken, from now on."""
+        for name, last in self._last.items():
+            bits: Any = last
+            bits[:] = shards[name]
+
+
+def problem(part: Slice, bits: Bits | None) -> str | None:
+    """What is wrong with what came for a slice; None: nothing."""
+    wanted = BITS[part.dtype]
+    if bits is None:
+        return "nothing"
+    exact = bits.dtype == wanted if isinstance(bits, np.ndarray) else not bits.dtype.is_floating_point
+    if exact and bits.itemsize == wanted.itemsize and tuple(bits.shape) == (part.count,):
+        return None
+    return f"{bits.dtype}{tuple(bits.shape)}"
+
+
+def _copy(bits: Bits) -> Bits:
+    return bits.copy() if isinstance(bits, np.ndarray) else bits.clone()
+
+
+def _on_host(bits: Bits) -> np.ndarray:
+    """`bits` themselves when they are an array; of a tensor, a copy."""
+    return bits if isinstance(bits, np.ndarray) else scanner(bits).host(bits).copy()

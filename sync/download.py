@@ -16,10 +16,9 @@ from blake3 import blake3
 from sync.delta import file as delta_file
 from sync.delta.file import Header
 from sync.errors import SnapshotError, StoreError
-from sync.snapshots.checkpoint import TensorAt
-from sync.snapshots.folders import check_no_code
+from sync.snapshots.checkpoint import TensorAt, check_no_code
 from sync.snapshots.manifest import File, Manifest, version_key
-from sync.stores.base import Store, check_key
+from sync.stores import Store, check_key
 from sync.wire import Version
 
 

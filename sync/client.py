@@ -1,0 +1,370 @@
+"""Clients of one process over HTTP: addresses, the bearer token, requests with retries, bounded answers.
+
+A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status: 429 with
+Retry-After when the peer is full, 421 when it serves another run (`sync.claims`). An answer is read up to a
+limit and never decompressed: a few kilobytes of gzip can stand for gigabytes. The server's half is
+`sync.server`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple, TypeVar
+
+import httpx
+from pydantic import AfterValidator
+
+from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
+from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.retry import retrying, retrying_async
+from sync.wire import CONTENT_TYPE, Message, decode, encode
+
+TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
+"""Environment variable that carries the bearer token; never a flag, never in a file of the run."""
+TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
+"""Path of a file that holds the bearer token, where the variable itself does not reach."""
+MAX_ANSWER: Final = 1 << 32
+"""Bytes of an answer: a rank's share of a batch with hidden states, or the head of a large teacher."""
+MAX_REFUSAL: Final = 1 << 16
+"""Bytes of an answer with another status than 200."""
+MAX_FRAME: Final = 1 << 30
+"""Bytes of one frame of a stream."""
+
+M = TypeVar("M", bound=Message)
+
+
+# --- addresses and the token ------------------------------------------------------------------------------
+
+
+def url_problem(url: str) -> str | None:
+    """What keeps HTTP from reaching a server at `url`, and the remedy; None: nothing."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        return f"not a server's URL ({error}): write http://host:port"
+    if parts.scheme not in ("http", "https") or not parts.host or parts.port not in (None, *range(1, 65536)):
+        return "not a server's URL: write http://host:port"
+    return None
+
+
+def checked_url(url: str, name: str = "URL") -> str:
+    """`url` as it is. Raises ConfigError that says `name` when no server can be there."""
+    if problem := url_problem(url):
+        raise ConfigError(f"{name} {url!r} is {problem}")
+    return url
+
+
+def _in_settings(url: str) -> str:
+    if problem := url_problem(url):
+        raise ValueError(problem)
+    return url
+
+
+Url = Annotated[str, AfterValidator(_in_settings)]
+"""A field of a configuration that names a server."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_from_environment() -> str | None:
+    """The bearer token of this process; None when unset or empty.
+
+    Raises ConfigError for a token file that cannot be read.
+    """
+    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
+    if token or not path:
+        return token or None
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} is empty: write the token into it")
+    return token
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+class _Unavailable(RemoteError):
+    """A status that says to come back; never leaves this file."""
+
+
+_RETRIED: Final = (Overloaded, _Unavailable, httpx.RequestError)
+
+
+class _Answer(NamedTuple):
+    """A whole answer."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def body(self, retry: bool) -> bytes:
+        """The content of a 200. Raises what any other status means; with `retry`, 502-504 as _Unavailable."""
+        if self.status == 200:
+            return self.content
+        if retry and self.status in (502, 503, 504):
+            raise _Unavailable(f"status {self.status}")
+        try:
+            text = str(json.loads(self.content)["error"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            text = self.content[:500].decode("utf-8", "replace")
+        message = f"{self.url} answered {self.status}: {text}"
+        if self.status == 429:
+            try:
+                retry_after = float(self.headers.get("retry-after", "1"))
+            except ValueError:
+                retry_after = 1.0
+            raise Overloaded(message, retry_after)
+        raise (WrongServer if self.status == MISDIRECTED else RemoteError)(message)
+
+
+class _Bounded:
+    """Parts of one answer, up to a limit."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        """Raises RemoteError for an encoded answer, or one that announces too much."""
+        self._response, self._parts, self._seen = response, list[bytes](), 0
+        self._most = MAX_ANSWER if response.status_code == 200 else MAX_REFUSAL
+        check_plain(response)
+        length = response.headers.get("content-length", "0")
+        self._check(int(length) if length.isdecimal() else 0)
+
+    def _check(self, length: int) -> None:
+        if length > self._most:
+            raise RemoteError(
+                f"{self._response.url} answered with more than {self._most} bytes: ask for fewer at once"
+            )
+
+    def add(self, part: bytes) -> None:
+        """Take the next part. Raises RemoteError when the answer is too long."""
+        self._parts.append(part)
+        self._seen += len(part)
+        self._check(self._seen)
+
+    def answer(self) -> _Answer:
+        """What came, at the end."""
+        response = self._response
+        return _Answer(str(response.url), response.status_code, response.headers, b"".join(self._parts))
+
+
+def check_plain(response: httpx.Response) -> None:
+    """Raise RemoteError for an answer that would have to be decompressed."""
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise RemoteError(
+            f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
+        )
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    bearer = {"authorization": f"Bearer {token}"} if token else {}
+    return {"accept-encoding": "identity", "content-type": CONTENT_TYPE, **bearer}
+
+
+def _unreachable(url: str, limit: float, error: Exception) -> Unreachable:
+    what = f"{type(error).__name__}: {error}"
+    return Unreachable(f"{url} did not answer within {limit:.0f} s ({what}): is the process running?")
+
+
+def _left(deadline: float) -> float:
+    """Seconds that the next try may take."""
+    return max(0.1, deadline - time.monotonic())
+
+
+# --- clients ----------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
+
+    Raises ConfigError when made with a URL where no server can be.
+    `call` retries with backoff what is safe to retry (no connection, 502-504, 429 as told) until `timeout`
+    seconds have passed in all, then raises Unreachable (Overloaded for 429).
+    """
+
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+    ) -> None:
+        """`claim`: the run that requests are made for; None: they name none."""
+        self.url = checked_url(url).rstrip("/")
+        self.timeout = timeout
+        self.model: str | None = None
+        """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
+        self._claim = claim or Claim()
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=_headers(token),
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Peer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def alive(self) -> bool:
+        """Whether /health answers 200 within two seconds."""
+        try:
+            async with self._http.stream("GET", "/health", timeout=2.0) as response:
+                return response.status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
+        """POST `body` (GET when None) and decode the answer as `kind`."""
+        return decode(await self.raw(path, body, timeout), kind)
+
+    async def raw(self, path: str, body: Message | None, timeout: float | None = None) -> bytes:
+        """Like `call`, undecoded: for proxies."""
+        limit = timeout or self.timeout
+        deadline, content = time.monotonic() + limit, None if body is None else encode(body)
+
+        async def attempt() -> bytes:
+            return (await self._send(path, content, _left(deadline))).body(retry=True)
+
+        try:
+            return await retrying_async(_RETRIED, within=limit)(attempt)
+        except (httpx.RequestError, _Unavailable) as error:
+            raise _unreachable(self.url + path, limit, error) from None
+
+    async def once(self, path: str, body: bytes | None, timeout: float) -> bytes:
+        """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
+
+        Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
+        """
+        try:
+            answer = await self._send(path, body, timeout)
+        except httpx.RequestError as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        if answer.status >= 500:
+            text = answer.content[:500].decode("utf-8", "replace")
+            raise Unreachable(f"{self.url}{path} answered {answer.status}: {text}")
+        return answer.body(retry=False)
+
+    async def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
+        async with self._http.stream(
+            "GET" if content is None else "POST",
+            path,
+            content=content,
+            headers=self._claim.headers(),
+            timeout=timeout,
+        ) as response:
+            self._check(response)
+            bounded = _Bounded(response)
+            async for part in response.aiter_raw():
+                bounded.add(part)
+            return bounded.answer()
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raises WrongServer when the answer is another run's or another model's."""
+        if response.status_code != 200:
+            return
+        self._claim.check(self.url, response.headers)
+        model = response.headers.get(MODEL_HEADER)
+        if self.model not in (None, model):
+            raise WrongServer(
+                f"{self.url} answers with model {model}, and {self.model} was checked when the run started: "
+                "start the teacher again with the model of this run's configuration"
+            )
+
+    async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
+        """POST `body` and yield the frames of the answer as they come.
+
+        Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
+        There is no time-out between frames (a long completion is no fault).
+        """
+        content, headers = encode(body), self._claim.headers()
+        endless = httpx.Timeout(None, connect=5.0)
+        try:
+            async with self._http.stream(
+                "POST", path, content=content, headers=headers, timeout=endless
+            ) as response:
+                if response.status_code != 200:
+                    bounded = _Bounded(response)
+                    async for part in response.aiter_raw():
+                        bounded.add(part)
+                    bounded.answer().body(retry=False)
+                check_plain(response)
+                self._check(response)
+                buffer = bytearray()
+                async for chunk in response.aiter_raw():
+                    buffer += chunk
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
+                        message = decode(bytes(buffer[4 : 4 + n]), kind)
+                        del buffer[: 4 + n]
+                        yield message
+                if buffer:
+                    raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
+        except httpx.RequestError as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+
+class BlockingPeer:
+    """Synchronous client of one process, for code that has no event loop. Behaves like `Peer`."""
+
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+    ) -> None:
+        self.url = checked_url(url).rstrip("/")
+        self.timeout = timeout
+        self._claim = claim or Claim()
+        self._http = httpx.Client(
+            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+        )
+
+    def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
+        """POST `body` (GET when None) and decode the answer as `kind`.
+
+        A single try takes at most the client's own `timeout`, all of them at most this one.
+        """
+        limit = timeout or self.timeout
+        deadline, content = time.monotonic() + limit, None if body is None else encode(body)
+
+        def attempt() -> bytes:
+            return self._send(path, content, min(self.timeout, _left(deadline))).body(retry=True)
+
+        try:
+            return decode(retrying(_RETRIED, within=limit)(attempt), kind)
+        except (httpx.RequestError, _Unavailable) as error:
+            raise _unreachable(self.url + path, limit, error) from None
+
+    def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
+        method = "GET" if content is None else "POST"
+        headers = self._claim.headers()
+        with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
+            if response.status_code == 200:
+                self._claim.check(self.url, response.headers)
+            bounded = _Bounded(response)
+            for part in response.iter_raw():
+                bounded.add(part)
+            return bounded.answer()
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _frame_length(buffer: bytearray) -> int:
+    """Bytes of the frame that `buffer` begins with. Raises WireError for more than any frame has."""
+    if (length := int.from_bytes(buffer[:4], "little")) > MAX_FRAME:
+        raise WireError(f"a frame of {length} bytes is announced, the limit is {MAX_FRAME}: it is no frame")
+    return length

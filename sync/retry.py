@@ -1,0 +1,77 @@
+"""Retries with exponential backoff: one policy for calls (through tenacity), one for loops.
+
+`retrying` and `retrying_async` repeat a call; `Backoff` gives the pauses alone, for a loop that does more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_before_delay,
+    stop_never,
+)
+
+Retried = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
+"""Exceptions to retry on, or a predicate of them; every other exception is raised at once."""
+
+
+class Backoff:
+    """Pauses in seconds that double from `first` up to `longest`."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again with `first`, after a success."""
+        self._pause = self._first
+
+    def next(self, at_least: float = 0.0) -> float:
+        """The pause to make now: `at_least` what the peer asked for."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        return max(pause, at_least)
+
+
+def retrying(
+    on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
+) -> Retrying:
+    """`retrying(...)(function, *arguments)` calls a function until it raises nothing of `on`.
+
+    An error's `retry_after` (`sync.errors.Overloaded`) lengthens the pause before the next call. `within`:
+    seconds after which the last error is raised, at once if the next pause would end later; None: never.
+    """
+    return Retrying(**_policy(on, within, first, longest))
+
+
+def retrying_async(
+    on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
+) -> AsyncRetrying:
+    """`await retrying_async(...)(coroutine_function, *arguments)`: see `retrying`."""
+    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, first, longest))
+
+
+def _policy(on: Retried, within: float | None, first: float, longest: float) -> dict[str, Any]:
+    return {
+        "retry": retry_if_exception((lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on),
+        "wait": _wait(first, longest),
+        "stop": stop_never if within is None else stop_before_delay(within),
+        "reraise": True,
+    }
+
+
+def _wait(first: float, longest: float) -> Callable[[RetryCallState], float]:
+    """Pauses of one call; tenacity keeps one state for all attempts at it."""
+
+    def pause(state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        doubled = min(first * 2.0 ** min(state.attempt_number - 1, 60), longest)
+        return max(doubled, getattr(error, "retry_after", 0.0))
+
+    return pause
