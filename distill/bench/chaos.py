@@ -248,7 +248,7 @@ STRIKES: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
 
 def figures(report: AuditReport, seconds: Seconds, summary: dict[str, Any]) -> dict[str, Any]:
     """What the documentation prints."""
-    broken = {name: len(getattr(report, name)) for name in VIOLATIONS}
+    broken = {name: len(report.violations.get(name, [])) for name in VIOLATIONS}
     return {
         "events": {
             kind: {

@@ -16,9 +16,9 @@ from distill.aio import Signal
 from distill.config import EvaluationConfig
 from distill.metrics.timeline import Timeline
 from distill.rollout.bad_answers import Trust
-from distill.run_log.provenance import report_problem
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
+from distill.run_log.validation import report_problem
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import EvalReport, Version, checks
 

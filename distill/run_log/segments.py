@@ -80,7 +80,7 @@ def replay_from(folder: Path) -> list[int]:
 
 
 def _base(folder: Path, number: int) -> int | None:
-    """First segment to replay according to the snapshot at the head of segment `number`; None: no snapshot."""
+    """First segment to replay, from the snapshot that heads segment `number`; None: it has none."""
     path = segment_path(folder, number)
     with path.open("rb") as file:
         head = file.read(len(SEGMENT_MAGIC) + _HEAD.size + 16)
