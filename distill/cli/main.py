@@ -245,9 +245,7 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
 
     found = check(run_dir)
     figures = {**asdict(found), "ok": found.ok}
-    counted = figures | {name: found.violations.get(name, []) for name in VIOLATIONS}
-    del counted["violations"]
-    for name, value in counted.items():
+    for name, value in figures.items():
         typer.echo(f"{name:<18} {len(value) if isinstance(value, list) else value}")
     for name, entries in found.violations.items():
         typer.echo(f"\n{name}: {VIOLATIONS[name]}")
