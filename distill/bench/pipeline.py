@@ -22,9 +22,9 @@ from typing import Any, Final
 from distill.bench import cpu_profile as watched
 from distill.bench.eval_curve import CurvePoint, crossing, curve_points
 from distill.loading import load_run_dir
-from distill.metrics.plot import read_lines
-from distill.metrics.results import versions
+from distill.metrics.summary import versions
 from sync.errors import ConfigError
+from sync.jsonl import read_lines
 
 log = logging.getLogger(__name__)
 TARGET_KL: Final = 0.25
@@ -91,7 +91,7 @@ def run(
     Raises ConfigError for too few steps, DistillError when a run fails.
     """
     from distill.bench.pipeline_figure import draw
-    from distill.launch.run_folder import write_json
+    from sync.durable import write_json
 
     if steps < SETTLED + 2:
         raise ConfigError(f"{steps} steps: {SETTLED} are not counted, ask for {SETTLED + 2} or more")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.metrics.plot import read_lines
+from sync.jsonl import read_lines
 
 log = logging.getLogger(__name__)
 

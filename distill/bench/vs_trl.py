@@ -29,10 +29,10 @@ from distill.bench import pipeline
 from distill.bench.eval_curve import Folders, crossing, curve_points
 from distill.config import RunConfig
 from distill.loading import load
-from distill.metrics.plot import read_lines
-from distill.metrics.results import versions
+from distill.metrics.summary import versions
 from distill.tasks import Models
 from sync.errors import DistillError
+from sync.jsonl import read_lines
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
@@ -103,7 +103,7 @@ def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) 
 
     Raises DistillError when the environment cannot be made or a run fails.
     """
-    from distill.launch.run_folder import write_json
+    from sync.durable import write_json
 
     folder = folder.absolute()
     python = environment(folder / "trl")

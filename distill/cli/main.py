@@ -99,7 +99,7 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print what came of a run. Raises DistillError with what is wrong with its end."""
-    from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
+    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
@@ -286,7 +286,7 @@ def chaos(
 @app.command()
 def version() -> None:
     """Versions of this package and of those that decide results."""
-    from distill.metrics.results import versions
+    from distill.metrics.summary import versions
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")

@@ -31,8 +31,8 @@ from starlette.routing import Route
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.schedule import score
 from distill.launch.roles import followed
-from distill.launch.run_folder import write_json
 from sync.claims import Claim
+from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
 from sync.guard import RunGuard
 from sync.listening import serve_app

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line of figures that renews itself, or a line now and then."""
+"""Progress on the console: one updating line of figures, or without a terminal a line now and then."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sync.secrets import redact
 
 LINES_WITHOUT_TERMINAL = 12
-"""Over a whole run, where there is no terminal to redraw."""
+"""Over a whole run."""
 
 
 class ProgressDisplay:
-    """A Sink (see `metrics`) that shows the newest step's figures; evaluations stay on the screen."""
+    """A Sink (see `trackers`) that shows the newest step's figures; evaluations stay on the screen."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console = steps, console
@@ -60,7 +60,7 @@ class ProgressDisplay:
 
 
 def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
-    """The figures of one step worth a glance."""
+    """The main figures of one step."""
     parts = [
         f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
         f"age {figures.get('staleness/mean', 0.0):.1f}",
@@ -79,7 +79,7 @@ def dropped_words(dropped: Mapping[str, float]) -> str:
 
 
 def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
-    """One evaluation in words, told apart from a step's own figures."""
+    """One evaluation, distinguishable from a step's own figures."""
     passed = figures.get("eval/pass_rate")
     rate = "" if passed is None else f", pass rate {passed:.1%}"
     return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"

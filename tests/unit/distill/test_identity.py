@@ -23,7 +23,7 @@ from distill.cli.main import _show
 from distill.conclusion import end_problems
 from distill.evaluation.client import HttpEvaluator
 from distill.interfaces import Hooks, Quarantined
-from distill.metrics.results import complete
+from distill.metrics.summary import complete
 from distill.preflight.machine import claim_of
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check

@@ -13,10 +13,10 @@ import pytest
 from small_disk import mounted
 
 from distill.bench.full_disk import fill, free
-from distill.metrics.trackers import Lines
 from sync import disk_full as room
 from sync.disk_full import append, is_full, until_disk_space
 from sync.errors import StoreError
+from sync.jsonl import JsonLines
 from sync.stores.directory import DirectoryStore
 from sync.stores.memory import MemoryStore
 from sync.stores.retry_on_full import RetryOnFullStore
@@ -56,13 +56,13 @@ def test_a_line_is_appended_whole_or_not_at_all(small: Path) -> None:
 
 
 def test_lines_that_found_no_room_come_with_the_next_one(small: Path) -> None:
-    lines = Lines(small / "lines")
+    lines = JsonLines(small / "lines")
     fill(small)
     lines.write("one")
     free(small)
     lines.write("two")
     lines.close()
-    assert (small / "lines").read_text() == "one\ntwo\n"
+    assert (small / "lines").read_text() == '"one"\n"two"\n'
 
 
 def test_a_version_is_written_when_there_is_room_and_said_once(
