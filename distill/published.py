@@ -11,10 +11,23 @@ from typing import Any
 from distill.config import RunConfig
 from distill.loading import load_run_dir
 from sync.errors import SnapshotError
+from sync.replica.config import ReplicaConfig
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
 from sync.wire import Version
+
+
+def subscription(config: RunConfig, mirror: str) -> ReplicaConfig:
+    """The run's weights for one process that mirrors them under the name `mirror`."""
+    return ReplicaConfig(
+        run=config.run.name,
+        store=config.weights.store,
+        store_path=config.run_dir / "store",
+        mirror=config.run_dir / "mirrors" / mirror,
+        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
+        timeout_seconds=config.weights.timeout_seconds,
+    )
 
 
 def store_of(config: RunConfig) -> Store:
@@ -59,7 +72,7 @@ def export_version(run_dir: Path, version: str, target: Path, adapter: bool = Fa
         return wanted
     if target.exists():
         raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
-    from distill.adapters import write_merged
+    from distill.evaluation.models import write_merged
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:

@@ -47,7 +47,7 @@ def source(seed: int) -> tuple[Path, list[str]]:
 
 def make_models(folder: Path, seed: int) -> Models:
     """Models of the task, made in a process of their own so that this one stays light."""
-    command = [sys.executable, "-P", "-m", "distill.tasks.making", str(folder), str(seed)]
+    command = [sys.executable, "-P", "-m", "distill.tasks.sort_letters", str(folder), str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:

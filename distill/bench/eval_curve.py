@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distill.config import EvaluationConfig, RunConfig
-from distill.evaluation.service import Weights, build
+from distill.evaluation.models import Weights, build
 from sync.wire import Version
 
 
@@ -38,9 +38,9 @@ def curve_points(config: RunConfig, weights: Weights, steps: Sequence[int]) -> l
     """
     if config.evaluation is None:
         config = config.model_copy(update={"evaluation": EvaluationConfig(batch=512, threads=1)})
-    bench, found = build(config, weights), []
+    evaluator, found = build(config, weights), []
     for step in steps:
-        report = bench.evaluate(Version(0, step)).report
+        report = evaluator.evaluate(Version(0, step)).report
         assert report.pass_rate is not None, "every task has a reward_fn"
         found.append(CurvePoint(step, report.reverse_kl, report.pass_rate))
     return found

@@ -165,7 +165,7 @@ def settings_of(size: Size, seed: int) -> list[str]:
 
 def large_pair(cache: Path, seed: int) -> Models:
     """A student of 14 M and a teacher of 25 M parameters with random weights, made once in `cache`."""
-    from distill.tasks.making import letter_tokenizer, untaught
+    from distill.tasks.sort_letters import letter_tokenizer, untaught
     from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 
     shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}

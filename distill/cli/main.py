@@ -216,7 +216,7 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
-    from distill.evaluation.offline import evaluate_folder
+    from distill.evaluation.models import evaluate_folder
 
     figures = evaluate_folder(_load(config, overrides), model, tails)
     for name, value in figures.items():

@@ -26,7 +26,7 @@ from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import Sampled, completions, grow
 
 Watch = Callable[[Tensor, Tensor], None]
-"""Told p [B, V] and what was drawn from it [B] at every step, rows that have ended included."""
+"""Called at every step with p [B, V] and the tokens drawn from it [B], rows that have ended included."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Limits:
-    """How completions are sampled and how much is in memory at once."""
+    """Limits of sampling, and of what is in memory at once."""
 
     max_tokens: int
     end_ids: tuple[int, ...]
@@ -61,26 +61,24 @@ class Figures(NamedTuple):
     tokens: int = 0
 
     def plus(self, other: Figures) -> Figures:
-        tails = (
-            tuple(a + b for a, b in zip(self.tails, other.tails, strict=True)) if self.tails else other.tails
-        )
+        pairs = zip(self.tails or [0.0] * len(other.tails), other.tails, strict=True)
         return Figures(
             self.kl + other.kl,
             self.student_entropy + other.student_entropy,
             self.teacher_entropy + other.teacher_entropy,
-            tails,
+            tuple(a + b for a, b in pairs),
             self.tokens + other.tokens,
         )
 
 
 class Evaluation(NamedTuple):
-    """What `evaluate` finds: the report, and means per token that explain it."""
+    """Result of `evaluate`: the report, and means per token that explain it, in nats."""
 
     report: EvalReport
     student_entropy: float
     teacher_entropy: float
     tails: tuple[float, ...]
-    """Mean mass of the teacher's distribution outside its top-k, for k = 1 … `tails` asked for."""
+    """Mean mass of the teacher's distribution outside its top-k, for k = 1 … the requested `tails`."""
 
 
 def evaluate(

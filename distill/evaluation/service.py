@@ -1,9 +1,9 @@
-"""The evaluator: a process that marks published versions on held-out prompts.
+"""The evaluator: a process that evaluates published versions on held-out prompts.
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON. It answers POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
-(ProbeRequest → ProbeReply), one at a time, and GET /health once its teachers are loaded.
+The file is a RunConfig as JSON. Routes: POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
+(ProbeRequest → ProbeReply), one at a time, and GET /health once the teachers are loaded.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,9 +28,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
 from distill.evaluation.schedule import score
-from distill.launch.roles import followed
+from distill.published import subscription
 from sync.claims import Claim
 from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
@@ -53,31 +53,16 @@ log = logging.getLogger("distill.evaluation.service")
 
 if TYPE_CHECKING:
     from distill.evaluation.evaluation import Evaluation
-    from distill.prompts.held_out import PromptSplit
+    from distill.evaluation.models import Weights
 
 Evaluate = Callable[[Version], "Evaluation"]
 Probe = Callable[[ProbeRequest], ProbeReply]
 
 
-class Bench(NamedTuple):
-    """What the loaded models can be asked."""
-
-    evaluate: Evaluate
-    probe: Probe
-
-
-class Weights(Protocol):
-    """Where the weights of a version come from."""
-
-    def folder(self, version: Version) -> Path:
-        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
-        ...
-
-
 def app(
     evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe, claim: Claim
 ) -> Starlette:
-    """The HTTP side: evaluations and probes run one after the other, in a thread.
+    """The HTTP side: evaluations and probes run one at a time, in a thread.
 
     The first run that has a version evaluated claims the process.
     """
@@ -109,7 +94,7 @@ def app(
 
 
 def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that refuses with 409 what cannot be done."""
+    """A route that answers DistillError with 409."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -121,70 +106,8 @@ def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Re
     return answer
 
 
-def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
-    """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here.
-
-    Version step 0 is the student that the configuration names; `tails` as in `evaluation.evaluate`.
-    """
-    import torch
-
-    from distill.evaluation.evaluation import Limits, evaluate
-    from distill.evaluation.models import end_ids, load_model, load_student
-    from distill.evaluation.reference_forward import probe
-    from teacher_service.describe import load_tokenizer
-    from teacher_service.router import Router
-
-    settings = config.evaluation or EvaluationConfig()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    tokenizer = load_tokenizer(config.student)
-    split = _prompts(config, tokenizer)
-    teachers = {
-        name: load_model(source, tokenizer, settings.device) for name, source in config.teachers.items()
-    }
-    ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
-    limits = Limits(config.rollout.max_tokens, ends, settings.batch)
-    route = Router(config.teachers)
-
-    def evaluate_version(version: Version) -> Evaluation:
-        folder = weights.folder(version) if version.step > 0 else None
-        student = load_student(config.student, folder, tokenizer, settings.device)
-        return evaluate(
-            student,
-            teachers,
-            split.held_out,
-            limits,
-            route=route.route,
-            reward_fn=split.reward_fn,
-            seed=config.run.seed,
-            version=version,
-            tails=tails,
-        )
-
-    def probe_models(request: ProbeRequest) -> ProbeReply:
-        unknown = request.teachers.keys() - teachers.keys()
-        if unknown:
-            raise ConfigError(
-                f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
-            )
-        student = load_model(config.student, tokenizer, settings.device)
-        return probe(request, student, teachers, config.objective, config.rollout.temperature)
-
-    return Bench(evaluate_version, probe_models)
-
-
-def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
-    from distill.preflight.checks import longest_sequence
-    from distill.prompts.held_out import NOTHING_HELD_OUT, open_prompts
-
-    split = open_prompts(config, tokenizer, longest_sequence(config))
-    if not split.held_out:
-        raise ConfigError(NOTHING_HELD_OUT)
-    return split
-
-
 class BestKeeper:
-    """Marks versions and keeps the best of them, by the configuration's metric, as the folder best/."""
+    """Evaluates versions and keeps the best one, by the configuration's metric, as the folder best/."""
 
     def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights, claim: Claim) -> None:
         """`claim`: the run whose best version it is."""
@@ -212,25 +135,54 @@ class BestKeeper:
         return score(report, self._metric) > score(old, self._metric)
 
 
+def keep_best(folder: Path, target: Path) -> None:
+    """Replace `target` by a copy of the model in `folder`: a reader sees the old or the new one, never half.
+
+    Between the two renames there is neither; after a crash there, the old one is `.NAME.old`, the new one
+    `.NAME.new`.
+    """
+    pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    for left in (pending, old):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(folder, pending)
+    if target.exists():
+        target.rename(old)
+    pending.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def follow(config: RunConfig, claim: Claim) -> Subscriber:
+    """Subscribe to the versions of the run that claims this process.
+
+    Raises ConfigError when versions are not published to the store.
+    """
+    if config.weights.transport != "snapshot":
+        raise ConfigError(
+            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
+            'set weights.transport = "snapshot", or evaluation = false'
+        )
+    return Subscriber(subscription(config, "evaluator"), claim)
+
+
 def serve(config: RunConfig, host: str, port: int) -> None:
     """Load everything, then answer on host:port until SIGTERM or SIGINT."""
     token = token_from_environment()
     check_bind(host, token)
     import setproctitle
 
-    from distill.evaluation.service import follow
+    from distill.evaluation.models import build
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
     claim = Claim(RunIdentity(config.run.name))
     weights = follow(config, claim)
-    bench = build(config, weights)
-    keeper = BestKeeper(config, bench.evaluate, weights, claim)
-    serve_app(app(keeper, token, bench.probe, claim), host, port, grace=5)
+    evaluator = build(config, weights)
+    keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
+    serve_app(app(keeper, token, evaluator.probe, claim), host, port, grace=5)
 
 
 def main() -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until signalled; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m distill.evaluation.service", description="Evaluate versions."
     )
@@ -258,31 +210,3 @@ def _leave(*_: object) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def keep_best(folder: Path, target: Path) -> None:
-    """Make `target` a copy of the model in `folder`: a reader finds an old or a new one, never half.
-
-    Between two renames there is none; after a crash there the old one is `.NAME.old`, the new `.NAME.new`.
-    """
-    pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    for left in (pending, old):
-        shutil.rmtree(left, ignore_errors=True)
-    shutil.copytree(folder, pending)
-    if target.exists():
-        target.rename(old)
-    pending.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def follow(config: RunConfig, claim: Claim) -> Subscriber:
-    """The versions of the run that claims this process.
-
-    Raises ConfigError when they do not go through the store.
-    """
-    if config.weights.transport != "snapshot":
-        raise ConfigError(
-            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
-            'set weights.transport = "snapshot", or evaluation = false'
-        )
-    return Subscriber(followed(config, "evaluator"), claim)

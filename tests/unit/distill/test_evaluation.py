@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from distill.evaluation.evaluation import LanguageModel, Limits, compare, evaluate, sample
 from distill.evaluation.models import load_student
 from distill.prompts.stream import Prompt
-from distill.tasks.making import STUDENT, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.settings import ModelSource
 from sync.wire import Version
 from teacher_service.engines.head import find_head

@@ -61,7 +61,7 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
 async def settle(evaluations: Evaluations) -> None:
     """Until nothing is due and nothing is under way."""
     await asyncio.sleep(0)
-    while evaluations._waiting is not None or evaluations._turn.locked():
+    while evaluations._pending is not None or evaluations._turn.locked():
         async with evaluations._turn:
             await asyncio.sleep(0)
 

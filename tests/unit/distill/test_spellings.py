@@ -7,8 +7,16 @@ import pytest
 
 from distill.tasks import TaskPrompt, load, spellings
 from distill.tasks.sort_letters import is_held_out
-from distill.tasks.spellings import EOS_ID, FIRST_LETTER_ID, LETTERS, SHARES, SPELLINGS, VOCABULARY
-from distill.tasks.spellings_making import TOKEN_PATTERN, _spelled
+from distill.tasks.spellings import (
+    EOS_ID,
+    FIRST_LETTER_ID,
+    LETTERS,
+    SHARES,
+    SPELLINGS,
+    TOKEN_PATTERN,
+    VOCABULARY,
+    _spelled,
+)
 from distill.tasks.teaching import make_tokenizer
 
 TASK = spellings.make()
