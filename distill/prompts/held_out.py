@@ -1,4 +1,4 @@
-"""Which prompts a run trains on, which it never does, and who judges completions."""
+"""The split of prompts into training and held-out ones, with their reward function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptSplit(NamedTuple):
     train: PromptSource
     held_out: list[Prompt]
     reward_fn: RewardFn | None
-    """None: nobody can tell whether a completion is right."""
+    """None: completions cannot be checked."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
 
@@ -61,19 +61,19 @@ class Subset:
 
 
 def sample_prompts(split: PromptSplit) -> list[Prompt]:
-    """Some prompts to try things with: held-out ones, then some to train on; the same every time."""
+    """A fixed sample: held-out prompts, then some of the training ones."""
     count = min(SAMPLE, len(split.train)) if isinstance(split.train, Sized) else SAMPLE
     return split.held_out[:SAMPLE] + [split.train[i] for i in range(count)]
 
 
 def longest_prompt(split: PromptSplit) -> int:
-    """Tokens of the longest prompt: of all in a table, of a sample where there is no end to them."""
+    """Tokens of the longest prompt: of a whole table, or of a sample where prompts are endless."""
     known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
     return max(known, split.train.longest) if isinstance(split.train, Subset) else known
 
 
 def data_sources(split: PromptSplit) -> set[str]:
-    """Every data source of a table's prompts; of prompts without end, those of a sample."""
+    """Every data source of a table, or of a sample where prompts are endless."""
     if isinstance(split.train, Subset):
         return split.train.sources
     return {prompt.source for prompt in sample_prompts(split)}
@@ -92,11 +92,9 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit
         )
     wanted = config.evaluation.prompts if config.evaluation else 0
     if isinstance(config.prompts, TaskPrompts):
-        return _task_prompts(config, tokenizer, longest, wanted)
-    encode, reward_fn = (
-        text_encoder(tokenizer, config.prompts.template),
-        load_reward_fn(config.prompts, tokenizer),
-    )
+        return _task_prompts(config, config.prompts, tokenizer, longest, wanted)
+    encode = text_encoder(tokenizer, config.prompts.template)
+    reward_fn = load_reward_fn(config.prompts, tokenizer)
     if isinstance(config.prompts, JsonlPrompts):
         table = read_jsonl(config.prompts, encode, longest)
     else:
@@ -120,9 +118,10 @@ def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn 
     return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, reward_fn)
 
 
-def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) -> PromptSplit:
-    assert isinstance(config.prompts, TaskPrompts), "only called for tasks"
-    task, seed = tasks.load(config.prompts.task, config.prompts.options), config.run.seed
+def _task_prompts(
+    config: RunConfig, prompts: TaskPrompts, tokenizer: Any, longest: int, wanted: int
+) -> PromptSplit:
+    task, seed = tasks.load(prompts.task, prompts.options), config.run.seed
     encode = text_encoder(tokenizer, "plain")
     held_out = []
     for index in range(wanted):
@@ -130,9 +129,9 @@ def _task_prompts(config: RunConfig, tokenizer: Any, longest: int, wanted: int) 
         ids = list(encode(made.text) if made.token_ids is None else made.token_ids)
         if len(ids) > longest:
             raise DataError(
-                f"prompt {made.text!r:.60} of task {config.prompts.task} has {len(ids)} tokens, "
+                f"prompt {made.text!r:.60} of task {prompts.task} has {len(ids)} tokens, "
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
         held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
-    reward_fn = partial(reward, f"prompts.task {config.prompts.task!r}, passes()", task.passes)
+    reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
     return PromptSplit(TaskSource(task, seed, encode), held_out, reward_fn)

@@ -1,4 +1,4 @@
-"""Where prompts come from: a JSONL file, a `datasets` dataset, or a task that makes its own."""
+"""Sources of prompts: a JSONL file, a `datasets` dataset, or a task that generates its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -14,28 +14,11 @@ from jinja2 import TemplateError
 from distill.config import DatasetPrompts, JsonlPrompts
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
+from distill.tasks import Task
 from sync.errors import DataError
 
 Encode = Callable[[Any], Sequence[int]]
 """From a row's prompt field (a string, or a list of chat messages) to token ids."""
-
-
-class TaskPrompt(Protocol):
-    """What a task offers for one index; `token_ids` None: encode `text`."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def answer(self) -> str | None: ...
-
-
-class Task(Protocol):
-    """A task that makes prompts and judges completions; the same (seed, index) gives the same prompt."""
-
-    def prompt(self, seed: int, index: int) -> TaskPrompt: ...
-    def passes(self, prompt: Prompt, completion: Sequence[int]) -> bool: ...
 
 
 class TaskSource:
@@ -54,7 +37,7 @@ class TaskSource:
 
 
 class TableSource:
-    """Rows whose token ids lie in one flat array: 4 bytes a token, whatever their number."""
+    """Rows whose token ids share one flat array: 4 bytes a token."""
 
     def __init__(self, rows: Iterable[Prompt]) -> None:
         flat, ends = array("i"), array("q", [0])

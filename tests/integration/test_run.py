@@ -33,10 +33,10 @@ import pytest
 import torch
 from listeners import Listeners
 
+from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
-from distill.proof import prove
 from distill.run_log.audit import audit
 from distill.run_log.records import BatchFormed, Opened, VersionApplied
 from distill.run_log.segments import read_all
