@@ -17,9 +17,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from distill.evaluation.evaluation import Evaluation
     from distill.evaluation.models import Weights
 
+R = TypeVar("R", EvalRequest, ProbeRequest)
 Evaluate = Callable[[Version], "Evaluation"]
 Probe = Callable[[ProbeRequest], ProbeReply]
 
@@ -62,28 +63,30 @@ Probe = Callable[[ProbeRequest], ProbeReply]
 def app(
     evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe, claim: Claim
 ) -> Starlette:
-    """The HTTP side: evaluations and probes run one at a time, in a thread.
+    """The HTTP side: evaluations and probes run one at a time, in a thread; a DistillError becomes a 409.
 
     The first run that has a version evaluated claims the process.
     """
     busy = asyncio.Lock()
 
-    async def evaluation(request: Request) -> Message:
-        wanted = await read_message(request, EvalRequest)
-        async with busy:
-            return await asyncio.to_thread(evaluate, wanted.version)
+    def route(path: str, kind: type[R], work: Callable[[R], Message]) -> Route:
+        async def answer(request: Request) -> Response:
+            try:
+                wanted = await read_message(request, kind)
+                async with busy:
+                    return reply(await asyncio.to_thread(work, wanted))
+            except DistillError as error:
+                log.error("%s", error)
+                return refuse(409, str(error))
 
-    async def figures(request: Request) -> Message:
-        wanted = await read_message(request, ProbeRequest)
-        async with busy:
-            return await asyncio.to_thread(probe, wanted)
+        return Route(path, answer, methods=["POST"])
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
     routes = [
-        Route("/v1/evaluate", _answered(evaluation), methods=["POST"]),
-        Route("/v1/probe", _answered(figures), methods=["POST"]),
+        route("/v1/evaluate", EvalRequest, lambda wanted: evaluate(wanted.version)),
+        route("/v1/probe", ProbeRequest, probe),
         Route("/health", health),
     ]
     guards = [
@@ -91,19 +94,6 @@ def app(
         Middleware(RunGuard, claim=claim, claiming=("/v1/evaluate",)),
     ]
     return Starlette(routes=routes, middleware=guards)
-
-
-def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers DistillError with 409."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return reply(await question(request))
-        except DistillError as error:
-            log.error("%s", error)
-            return refuse(409, str(error))
-
-    return answer
 
 
 class BestKeeper:

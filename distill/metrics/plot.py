@@ -55,7 +55,8 @@ def draw(run_dir: Path) -> Path:
     quality, cost = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     draw_quality(quality, steps, evaluations)
     draw_cost(cost, steps)
-    summary = _summary(run_dir)
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}  # none while the run goes on
     draw_activity(figure.add_subplot(grid[1, :]), spans, summary)
     figure.suptitle(
         _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
@@ -75,12 +76,6 @@ def _figures(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     return steps, [line for line in finite if "eval/reverse_kl" in line]
 
 
-def _summary(run_dir: Path) -> Mapping[str, Any]:
-    """summary.json; empty while the run goes on."""
-    path = run_dir / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def _title(name: str, summary: Mapping[str, Any]) -> str:
     before, after = summary.get("before") or {}, summary.get("after") or {}
     if before.get("reverse_kl") is None or after.get("reverse_kl") is None:
@@ -93,38 +88,30 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
 
 def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line]) -> None:
     """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
-    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) for line in steps}}
-    trained = [line for line in steps if "reverse_kl" in line]
+    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) / 1e3 for line in steps}}
     _plain(axes, "Student on its own completions", "tokens trained on, thousands")
-    axes.plot(
-        [line.get("tokens/trained", 0.0) / 1e3 for line in trained],
-        [line["reverse_kl"] for line in trained],
-        color=BLUE,
-        alpha=0.35,
-        linewidth=1.2,
-        label="reverse KL, training batches",
-    )
-    x = [tokens_at.get(line["step"], 0.0) / 1e3 for line in evaluations]
-    axes.plot(x, [e["eval/reverse_kl"] for e in evaluations], "o-", color=BLUE, label="reverse KL, held out")
+    trained = [(tokens_at[line["step"]], line["reverse_kl"]) for line in steps if "reverse_kl" in line]
+    held_out = [(tokens_at.get(line["step"], 0.0), line["eval/reverse_kl"]) for line in evaluations]
+    axes.plot(*_xy(trained), color=BLUE, alpha=0.35, linewidth=1.2, label="reverse KL, training batches")
+    axes.plot(*_xy(held_out), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats a token", color=BLUE)
-    passed = [
-        (at, line["eval/pass_rate"])
-        for at, line in zip(x, evaluations, strict=True)
-        if "eval/pass_rate" in line
-    ]
+    rates = [line for line in evaluations if "eval/pass_rate" in line]
+    passed = [(tokens_at.get(line["step"], 0.0), line["eval/pass_rate"]) for line in rates]
+    lines = axes.get_lines()
     if passed:
         right = axes.twinx()
-        right.plot(*zip(*passed, strict=True), "s-", color=GREEN, label="pass rate, held out")
+        right.plot(*_xy(passed), "s-", color=GREEN, label="pass rate, held out")
         right.set_ylim(0, 1)
         right.set_ylabel("pass rate", color=GREEN)
         right.spines[["top"]].set_visible(False)
-        handles = [*axes.get_lines(), *right.get_lines()]
-        axes.legend(
-            handles, [str(h.get_label()) for h in handles], frameon=False, fontsize=8, loc="center right"
-        )
-    else:
-        axes.legend(frameon=False, fontsize=8)
+        lines = [*lines, *right.get_lines()]
+    place = "center right" if passed else "best"
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc=place)
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
@@ -153,6 +140,8 @@ def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
 
 def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
     """One row per role over a window in the middle of the run, with its busy share of the whole run."""
+    from matplotlib.patches import Patch
+
     work = [span for span in spans if span["what"] in WORK_COLORS]
     if not work:
         axes.set_axis_off()
@@ -169,7 +158,10 @@ def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any])
     axes.set_ylim(len(roles) - 0.4, -0.6)
     axes.set_yticks(range(len(roles)), [_row_label(role, summary) for role in roles])
     axes.grid(visible=False, axis="y")
-    _legend_of_work(axes, {span["what"] for span in work})
+    used = {span["what"] for span in work}
+    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
 
 
 def _row_label(role: str, summary: Mapping[str, Any]) -> str:
@@ -178,14 +170,6 @@ def _row_label(role: str, summary: Mapping[str, Any]) -> str:
     if idle is None or busy is None:
         return role
     return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}"
-
-
-def _legend_of_work(axes: Axes, used: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
 
 
 def middle_window(spans: Sequence[Line]) -> tuple[float, float]:

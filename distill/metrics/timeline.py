@@ -1,4 +1,4 @@
-"""Busy and waiting time per role, in seconds, and who was blocked on whom.
+"""Busy and waiting time per role, in seconds, and what each role was blocked on.
 
 A role is busy while the level of any of its activities is above zero.
 """
@@ -26,17 +26,12 @@ class Span(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Activity:
-    level: int = 0
-    since: float = 0.0
-
-
-@dataclass(slots=True)
 class _Role:
     busy: float = 0.0
     since: float | None = None
     """Start of the current busy interval; None: it is idle."""
-    activities: dict[str, _Activity] = field(default_factory=dict)
+    active: dict[str, float] = field(default_factory=dict)
+    """Kind of work under way → since when."""
 
 
 class Timeline:
@@ -50,44 +45,42 @@ class Timeline:
         self._began = clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
         self._waits: dict[str, tuple[str, float]] = {}
-        """Who is blocked now → on whom, since when."""
+        """Role that is blocked now → on what, since when."""
         self._waited: dict[tuple[str, str], float] = defaultdict(float)
 
-    def waits(self, who: str, whom: str | None) -> None:
-        """`who` is blocked on `whom` from now on; None: on nobody."""
-        waiting = self._waits.get(who)
-        if (waiting[0] if waiting else None) == whom:
+    def waits(self, role: str, on: str | None) -> None:
+        """`role` is blocked on `on` from now on; None: it is not blocked."""
+        blocked, since = self._waits.get(role, (None, 0.0))
+        if blocked == on:
             return
         now = self._clock()
-        if waiting:
-            self._waited[who, waiting[0]] += now - waiting[1]
-            del self._waits[who]
-        if whom is not None:
-            self._waits[who] = whom, now
+        if blocked is not None:
+            self._waited[role, blocked] += now - since
+            del self._waits[role]
+        if on is not None:
+            self._waits[role] = on, now
 
     def waited_seconds(self) -> dict[str, dict[str, float]]:
-        """Who → on whom → seconds."""
-        now, seconds = self._clock(), dict(self._waited)
-        for who, (whom, since) in self._waits.items():
-            seconds[who, whom] = seconds.get((who, whom), 0.0) + now - since
+        """Role → what it was blocked on → seconds."""
+        now, seconds = self._clock(), self._waited.copy()
+        for role, (on, since) in self._waits.items():
+            seconds[role, on] += now - since
         found: dict[str, dict[str, float]] = {}
-        for (who, whom), value in seconds.items():
-            found.setdefault(who, {})[whom] = value
+        for (role, on), value in seconds.items():
+            found.setdefault(role, {})[on] = value
         return found
 
     def level(self, role: str, what: str, level: int) -> None:
         """Set how many tasks of kind `what` the role has under way from now on."""
         now, state = self._clock(), self._roles[role]
-        activity = state.activities.setdefault(what, _Activity())
-        if level and not activity.level:
-            activity.since = now
+        if level and what not in state.active:
+            state.active[what] = now
             state.since = now if state.since is None else state.since
-        if activity.level and not level:
-            self._emit(Span(role, what, activity.since, now))
-            if not any(other.level for other in state.activities.values() if other is not activity):
+        elif not level and what in state.active:
+            self._emit(Span(role, what, state.active.pop(what), now))
+            if not state.active:
                 state.busy += now - (state.since or now)
                 state.since = None
-        activity.level = level
 
     def add(self, role: str, what: str, start: float, end: float, *, busy: bool) -> None:
         """Add an interval that another process measured."""
@@ -114,7 +107,7 @@ class Timeline:
         """Reset all sums: start-up is left out."""
         self._began = now = self._clock()
         self._waited.clear()
-        self._waits = {who: (whom, now) for who, (whom, _) in self._waits.items()}
+        self._waits = {role: (on, now) for role, (on, _) in self._waits.items()}
         for role in self._roles.values():
             role.busy = 0.0
             role.since = None if role.since is None else now

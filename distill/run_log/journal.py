@@ -22,7 +22,7 @@ from distill.run_log.segments import (
     SEGMENT_MAGIC,
     archive,
     encode_entry,
-    encode_mark,
+    encode_sync_marker,
     read_entry,
     replay_from,
     scan,
@@ -62,7 +62,7 @@ class Journal:
         self._written = 0
         """Valid bytes of the newest segment."""
         self._unsynced = False
-        """Something was written that no sync mark on disk covers."""
+        """Something was written that no sync marker on disk covers."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
         """Every record that a restart needs, oldest first; truncates an unsynced tail.
@@ -113,7 +113,7 @@ class Journal:
             location.segment, location.offset = self._write_record(record)
             self._pending.popleft()
         if forced and self._unsynced:
-            self._mark_durable()
+            self._write_sync_marker()
 
     def _write_record(self, record: AnyRecord) -> tuple[int, int]:
         """(segment, offset) of the record; a snapshot starts a segment."""
@@ -135,10 +135,10 @@ class Journal:
             self._write_all(SEGMENT_MAGIC)
         return encode_entry(record, self._segment, self._written)
 
-    def _mark_durable(self) -> None:
-        """Sync what was written, then a mark that says so."""
+    def _write_sync_marker(self) -> None:
+        """Sync what was written, then append a sync marker."""
         os.fsync(self._file)
-        self._write_all(encode_mark(self._written, self._segment))
+        self._write_all(encode_sync_marker(self._written, self._segment))
         os.fsync(self._file)
         self._unsynced = False
 
@@ -189,8 +189,8 @@ class Journal:
         self._writer.shutdown()
         if self._unsynced and not self._pending:
             try:
-                self._mark_durable()
-            except OSError as error:  # no space for a mark: the records count as unsynced
+                self._write_sync_marker()
+            except OSError as error:  # no space for a marker: the records count as unsynced
                 if error.errno not in FULL:
                     raise
         self._close_file()

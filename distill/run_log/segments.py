@@ -2,17 +2,17 @@
 
     segment  "DJL2" | entry*        journal-00000000.log, journal-00000001.log, …
     entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
-             "DS" | u32 length | u32 crc32 | u64 offset: a sync mark; this segment was durable up to there
+             "DS" | u32 length | u32 crc32 | u64 offset: a sync marker; this segment was durable up to there
     archive  "DA" | u32 length | u32 crc32 | zlib of msgpack: the segment's compacted records
                                     archive-00000000.log, one per archived segment
 
-Every crc32 also covers the place (segment, offset; a mark's or an archive's segment), so that an entry that
+Every crc32 also covers the place (segment, offset; a marker's or an archive's segment), so that an entry that
 was moved, repeated or removed is detected.
 
-A sync mark follows an fsync. A crash or power cut may tear or blank whatever was not yet synced: an invalid
-entry in the last segment that no mark covers is truncated, with all that follows it. An invalid entry that a
-mark covers is damage, and so is any in an older segment (synced before the next one was created): both are
-refused.
+A sync marker follows an fsync. A crash or power cut may tear or blank whatever was not yet synced: an
+invalid entry in the last segment that no marker covers is truncated, with all that follows it. An invalid
+entry that a marker covers is damage, and so is any in an older segment (synced before the next one was
+created): both are refused.
 
 An archive appears by one rename; its segment is removed afterwards. If a crash leaves both, the segment wins.
 """
@@ -38,13 +38,13 @@ from sync.errors import DataError
 
 SEGMENT_MAGIC: Final = b"DJL2"
 _RECORD: Final = b"DJ"
-_MARK: Final = b"DS"
+_MARKER: Final = b"DS"
 _ARCHIVE: Final = b"DA"
 _HEAD: Final = struct.Struct("<2sII")
 _PLACE: Final = struct.Struct("<2sIQQ")
 _OFFSET: Final = struct.Struct("<Q")
 _NAME: Final = re.compile(r"(?:journal|archive)-(\d{8,})\.log")
-MARK_BYTES: Final = _HEAD.size + _OFFSET.size
+MARKER_BYTES: Final = _HEAD.size + _OFFSET.size
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
 _archive_decoder = msgspec.msgpack.Decoder(list[AnyRecord])
@@ -113,9 +113,9 @@ def encode_entry(record: AnyRecord, segment: int, offset: int) -> bytearray:
     return entry
 
 
-def encode_mark(durable: int, segment: int) -> bytes:
-    """The mark that the first `durable` bytes of the segment are on disk."""
-    return _entry(_MARK, _OFFSET.pack(durable), segment, 0)
+def encode_sync_marker(durable: int, segment: int) -> bytes:
+    """Marker that the first `durable` bytes of the segment are on disk."""
+    return _entry(_MARKER, _OFFSET.pack(durable), segment, 0)
 
 
 def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
@@ -156,9 +156,9 @@ class _Segment:
             ) from None
 
     def was_durable(self, offset: int) -> bool:
-        """Whether a later sync mark covers the byte at `offset`."""
-        for found in re.finditer(re.escape(_MARK), self.data[offset + 1 :]):
-            payload = self.payload(offset + 1 + found.start(), _MARK)
+        """Whether a later sync marker covers the byte at `offset`."""
+        for found in re.finditer(re.escape(_MARKER), self.data[offset + 1 :]):
+            payload = self.payload(offset + 1 + found.start(), _MARKER)
             if payload is not None and _OFFSET.unpack(payload)[0] > offset:
                 return True
         return False
@@ -180,7 +180,7 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, An
         payload = segment.payload(offset)
         if payload is not None:
             yield offset, segment.decode(payload, offset)
-        elif (payload := segment.payload(offset, _MARK)) is None:
+        elif (payload := segment.payload(offset, _MARKER)) is None:
             break
         offset += _HEAD.size + len(payload)
     if offset == len(data) > 0:

@@ -156,9 +156,9 @@ def differs(snapshot: Snapshot, state: RunState) -> bool:
     Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
     """
     saved, sure = load(snapshot), set(state.buffer.ids())
-    told = [one[0] for one in saved.asked], saved.next_step, saved.counters
+    recorded = [one[0] for one in saved.asked], saved.next_step, saved.counters
     buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
-    return not buffered or told != (list(state.asked), state.next_step, state.counters)
+    return not buffered or recorded != (list(state.asked), state.next_step, state.counters)
 
 
 def load(snapshot: Snapshot) -> Saved:

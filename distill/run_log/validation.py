@@ -61,7 +61,7 @@ class Validator:
         """Of a completion by the student."""
         return checks.generated(answer, self.sampling, self.vocab_size)
 
-    def written(self, answer: TeacherCompletion) -> Problem | None:
+    def generated_by_teacher(self, answer: TeacherCompletion) -> Problem | None:
         """Of a completion by a teacher."""
         return checks.written(answer, self.sampling.max_tokens, self.vocab_size)
 

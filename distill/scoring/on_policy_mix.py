@@ -94,7 +94,7 @@ class Writing:
     def _problem(self, name: str, work: _Work, answer: Answer) -> str | None:
         if isinstance(answer, ScoreRefused):
             return answer.error if answer.unusable else None
-        problem = self._sound.written(answer)
+        problem = self._sound.generated_by_teacher(answer)
         return None if problem is None else str(problem)
 
     def _prompt(self, name: str, asked: PendingPrompt) -> TeacherPrompt:

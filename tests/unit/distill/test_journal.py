@@ -20,7 +20,7 @@ from distill.prompts.stream import Prompt
 from distill.run_log.journal import Journal
 from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout, RolloutStub
 from distill.run_log.segments import (
-    MARK_BYTES,
+    MARKER_BYTES,
     SEGMENT_MAGIC,
     archive_path,
     encode_entry,
@@ -106,7 +106,7 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
 async def test_the_torn_tail_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
+    os.truncate(path, path.stat().st_size - MARKER_BYTES - 5)
     with caplog.at_level(logging.WARNING):
         assert len(replayed(tmp_path)) == 3
     assert "were never synced" in caplog.text
@@ -148,7 +148,7 @@ async def test_a_strange_file_is_refused(tmp_path: Path) -> None:
 async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
+    os.truncate(path, path.stat().st_size - MARKER_BYTES - 5)
     before = path.read_bytes()
     assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
     assert path.read_bytes() == before
@@ -344,7 +344,7 @@ async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_p
     journal.close()
     journal.close()
     data = bytearray(segment_path(tmp_path, 0).read_bytes())
-    data[-MARK_BYTES - 1] ^= 1
+    data[-MARKER_BYTES - 1] ^= 1
     segment_path(tmp_path, 0).write_bytes(data)
     with pytest.raises(DataError, match="was on disk before a later part was written"):
         replayed(tmp_path)
