@@ -284,7 +284,7 @@ def faster_precision(python: Path, folder: Path, size: Size) -> str:
 def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str, Any]:
     """What `trl_peer` is told: models, prompts in our order, and our optimizer's numbers."""
     from distill.preflight.checks import longest_sequence
-    from distill.prompts.held_out import open_prompts
+    from distill.prompts.sources import open_prompts
     from distill.prompts.stream import PromptStream
     from teacher_service.describe import load_tokenizer
 

@@ -18,7 +18,7 @@ from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.evaluation import Evaluation, LanguageModel, Limits, evaluate
 from distill.evaluation.reference_forward import probe
 from distill.preflight.checks import longest_sequence
-from distill.prompts.held_out import NOTHING_HELD_OUT, open_prompts
+from distill.prompts.sources import NOTHING_HELD_OUT, open_prompts
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.snapshots.checkpoint import let_others_read

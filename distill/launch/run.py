@@ -28,15 +28,14 @@ from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import GIB, RunFolder
 from distill.launch.supervise import Supervisor
-from distill.metrics.console import ProgressDisplay
 from distill.metrics.plot import draw
 from distill.metrics.summary import complete
-from distill.metrics.trackers import MetricsFile, Sink, Wandb, log_all
+from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
 from distill.preflight import checks as preflight
 from distill.preflight import disk
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit
+from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal

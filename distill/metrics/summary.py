@@ -20,8 +20,8 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.evaluation.schedule import best
-from distill.metrics.console import dropped_words
 from distill.metrics.timeline import TRAINER, Timeline
+from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
 from distill.scoring.scorer import Teacher

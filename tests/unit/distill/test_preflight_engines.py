@@ -17,7 +17,7 @@ from distill.loading import validate
 from distill.preflight import checks as preflight
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
+from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.errors import ConfigError
 from sync.wire import (

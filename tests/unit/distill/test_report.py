@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from distill.buffer.staleness import Bound
-from distill.metrics.console import evaluation_line, step_line
 from distill.metrics.plot import draw, middle_window
 from distill.metrics.summary import METRICS, before_and_after, gauges, longest_waits, of_step, use_of_tokens
 from distill.metrics.timeline import Span, Timeline
-from distill.metrics.trackers import MetricsFile, log_all
+from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
 from distill.run_log.state import Rules, RunState
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines

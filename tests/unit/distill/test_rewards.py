@@ -12,8 +12,8 @@ import pytest
 
 from distill.config import JsonlPrompts
 from distill.loading import validate
-from distill.prompts.held_out import PromptSplit, open_prompts
 from distill.prompts.rewards import load_reward_fn
+from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 

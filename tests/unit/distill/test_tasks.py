@@ -12,7 +12,7 @@ import pytest
 
 from distill import tasks
 from distill.loading import validate
-from distill.prompts.held_out import open_prompts
+from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
 from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out, letter_tokenizer
