@@ -36,20 +36,20 @@ def store_of(config: RunConfig) -> Store:
 
 
 def listing(run_dir: Path) -> list[dict[str, Any]]:
-    """Every published version, oldest first, then what is there and cannot be used (with a "problem")."""
+    """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
     return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Each version read back as a replica would, and its problem (None: whole)."""
+    """Read back each version as a replica would; its problem (None: whole)."""
     config = load_run_dir(run_dir)
     for one in admin.verify(store_of(config), config.run.name):
         yield _plain(asdict(one))
 
 
 def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
-    """Remove what weights.keep_anchors says is not needed any more."""
+    """Remove what no reader needs, given weights.keep_anchors."""
     config = load_run_dir(run_dir)
     done = admin.gc(
         store_of(config), config.run.name, config.weights.keep_anchors, grace_seconds, dry_run=dry_run
@@ -58,7 +58,7 @@ def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, 
 
 
 def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
-    """Write `version` ("": the newest) as a model folder; the version that it was.
+    """Write `version` ("": the newest) as a model folder; returns the version.
 
     A version that is an adapter is merged into the student that the run started from, unless `adapter`.
     """
@@ -82,12 +82,10 @@ def export_version(run_dir: Path, version: str, target: Path, adapter: bool = Fa
     return wanted
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Version):
-            return str(value)
-        if isinstance(value, dict):
-            return _plain(value)
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
-    return {name: plain(value) for name, value in fields.items()}
+def _plain(value: Any) -> Any:
+    """As JSON; a version becomes its name."""
+    if isinstance(value, Version):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value

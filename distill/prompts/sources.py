@@ -16,7 +16,7 @@ from distill import tasks
 from distill.config import DatasetPrompts, JsonlPrompts, RunConfig, TaskPrompts
 from distill.prompts.rewards import RewardFn, answer_problem, check_reward_fn, load_reward_fn, reward
 from distill.prompts.stream import Prompt, PromptSource
-from distill.tasks import Task
+from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
 from sync.wire.checks import ANY_ID
 
@@ -35,16 +35,16 @@ Encode = Callable[[Any], Sequence[int]]
 class TaskSource:
     """Endless prompts of a task."""
 
-    def __init__(self, task: Task, seed: int, encode: Encode, name: str = "default") -> None:
-        self._task = task
-        self._seed = seed
-        self._encode = encode
-        self._name = name
+    def __init__(self, task: Task, seed: int, encode: Encode) -> None:
+        self._task, self._seed, self._encode = task, seed, encode
 
     def __getitem__(self, index: int) -> Prompt:
-        made = self._task.prompt(self._seed, index)
-        ids = self._encode(made.text) if made.token_ids is None else made.token_ids
-        return Prompt(str(index), list(ids), self._name, made.answer, made.text)
+        return _encoded(str(index), self._task.prompt(self._seed, index), self._encode)
+
+
+def _encoded(name: str, made: TaskPrompt, encode: Encode) -> Prompt:
+    ids = encode(made.text) if made.token_ids is None else made.token_ids
+    return Prompt(name, list(ids), "default", made.answer, made.text)
 
 
 class TableSource:
@@ -292,15 +292,12 @@ def _task_prompts(
 ) -> PromptSplit:
     task, seed = tasks.load(prompts.task, prompts.options), config.run.seed
     encode = text_encoder(tokenizer, "plain")
-    held_out = []
-    for index in range(wanted):
-        made = task.held_out(seed, index)
-        ids = list(encode(made.text) if made.token_ids is None else made.token_ids)
-        if len(ids) > longest:
+    held_out = [_encoded(f"held-out-{i}", task.held_out(seed, i), encode) for i in range(wanted)]
+    for prompt in held_out:
+        if len(prompt.token_ids) > longest:
             raise DataError(
-                f"prompt {made.text!r:.60} of task {prompts.task} has {len(ids)} tokens, "
+                f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
-        held_out.append(Prompt(f"held-out-{index}", ids, "default", made.answer, made.text))
     reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
     return PromptSplit(TaskSource(task, seed, encode), held_out, reward_fn)
