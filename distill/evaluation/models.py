@@ -40,14 +40,14 @@ class Weights(Protocol):
         ...
 
 
-class Evaluator(NamedTuple):
-    """The loaded models. Both raise DistillError for what cannot be evaluated."""
+class LoadedModels(NamedTuple):
+    """What the evaluator serves. Both raise DistillError for what cannot be evaluated."""
 
     evaluate: Callable[[Version], Evaluation]
     probe: Callable[[ProbeRequest], ProbeReply]
 
 
-def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluator:
+def build(config: RunConfig, weights: Weights, tails: int = 0) -> LoadedModels:
     """Load tokenizer, held-out prompts and teachers.
 
     Step 0 of any lineage is the student that the configuration names; `tails` as in `evaluation.evaluate`.
@@ -90,7 +90,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Evaluator:
         student = load_model(config.student, tokenizer, settings.device)
         return probe(request, student, teachers, config.objective, config.rollout.temperature)
 
-    return Evaluator(evaluate_version, probe_models)
+    return LoadedModels(evaluate_version, probe_models)
 
 
 class _OneFolder:
@@ -126,7 +126,7 @@ def evaluate_folder(config: RunConfig, model: Path | None, tails: int = 0) -> di
 
 def load_model(source: ModelSource, tokenizer: Any, device: Device = "auto") -> LanguageModel:
     """A model folder or Hub id."""
-    return _prepared(_plain(source), tokenizer, device)
+    return _prepared(_load(source), tokenizer, device)
 
 
 def load_student(
@@ -141,14 +141,14 @@ def load_student(
     if (folder / "adapter_config.json").is_file():
         return _prepared(merged(student, folder, torch.float32), tokenizer, device)
     if student.trust_remote_code:  # weights come from a store, code from the student's own source alone
-        own, weights = _plain(student), dict(read_folder(folder))
+        own, weights = _load(student), dict(read_folder(folder))
         model = type(own).from_pretrained(None, config=own.config, state_dict=weights, dtype=torch.float32)
         return _prepared(model, tokenizer, device)
     version = student.model_copy(update={"path": str(folder), "revision": None})
     return load_model(version, tokenizer, device)
 
 
-def _plain(source: ModelSource) -> Any:
+def _load(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
         source.path,
