@@ -96,7 +96,7 @@ def reward(
     Raises DataError with `name`, prompt and completion when it raises or returns no finite number.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
-    with own_code(name, about, "return 0 for what it cannot judge"):
+    with own_code(name, about, "return 0 for completions that it cannot handle"):
         found = function(prompt, completion)
     is_number = isinstance(found, bool | int | float | np.bool | np.integer | np.floating)
     if not is_number or not math.isfinite(found):

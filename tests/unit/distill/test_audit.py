@@ -186,7 +186,7 @@ async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
     assert report.trained == 6
 
 
-def test_an_author_other_than_the_one_that_was_issued_is_found() -> None:
+def test_a_generator_other_than_the_one_that_was_issued_is_found() -> None:
     records = journal()
     place = next(i for i, record in enumerate(records) if isinstance(record, Issued))
     records[place] = Issued(records[place].prompts, 0, 8, [0])  # type: ignore[union-attr]

@@ -116,15 +116,15 @@ def test_each_prompt_is_compared_with_the_teacher_of_its_source() -> None:
     assert found.reverse_kl > 0.05
 
 
-def test_pass_rate_and_truncation_are_shares_and_without_a_judge_there_is_none() -> None:
+def test_pass_rate_and_truncation_are_shares_and_without_a_reward_function_there_is_none() -> None:
     student = tiny(0)
     route = {"route": lambda _: "t", "version": Version(1, 7)}
-    judged = evaluate(
+    rewarded = evaluate(
         student, {"t": student}, PROMPTS, LIMITS, reward_fn=lambda _, c: c[-1] == EOS, **route
     ).report
-    assert judged.pass_rate == pytest.approx(1 - judged.truncated)
-    assert 0 < judged.truncated < 1
-    assert (judged.completions, judged.version) == (len(PROMPTS), Version(1, 7))
+    assert rewarded.pass_rate == pytest.approx(1 - rewarded.truncated)
+    assert 0 < rewarded.truncated < 1
+    assert (rewarded.completions, rewarded.version) == (len(PROMPTS), Version(1, 7))
     assert evaluate(student, {"t": student}, PROMPTS, LIMITS, **route).report.pass_rate is None
 
 

@@ -174,11 +174,11 @@ async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
-    asked: list[Version] = []
+async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
+    requested: list[Version] = []
 
     def evaluate(version: Version) -> EvalReport:
-        asked.append(version)
+        requested.append(version)
         time.sleep(4.0)
         return report(version, 0.5)
 
@@ -186,10 +186,10 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
         evaluator = HttpEvaluator(url, stall_timeout_seconds=3.0)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
-    assert asked == [Version(0, 3)]
+    assert requested == [Version(0, 3)]
 
 
-async def test_an_evaluation_that_goes_on_is_told_in_the_log(
+async def test_a_long_evaluation_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def evaluate(version: Version) -> EvalReport:

@@ -322,7 +322,7 @@ async def test_nothing_of_a_commit_runs_in_the_event_loop(tmp_path: Path) -> Non
     assert [journal.read(place) for place in places] == records(3)
 
 
-async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tmp_path: Path) -> None:
+async def test_holes_after_the_last_sync_marker_are_cut_though_valid_records_follow(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     journal = Journal(tmp_path)
     list(journal.replay())
@@ -335,7 +335,7 @@ async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tm
     assert segment_path(tmp_path, 0).stat().st_size == first.offset
 
 
-async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_path: Path) -> None:
+async def test_a_sync_marker_covers_what_is_on_disk_also_after_a_normal_end(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     list(journal.replay())
     for entry in records(2):

@@ -151,7 +151,7 @@ SUMMARY = {
 }
 
 
-def test_what_became_of_the_tokens_and_who_waited_for_whom_are_one_line_each(tmp_path: Path) -> None:
+def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> None:
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
     assert longest_waits(SUMMARY) == (
         "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
