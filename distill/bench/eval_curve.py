@@ -40,7 +40,7 @@ def curve_points(config: RunConfig, weights: Weights, steps: Sequence[int]) -> l
         config = config.model_copy(update={"evaluation": EvaluationConfig(batch=512, threads=1)})
     evaluator, found = build(config, weights), []
     for step in steps:
-        report = evaluator.evaluate(Version(0, step)).report
+        report = evaluator.evaluate(Version(0, step))
         assert report.pass_rate is not None, "every task has a reward_fn"
         found.append(CurvePoint(step, report.reverse_kl, report.pass_rate))
     return found

@@ -212,13 +212,12 @@ def evaluate(
     config: Config,
     overrides: Overrides,
     model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
-    tails: Annotated[int, typer.Option(help="Teacher's mass outside its top-k, for k = 1 … N")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
     from distill.evaluation.models import evaluate_folder
 
-    figures = evaluate_folder(_load(config, overrides), model, tails)
+    figures = evaluate_folder(_load(config, overrides), model)
     for name, value in figures.items():
         typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
     write_figures(json_file, figures)

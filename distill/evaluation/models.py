@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from distill.config import EvaluationConfig, RunConfig
-from distill.evaluation.evaluation import Evaluation, LanguageModel, Limits, evaluate
+from distill.evaluation.evaluation import LanguageModel, Limits, evaluate
 from distill.evaluation.reference_forward import probe
 from distill.preflight.checks import longest_sequence
 from distill.prompts.sources import NOTHING_HELD_OUT, open_prompts
@@ -24,7 +24,7 @@ from sync.settings import ModelSource
 from sync.snapshots.checkpoint import let_others_read
 from sync.snapshots.tensors import read_folder
 from sync.tokenizers import vocab_size
-from sync.wire import ProbeReply, ProbeRequest, Version
+from sync.wire import EvalReport, ProbeReply, ProbeRequest, Version
 from teacher_service.describe import load_tokenizer
 from teacher_service.engines.head import find_head
 from teacher_service.router import Router
@@ -43,14 +43,14 @@ class Weights(Protocol):
 class LoadedModels(NamedTuple):
     """What the evaluator serves. Both raise DistillError for what cannot be evaluated."""
 
-    evaluate: Callable[[Version], Evaluation]
+    evaluate: Callable[[Version], EvalReport]
     probe: Callable[[ProbeRequest], ProbeReply]
 
 
-def build(config: RunConfig, weights: Weights, tails: int = 0) -> LoadedModels:
+def build(config: RunConfig, weights: Weights) -> LoadedModels:
     """Load tokenizer, held-out prompts and teachers.
 
-    Step 0 of any lineage is the student that the configuration names; `tails` as in `evaluation.evaluate`.
+    Step 0 of any lineage is the student that the configuration names.
     """
     settings = config.evaluation or EvaluationConfig()
     if settings.threads is not None:
@@ -66,7 +66,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> LoadedModels:
     limits = Limits(config.rollout.max_tokens, ends, settings.batch)
     route = Router(config.teachers)
 
-    def evaluate_version(version: Version) -> Evaluation:
+    def evaluate_version(version: Version) -> EvalReport:
         folder = weights.folder(version) if version.step > 0 else None
         student = load_student(config.student, folder, tokenizer, settings.device)
         return evaluate(
@@ -78,7 +78,6 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> LoadedModels:
             reward_fn=split.reward_fn,
             seed=config.run.seed,
             version=version,
-            tails=tails,
         )
 
     def probe_models(request: ProbeRequest) -> ProbeReply:
@@ -103,25 +102,21 @@ class _OneFolder:
         return self._path
 
 
-def evaluate_folder(config: RunConfig, model: Path | None, tails: int = 0) -> dict[str, Any]:
+def evaluate_folder(config: RunConfig, model: Path | None) -> dict[str, Any]:
     """Evaluate `model` (None: the configuration's student) without a run: what `distill evaluate` prints.
 
-    `tails`: include the teacher's mass outside its own top-k for k = 1 … tails. Raises ConfigError when
-    `model` is no model folder.
+    Raises ConfigError when `model` is no model folder.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
     if config.evaluation is None:
         config = config.model_copy(update={"evaluation": EvaluationConfig()})
     folder = model or Path(config.student.path)
-    found = build(config, _OneFolder(folder), tails).evaluate(Version(0, 0 if model is None else 1))
-    figures = msgspec.to_builtins(found.report) | {
-        "student_entropy": found.student_entropy,
-        "teacher_entropy": found.teacher_entropy,
-    }
+    report = build(config, _OneFolder(folder)).evaluate(Version(0, 0 if model is None else 1))
+    figures = msgspec.to_builtins(report)
     for name in ("schema", "type", "version"):
         figures.pop(name, None)
-    return {"model": str(folder)} | figures | {f"tail_{k}": mass for k, mass in enumerate(found.tails, 1)}
+    return {"model": str(folder)} | figures
 
 
 def load_model(source: ModelSource, tokenizer: Any, device: Device = "auto") -> LanguageModel:

@@ -23,6 +23,7 @@ from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
+Metric = Literal["reverse_kl", "pass_rate"]
 
 
 class Evaluator(Protocol):
@@ -34,21 +35,19 @@ class Evaluator(Protocol):
     async def evaluate(self, version: Version) -> EvalReport: ...
 
 
-def score(report: EvalReport, metric: Literal["reverse_kl", "pass_rate"]) -> float:
+def score(report: EvalReport, metric: Metric) -> float:
     """A report's figure of merit: higher is better."""
     if metric == "reverse_kl":
         return -report.reverse_kl
     return -math.inf if report.pass_rate is None else report.pass_rate
 
 
-def best(reports: list[EvalReport], metric: Literal["reverse_kl", "pass_rate"]) -> EvalReport | None:
+def best(reports: list[EvalReport], metric: Metric) -> EvalReport | None:
     """The first of the best; None: no report."""
     return max(reports, key=lambda report: score(report, metric), default=None)
 
 
-def exhausted(
-    reports: list[EvalReport], metric: Literal["reverse_kl", "pass_rate"], patience: int | None
-) -> bool:
+def exhausted(reports: list[EvalReport], metric: Metric, patience: int | None) -> bool:
     """Whether the last `patience` reports brought no improvement; patience None: never."""
     top = best(reports, metric)
     return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience

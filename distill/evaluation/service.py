@@ -52,17 +52,14 @@ from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest
 log = logging.getLogger("distill.evaluation.service")
 
 if TYPE_CHECKING:
-    from distill.evaluation.evaluation import Evaluation
     from distill.evaluation.models import Weights
 
 R = TypeVar("R", EvalRequest, ProbeRequest)
-Evaluate = Callable[[Version], "Evaluation"]
+Evaluate = Callable[[Version], EvalReport]
 Probe = Callable[[ProbeRequest], ProbeReply]
 
 
-def app(
-    evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe, claim: Claim
-) -> Starlette:
+def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> Starlette:
     """The HTTP side: evaluations and probes run one at a time, in a thread; a DistillError becomes a 409.
 
     The first run that has a version evaluated claims the process.
@@ -107,7 +104,7 @@ class BestKeeper:
         self._record = config.run_dir / "best.json"
 
     def __call__(self, version: Version) -> EvalReport:
-        report = self._evaluate(version).report
+        report = self._evaluate(version)
         if self._is_best(report):
             if version.step > 0:
                 keep_best(self._weights.folder(version), self._target)

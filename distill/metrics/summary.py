@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from distill.config import RunConfig
-from distill.evaluation.schedule import best
+from distill.evaluation.schedule import Metric, best
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
@@ -116,7 +116,7 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
     }
 
 
-def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -> dict[str, Any]:
+def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl") -> dict[str, Any]:
     """The controller's part of summary.json: figures from state and timeline, in seconds and bytes."""
     counters, reports = state.counters, state.evaluations
     return {
@@ -142,7 +142,7 @@ def summarise(state: RunState, timeline: Timeline, metric: str = "reverse_kl") -
         "waited_seconds": timeline.waited_seconds(),
         "sync": sync_figures(state),
         "evaluations": [evaluation(report) for report in reports],
-        "best": evaluation(best(reports, "pass_rate" if metric == "pass_rate" else "reverse_kl")),
+        "best": evaluation(best(reports, metric)),
     }
 
 

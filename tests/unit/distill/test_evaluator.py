@@ -29,13 +29,6 @@ def report(version: Version, kl: float, passed: float | None = None) -> EvalRepo
     )
 
 
-class Found:
-    """What BestKeeper reads of an Evaluation."""
-
-    def __init__(self, figures: EvalReport) -> None:
-        self.report = figures
-
-
 class Folders:
     """Weights protocol: one folder per version, holding its name."""
 
@@ -65,7 +58,7 @@ def keeper(
         "x",
     )
     config.run_dir.mkdir(exist_ok=True)
-    evaluate: Any = lambda version: Found(report(version, *figures[version.step]))  # noqa: E731
+    evaluate: Any = lambda version: report(version, *figures[version.step])  # noqa: E731
     return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("x", run_id)))
 
 
