@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -66,7 +66,7 @@ def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> St
     """
     busy = asyncio.Lock()
 
-    def route(path: str, kind: type[R], work: Callable[[R], Message]) -> Route:
+    def endpoint(kind: type[R], work: Callable[[R], Message]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 wanted = await read_message(request, kind)
@@ -76,14 +76,17 @@ def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> St
                 log.error("%s", error)
                 return refuse(409, str(error))
 
-        return Route(path, answer, methods=["POST"])
+        return answer
+
+    def evaluated(wanted: EvalRequest) -> EvalReport:
+        return evaluate(wanted.version)
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
     routes = [
-        route("/v1/evaluate", EvalRequest, lambda wanted: evaluate(wanted.version)),
-        route("/v1/probe", ProbeRequest, probe),
+        Route("/v1/evaluate", endpoint(EvalRequest, evaluated), methods=["POST"]),
+        Route("/v1/probe", endpoint(ProbeRequest, probe), methods=["POST"]),
         Route("/health", health),
     ]
     guards = [
