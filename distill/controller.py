@@ -35,10 +35,9 @@ from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, Holder
 from distill.rollout.membership import Members
 from distill.rollout.replica_pool import Heartbeats, ReplicaPool
-from distill.run_log.provenance import may_exist
 from distill.run_log.records import Concluded, DropReason, Rollout, VersionApplied
 from distill.run_log.run_log import RunLog
-from distill.run_log.soundness import soundness
+from distill.run_log.validation import may_exist, validator
 from distill.scoring.on_policy_mix import Writing, authors
 from distill.scoring.scorer import PendingScore, Scoring
 from distill.trainer_api.guard import Guard, retreat, unusable
@@ -65,7 +64,7 @@ class Controller:
         self.config = config
         self.timeline = Timeline(hooks.span)
         self.trust = Trust(config.guard.bad_answers, self._fail)
-        self.sound = soundness(config.rollout, parts, lambda: self.run_log.state)
+        self.validator = validator(config.rollout, parts, lambda: self.run_log.state)
         self.run_log = RunLog.open(
             parts.journal,
             parts.prompts,
@@ -73,7 +72,7 @@ class Controller:
             seed=config.run.seed,
             rules=rules(config),
             author=authors(config.run.seed, config.rollout.batch, config.objective.on_policy),
-            sift=self.sound.sift,
+            sift=self.validator.journaled,
             quarantine=lambda id, *why: hooks.quarantined(Quarantined(Prompt(id, []), *why)),
         )
         self._hooks = hooks
@@ -88,7 +87,7 @@ class Controller:
         self.pool = self._make_pool(parts)
         self.broadcasts = Broadcasts(self.pool, config.run.start_seconds)
         self.scoring = self._make_scoring(parts)
-        given = (self._quarantine, self.timeline, self.sound, self.trust)
+        given = (self._quarantine, self.timeline, self.validator, self.trust)
         self.writing = Writing(parts, config, lambda one: self.dispatcher.take(one), *given)
         self.dispatcher = Dispatcher(
             self.run_log,
@@ -97,7 +96,7 @@ class Controller:
             config.run.steps,
             self._finished,
             self.timeline,
-            self.sound,
+            self.validator,
             unusable=lambda answer: unusable(answer, config.guard),
             quarantine=self._quarantine,
             write=self.writing.put,
@@ -336,7 +335,7 @@ class Controller:
         return Scoring(
             parts.teachers,
             parts.route,
-            self.sound,
+            self.validator,
             self.config.buffer.score_batch,
             scored=self._scored,
             refused=self._quarantine,

@@ -11,10 +11,23 @@ from typing import Any
 from distill.config import RunConfig
 from distill.loading import load_run_dir
 from sync.errors import SnapshotError
+from sync.settings import ReplicaConfig
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
 from sync.wire import Version
+
+
+def subscription(config: RunConfig, mirror: str) -> ReplicaConfig:
+    """The run's weights for one process that mirrors them under the name `mirror`."""
+    return ReplicaConfig(
+        run=config.run.name,
+        store=config.weights.store,
+        store_path=config.run_dir / "store",
+        mirror=config.run_dir / "mirrors" / mirror,
+        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
+        timeout_seconds=config.weights.timeout_seconds,
+    )
 
 
 def store_of(config: RunConfig) -> Store:
@@ -23,20 +36,20 @@ def store_of(config: RunConfig) -> Store:
 
 
 def listing(run_dir: Path) -> list[dict[str, Any]]:
-    """Every published version, oldest first, then what is there and cannot be used (with a "problem")."""
+    """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
     return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Each version read back as a replica would, and its problem (None: whole)."""
+    """Read back each version as a replica would; its problem (None: whole)."""
     config = load_run_dir(run_dir)
     for one in admin.verify(store_of(config), config.run.name):
         yield _plain(asdict(one))
 
 
 def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
-    """Remove what weights.keep_anchors says is not needed any more."""
+    """Remove what no reader needs, given weights.keep_anchors."""
     config = load_run_dir(run_dir)
     done = admin.gc(
         store_of(config), config.run.name, config.weights.keep_anchors, grace_seconds, dry_run=dry_run
@@ -45,7 +58,7 @@ def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, 
 
 
 def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
-    """Write `version` ("": the newest) as a model folder; the version that it was.
+    """Write `version` ("": the newest) as a model folder; returns the version.
 
     A version that is an adapter is merged into the student that the run started from, unless `adapter`.
     """
@@ -59,7 +72,7 @@ def export_version(run_dir: Path, version: str, target: Path, adapter: bool = Fa
         return wanted
     if target.exists():
         raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
-    from distill.adapters import write_merged
+    from distill.evaluation.models import write_merged
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
@@ -69,12 +82,10 @@ def export_version(run_dir: Path, version: str, target: Path, adapter: bool = Fa
     return wanted
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Version):
-            return str(value)
-        if isinstance(value, dict):
-            return _plain(value)
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
-    return {name: plain(value) for name, value in fields.items()}
+def _plain(value: Any) -> Any:
+    """As JSON; a version becomes its name."""
+    if isinstance(value, Version):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value

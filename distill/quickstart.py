@@ -33,7 +33,7 @@ def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunC
 
 
 def source(seed: int) -> tuple[Path, list[str]]:
-    """The quickstart's file, and what goes over it: the models made for `seed`, which are made if need be."""
+    """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
     path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
     models = make_models(CACHE, seed)
     return path, [
@@ -46,8 +46,8 @@ def source(seed: int) -> tuple[Path, list[str]]:
 
 
 def make_models(folder: Path, seed: int) -> Models:
-    """Models of the task, made in a process of their own so that this one stays light."""
-    command = [sys.executable, "-P", "-m", "distill.tasks.making", str(folder), str(seed)]
+    """Make the task's models in a subprocess, so that this process stays light."""
+    command = [sys.executable, "-P", "-m", "distill.tasks.sort_letters", str(folder), str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
@@ -57,7 +57,7 @@ def make_models(folder: Path, seed: int) -> Models:
 
 
 def make_room(config: RunConfig) -> None:
-    """Move an earlier quickstart's folder away, so that the command can simply be given again."""
+    """Rename an earlier quickstart's folder, so that the command can be repeated."""
     folder = config.run_dir
     if not (folder / "journal").is_dir():
         return

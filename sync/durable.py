@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -51,6 +52,11 @@ def write(path: Path, data: bytes, mode: int = 0o666) -> None:
         file.flush()
         os.fsync(handle)
     rename(pending, path)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """Replace a JSON file, as `write` does."""
+    write(path, json.dumps(value, indent=2).encode() + b"\n", mode)
 
 
 # --- a full disk ----------------------------------------------------------------------------------------

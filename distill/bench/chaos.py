@@ -21,7 +21,6 @@ the next one; of a run that has ended it prints the figures again.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import sys
 import time
@@ -39,10 +38,9 @@ from distill.bench.runner import Figures, markdown
 from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
-from distill.metrics.plot import read_lines
-from distill.metrics.trackers import Lines
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.errors import ConfigError, DistillError
+from sync.jsonl import JsonLines, read_lines
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"
@@ -115,8 +113,8 @@ def run(
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    lines = Lines(path)
-    lines.write(json.dumps(line))
+    lines = JsonLines(path)
+    lines.write(line)
     lines.close()
 
 
@@ -249,7 +247,7 @@ INJECT: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
 
 def figures(report: AuditReport, seconds: Seconds, summary: dict[str, Any]) -> Figures:
     """What the documentation prints."""
-    broken = {name: len(getattr(report, name)) for name in VIOLATIONS}
+    broken = {name: len(report.violations.get(name, [])) for name in VIOLATIONS}
     return {
         "events": {
             kind: {

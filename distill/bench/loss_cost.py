@@ -234,7 +234,7 @@ def run(
 
     `free`: bytes of free memory to assume; None: the machine's.
     """
-    from distill.metrics.results import versions
+    from distill.metrics.summary import versions
 
     base = Case("full", "sampled", tokens, vocabulary, hidden, 0, device, threads)
     reach = fitting_tokens(tokens, vocabulary, _free_bytes(device) if free is None else free)

@@ -65,7 +65,7 @@ def run(
     import torch
 
     from distill.bench.toy import Setup, evaluated, learn, open_world
-    from distill.metrics.results import versions
+    from distill.metrics.summary import versions
     from distill.tasks import spellings
 
     torch.set_num_threads(1)  # two that spin for shared cores cost more than they bring

@@ -25,7 +25,7 @@ from distill.bench.runner import (
     write_report,
 )
 from distill.bench.runs import SETTLED, TARGET_KL, measure, run_quickstart
-from distill.metrics.results import versions
+from distill.metrics.summary import versions
 from sync.errors import ConfigError
 
 if TYPE_CHECKING:

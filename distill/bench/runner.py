@@ -22,10 +22,9 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final, Literal, NamedTuple
 
-from distill.launch.run_folder import write_json
 from distill.launch.supervise import ChildSpec, Supervisor
-from distill.metrics.plot import read_lines
-from distill.metrics.trackers import Lines
+from sync.durable import write_json
+from sync.jsonl import JsonLines, read_lines
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
@@ -89,11 +88,11 @@ class TrialCache:
         key = digest(settings, self._source)
         if key not in self._found:
             log.info("trial: %s", settings)
-            line = json.dumps({"key": key, "settings": settings, "result": run()})
-            lines = Lines(self._path)
-            lines.write(line)
+            result = run()
+            lines = JsonLines(self._path)
+            lines.write({"key": key, "settings": settings, "result": result})
             lines.close()
-            self._found[key] = json.loads(line)["result"]
+            self._found[key] = json.loads(json.dumps(result))
         return self._found[key]
 
 

@@ -22,12 +22,13 @@ import psutil
 
 from distill.bench.runner import Figures, cores, crossing
 from distill.config import EvaluationConfig, RunConfig
-from distill.evaluation.service import Weights, build, follow
+from distill.evaluation.models import Weights, build
+from distill.evaluation.service import follow
 from distill.launch.process_tree import descendants, role_processes
 from distill.loading import load_run_dir
-from distill.metrics.plot import read_lines
 from distill.preflight.machine import claim_of
 from sync.errors import DistillError
+from sync.jsonl import read_lines
 from sync.wire import Version
 
 TARGET_KL: Final = 0.25
@@ -154,7 +155,7 @@ def curve_points(config: RunConfig, weights: Weights, steps: Sequence[int]) -> l
         config = config.model_copy(update={"evaluation": EvaluationConfig(batch=512, threads=1)})
     bench, found = build(config, weights), []
     for step in steps:
-        report = bench.evaluate(Version(0, step)).report
+        report = bench.evaluate(Version(0, step))
         assert report.pass_rate is not None, "every task has a reward_fn"
         found.append(CurvePoint(step, report.reverse_kl, report.pass_rate))
     return found

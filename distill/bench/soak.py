@@ -32,13 +32,14 @@ from distill.buffer.late import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
-from distill.metrics.trackers import JsonLines, Spans
+from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
 from distill.run_log.audit import audit
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
+from sync.jsonl import JsonLines
 from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TeacherInfo, TrainBatch, Version, Want
 
 MIB: Final = 1 << 20
@@ -174,7 +175,7 @@ def configuration(folder: Path, size: Size) -> RunConfig:
 async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB) -> list[Usage]:
     """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
     config, began = configuration(folder, size), time.monotonic()
-    metrics, spans = JsonLines(folder / "metrics.jsonl"), Spans(folder / "timeline.jsonl")
+    metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     usages: list[Usage] = []
 
     def step(version: Version, figures: dict[str, float]) -> None:

@@ -354,7 +354,7 @@ def evaluated(world: World, student: LanguageModel, tokens: int) -> Point:
         world.limits,
         route=lambda source: _TEACHER,
         reward_fn=world.task.passes,
-    ).report
+    )
     assert report.pass_rate is not None, "every task has a reward_fn"
     return Point(tokens, report.reverse_kl, report.pass_rate)
 

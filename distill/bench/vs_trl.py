@@ -32,10 +32,10 @@ from distill.bench.runner import (
 )
 from distill.config import RunConfig
 from distill.loading import load
-from distill.metrics.plot import read_lines
-from distill.metrics.results import versions
+from distill.metrics.summary import versions
 from distill.tasks import Models
 from sync.errors import DistillError
+from sync.jsonl import read_lines
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def settings_of(size: Size, seed: int) -> list[str]:
 
 def large_pair(cache: Path, seed: int) -> Models:
     """A student of 14 M and a teacher of 25 M parameters with random weights, made once in `cache`."""
-    from distill.tasks.making import letter_tokenizer, untaught
+    from distill.tasks.sort_letters import letter_tokenizer, untaught
     from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 
     shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
@@ -273,7 +273,7 @@ def faster_precision(cache: TrialCache, python: Path, folder: Path, size: Size) 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
     from distill.preflight.checks import longest_sequence
-    from distill.prompts.held_out import open_prompts
+    from distill.prompts.sources import open_prompts
     from distill.prompts.stream import PromptStream
     from teacher_service.describe import load_tokenizer
 

@@ -99,7 +99,7 @@ def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, f
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print what came of a run. Raises DistillError with what is wrong with its end."""
-    from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
+    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
     for row in before_and_after(summary):
@@ -212,13 +212,12 @@ def evaluate(
     config: Config,
     overrides: Overrides,
     model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
-    tails: Annotated[int, typer.Option(help="Teacher's mass outside its top-k, for k = 1 … N")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
-    from distill.evaluation.offline import evaluate_folder
+    from distill.evaluation.models import evaluate_folder
 
-    figures = evaluate_folder(_load(config, overrides), model, tails)
+    figures = evaluate_folder(_load(config, overrides), model)
     for name, value in figures.items():
         typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
     write_figures(json_file, figures)
@@ -286,7 +285,7 @@ def chaos(
 @app.command()
 def version() -> None:
     """Versions of this package and of those that decide results."""
-    from distill.metrics.results import versions
+    from distill.metrics.summary import versions
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")

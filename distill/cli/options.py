@@ -38,7 +38,7 @@ def _checked(controller: str) -> str:
 def write_figures(path: Path | None, figures: Any) -> None:
     """Write what a command found to the file of `--json`; None: it was not given."""
     if path is not None:
-        from distill.launch.run_folder import write_json
+        from sync.durable import write_json
 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)

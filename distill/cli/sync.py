@@ -57,8 +57,8 @@ def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
     import asyncio
     import tempfile
 
+    from distill.cli.weight_identity import figures, lines, prove
     from distill.loading import load_run_dir
-    from distill.proof import figures, lines, prove
 
     student = load_run_dir(run_dir).student
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:

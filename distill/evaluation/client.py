@@ -1,4 +1,4 @@
-"""The evaluator behind a URL."""
+"""Client of the evaluator's HTTP service."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 900.0
-"""Without an answer of /health after which the evaluator is gone; it loads its models in that time."""
-SAY_SECONDS = 3600.0
-"""Between two lines of the log about an evaluation that goes on."""
+STALL_SECONDS = 900.0
+"""Without an answer of /health after which the evaluator counts as gone; covers loading its models."""
+LOG_SECONDS = 3600.0
+"""Between two log lines about an evaluation that goes on."""
 
 
 class HttpEvaluator:
-    """Fulfils `distill.evaluation.schedule.Evaluator`."""
+    """Implements `distill.evaluation.schedule.Evaluator`."""
 
     def __init__(
         self,
         url: str,
         token: str | None = None,
-        stall_timeout_seconds: float = SILENT_SECONDS,
+        stall_timeout_seconds: float = STALL_SECONDS,
         claim: Claim | None = None,
     ) -> None:
         self._peer, self._stall_timeout_seconds = Peer(url, token, claim=claim), stall_timeout_seconds
 
     async def evaluate(self, version: Version) -> EvalReport:
-        """Evaluate a published version, however long it takes: asked again only when the connection is lost.
+        """Evaluate a published version, however long it takes; retried only when the connection is lost.
 
         Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
         """
-        options = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
-        silent = until_stalled(self._peer.alive, self._stall_timeout_seconds)
-        work, watch = asyncio.create_task(options), asyncio.create_task(silent)
+        request = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
+        stalled = until_stalled(self._peer.alive, self._stall_timeout_seconds)
+        work, watch = asyncio.create_task(request), asyncio.create_task(stalled)
         began, first = time.monotonic(), asyncio.FIRST_COMPLETED
         try:
-            while not (await asyncio.wait({work, watch}, timeout=SAY_SECONDS, return_when=first))[0]:
+            while not (await asyncio.wait({work, watch}, timeout=LOG_SECONDS, return_when=first))[0]:
                 took = time.monotonic() - began
                 logger.warning("the evaluation of %s has taken %.0f s and goes on", version, took)
             if work.done():
@@ -57,7 +57,7 @@ class HttpEvaluator:
             await cancel([work, watch])
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
-        """What plain forward passes give. Raises Unreachable, RemoteError."""
+        """Reference values of plain forward passes. Raises Unreachable, RemoteError."""
         return await self._peer.call("/v1/probe", request, ProbeReply, timeout)
 
     async def aclose(self) -> None:

@@ -26,7 +26,7 @@ from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import Sampled, completions, grow
 
 Watch = Callable[[Tensor, Tensor], None]
-"""Told p [B, V] and what was drawn from it [B] at every step, rows that have ended included."""
+"""Called at every step with p [B, V] and the tokens drawn from it [B], rows that have ended included."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Limits:
-    """How completions are sampled and how much is in memory at once."""
+    """Limits of sampling, and of what is in memory at once."""
 
     max_tokens: int
     end_ids: tuple[int, ...]
@@ -50,37 +50,11 @@ class Limits:
     """Positions whose full-vocabulary distributions are in memory at once."""
 
 
-class Figures(NamedTuple):
-    """Sums over C completion tokens; nats."""
+class Divergence(NamedTuple):
+    """Reverse KL in nats, summed over `tokens` completion tokens."""
 
     kl: float = 0.0
-    student_entropy: float = 0.0
-    teacher_entropy: float = 0.0
-    tails: tuple[float, ...] = ()
-    """Teacher's probability outside its own top-k, for k = 1, 2, …"""
     tokens: int = 0
-
-    def plus(self, other: Figures) -> Figures:
-        tails = (
-            tuple(a + b for a, b in zip(self.tails, other.tails, strict=True)) if self.tails else other.tails
-        )
-        return Figures(
-            self.kl + other.kl,
-            self.student_entropy + other.student_entropy,
-            self.teacher_entropy + other.teacher_entropy,
-            tails,
-            self.tokens + other.tokens,
-        )
-
-
-class Evaluation(NamedTuple):
-    """What `evaluate` finds: the report, and means per token that explain it."""
-
-    report: EvalReport
-    student_entropy: float
-    teacher_entropy: float
-    tails: tuple[float, ...]
-    """Mean mass of the teacher's distribution outside its top-k, for k = 1 … `tails` asked for."""
 
 
 def evaluate(
@@ -93,35 +67,32 @@ def evaluate(
     reward_fn: RewardFn | None = None,
     seed: int = 0,
     version: Version = Version(0, 0),
-    tails: int = 0,
-) -> Evaluation:
+) -> EvalReport:
     """Sample one completion per prompt and compare the student with the teacher that each is routed to.
 
     `route`: a prompt's source → name of its teacher. `reward_fn` None: no pass rate. The same seed and
     batch give the same completions. `version` only names the report.
     """
-    started, figures = time.monotonic(), Figures()
-    passed = cut = 0
+    started, kl = time.monotonic(), 0.0
+    tokens = passed = cut = 0
     generator = torch.Generator(student.model.device).manual_seed(seed)
     with torch.inference_mode():
         for name, batch in _batches(prompts, limits.batch, route):
             sampled = sample(student, [p.token_ids for p in batch], limits, generator)
-            figures = figures.plus(compare(student, teachers[name], sampled, limits.chunk, tails))
+            found = compare(student, teachers[name], sampled, limits.chunk)
+            kl, tokens = kl + found.kl, tokens + found.tokens
             for prompt, completion in zip(batch, completions(sampled), strict=True):
                 cut += completion[-1] not in limits.end_ids
                 passed += reward_fn is not None and reward_fn(prompt, completion) > 0
-    tokens = max(1, figures.tokens)
-    report = EvalReport(
+    return EvalReport(
         version=version,
-        reverse_kl=figures.kl / tokens,
+        reverse_kl=kl / max(1, tokens),
         pass_rate=None if reward_fn is None else passed / len(prompts),
         completions=len(prompts),
-        tokens=figures.tokens,
+        tokens=tokens,
         truncated=cut / len(prompts),
         seconds=time.monotonic() - started,
     )
-    means = (figures.student_entropy / tokens, figures.teacher_entropy / tokens)
-    return Evaluation(report, *means, tuple(tail / tokens for tail in figures.tails))
 
 
 def _batches(
@@ -156,27 +127,16 @@ def sample(
     return deque(states, maxlen=1)[0]
 
 
-def compare(
-    student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int, tails: int = 0
-) -> Figures:
-    """Sums of the exact figures over every completion token, `chunk` positions at a time."""
+def compare(student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int) -> Divergence:
+    """Exact reverse KL summed over every completion token, `chunk` positions at a time."""
     pairs = zip(_hidden(student, sampled).split(chunk), _hidden(teacher, sampled).split(chunk), strict=True)
-    total = Figures()
+    kl, tokens = 0.0, 0
     for student_NH, teacher_NH in pairs:
         logp_NV = student.head.logits(student_NH).log_softmax(-1)
         logq_NV = teacher.head.logits(teacher_NH).log_softmax(-1)
-        p_NV, q_NV = logp_NV.exp(), logq_NV.exp()
-        most_NK = q_NV.topk(tails, -1).values.cumsum(-1)
-        total = total.plus(
-            Figures(
-                float((p_NV * (logp_NV - logq_NV)).sum()),
-                float(-(p_NV * logp_NV).sum()),
-                float(-(q_NV * logq_NV).sum()),
-                tuple((1 - most_NK).clamp_min(0).sum(0).tolist()),
-                len(p_NV),
-            )
-        )
-    return total
+        kl += float((logp_NV.exp() * (logp_NV - logq_NV)).sum())
+        tokens += len(logp_NV)
+    return Divergence(kl, tokens)
 
 
 def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:

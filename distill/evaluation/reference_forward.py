@@ -1,6 +1,6 @@
-"""What plain fp32 forward passes say about teachers, rollouts and the objective, before the first step.
+"""Reference values of teachers, rollouts and the objective from plain fp32 forward passes, for the preflight.
 
-One sequence at a time, without padding or packing: the reference that everything faster is held against.
+One sequence at a time, without padding or packing: every faster path is compared with it.
 
 Letters: T completion tokens of a sequence, N of several, V vocabulary, K ids of an objective's S.
 """
@@ -37,10 +37,9 @@ def probe(
     objective: ObjectiveConfig,
     temperature: float,
 ) -> ProbeReply:
-    """Answer of an evaluator; `temperature`: of the rollouts. Raises KeyError for a teacher that it does not
-    have."""
+    """Reply of an evaluator; `temperature`: of the rollouts. Raises KeyError for an unknown teacher."""
     own = [_sampled(one, log_probs(student, one, temperature)) for one in request.student]
-    marked = {}
+    scored = {}
     for name, sequences in request.teachers.items():
         teacher = [log_probs(teachers[name], one) for one in sequences]
         figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
@@ -50,23 +49,23 @@ def probe(
             teacher_NV = (torch.cat(teacher) / teacher_temperature(objective, temperature)).log_softmax(-1)
             figures = objective_figures(build(objective), live_NV, teacher_NV, tokens, ids(objective))
         scores = [pack(_sampled(one, logq)) for one, logq in zip(sequences, teacher, strict=True)]
-        marked[name] = ReferenceScores(scores, *figures)
-    return ProbeReply(student=[pack(logp) for logp in own], teachers=marked)
+        scored[name] = ReferenceScores(scores, *figures)
+    return ProbeReply(student=[pack(logp) for logp in own], teachers=scored)
 
 
 @torch.inference_mode()
-def log_probs(scored: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
+def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
     """fp32 [T, V]: distributions of the completion's tokens."""
-    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(scored.model.device)
-    output = scored.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
+    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(model.model.device)
+    output = model.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
     hidden_TH = output.last_hidden_state[0, sequence.start - 1 : -1]
-    return (scored.head.logits(hidden_TH) / temperature).log_softmax(-1)
+    return (model.head.logits(hidden_TH) / temperature).log_softmax(-1)
 
 
 def objective_figures(
     objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int = 0
 ) -> SelfAndTeacher:
-    """The objective with the student as its own teacher, and what changes with the real one.
+    """The objective with the student as its own teacher, and the change of its gradient with the real one.
 
     `k`: size of S for objectives that have one: the teacher's top-k.
     """

@@ -1,7 +1,7 @@
-"""When the student is evaluated, which version is best, and when more steps are of no use.
+"""Schedules evaluations of published versions, picks the best one, and stops early when patience runs out.
 
-Nothing waits for an evaluation but the end of the run; when one takes longer than the steps between two, the
-older of the waiting versions is left out.
+Training never blocks on an evaluation; only the end of the run does. When an evaluation takes longer than the
+steps between two, the older of the pending versions is skipped.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from distill.aio import Signal
 from distill.config import EvaluationConfig
 from distill.metrics.timeline import Timeline
 from distill.rollout.bad_answers import Trust
-from distill.run_log.provenance import report_problem
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
+from distill.run_log.validation import report_problem
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
+Metric = Literal["reverse_kl", "pass_rate"]
 
 
 class Evaluator(Protocol):
-    """Evaluates a published version; step 0 of a lineage is the model folder. May raise Unreachable (asked
-    again) and RemoteError (given up)."""
+    """Evaluates a published version; step 0 of a lineage is the model folder.
+
+    May raise Unreachable (retried) and RemoteError (skipped).
+    """
 
     async def evaluate(self, version: Version) -> EvalReport: ...
 
 
-def score(report: EvalReport, metric: Literal["reverse_kl", "pass_rate"]) -> float:
-    """How good a report is: higher is better."""
+def score(report: EvalReport, metric: Metric) -> float:
+    """A report's figure of merit: higher is better."""
     if metric == "reverse_kl":
         return -report.reverse_kl
     return -math.inf if report.pass_rate is None else report.pass_rate
 
 
-def best(reports: list[EvalReport], metric: Literal["reverse_kl", "pass_rate"]) -> EvalReport | None:
+def best(reports: list[EvalReport], metric: Metric) -> EvalReport | None:
     """The first of the best; None: no report."""
     return max(reports, key=lambda report: score(report, metric), default=None)
 
 
-def exhausted(
-    reports: list[EvalReport], metric: Literal["reverse_kl", "pass_rate"], patience: int | None
-) -> bool:
-    """Whether the last `patience` reports brought nothing better; None: never."""
+def exhausted(reports: list[EvalReport], metric: Metric, patience: int | None) -> bool:
+    """Whether the last `patience` reports brought no improvement; patience None: never."""
     top = best(reports, metric)
     return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
 
 
 class Evaluations:
-    """`run()` for the length of the run; `due()` and `now()` at any time: they take turns.
+    """`run()` lasts as long as the run; `due()` and `now()` work at any time; one evaluation at a time.
 
     `done` is called with every report and whether it is the best so far; `stop` with a reason when patience
-    is at its end.
+    has run out.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class Evaluations:
         self._done = done
         self._stop, self._trust = stop, trust
         self._retry_seconds = retry_seconds
-        self._waiting: Version | None = None
+        self._pending: Version | None = None
         self._newest: Version | None = None
-        """The newest version that was due."""
+        """Newest version that was due."""
         self._answered = False
-        """The evaluator has evaluated a version of this run."""
+        """The evaluator has evaluated a version of this run before."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
     def due(self, version: Version) -> None:
-        """A version was published: evaluate it when its turn has come.
+        """Consider a version that was just published: it is pending if `evaluation.every` asks for it.
 
-        Versions that the current lineage did not pass, since it was rolled back, do not count as evaluated.
+        Evaluated versions outside the current lineage's ancestry (rolled back) do not count.
         """
         state, every = self._run_log.state, self._config.every
         known = [report.version for report in state.evaluations]
@@ -97,34 +98,34 @@ class Evaluations:
         if (version.step == 0 and last < 0) or (
             every and version.step > last and version.step // every > max(last, 0) // every
         ):
-            self._waiting = self._newest = version
+            self._pending = self._newest = version
             self._changed.wake()
 
     async def run(self) -> None:
-        """Evaluate what is due, one after the other, until cancelled."""
+        """Evaluate pending versions until cancelled."""
         while True:
-            while self._waiting is None:
+            while self._pending is None:
                 await self._changed.wait()
-            version, self._waiting = self._waiting, None
+            version, self._pending = self._pending, None
             try:
                 await self.now(version)
             except Unreachable as error:
-                logger.warning("evaluation of %s is tried again: %s", version, error)
-                self._waiting = self._waiting or version
+                logger.warning("evaluation of %s is retried: %s", version, error)
+                self._pending = self._pending or version
                 await asyncio.sleep(self._retry_seconds)
             except (RemoteError, WireError) as error:
                 if isinstance(error, WrongServer) and not self._answered:
-                    raise  # it was another run's from the start
-                logger.error("evaluation of %s is left out: %s", version, error)
+                    raise  # it served another run from the start
+                logger.error("evaluation of %s is skipped: %s", version, error)
 
     async def now(self, version: Version) -> EvalReport:
-        """The report of `version`: the one that is known, or that is under way, else a new one."""
+        """The report of `version`: a known one, the one under way, or a new one."""
         async with self._turn:
             known = [one for one in self._run_log.state.evaluations if one.version == version]
             return known[0] if known else await self._evaluate(version)
 
     async def _evaluate(self, version: Version) -> EvalReport:
-        """Evaluate, record the report and look at patience."""
+        """Evaluate, record the report, check patience."""
         metric, reports = self._config.metric, self._run_log.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
@@ -142,7 +143,7 @@ class Evaluations:
         return report
 
     async def _checked(self, version: Version) -> EvalReport:
-        """A report that can be recorded. Raises WireError for one that cannot."""
+        """A validated report. Raises WireError for one that cannot be recorded."""
         try:
             report = await self._evaluator.evaluate(version)
             if wrong := report_problem(report, version):

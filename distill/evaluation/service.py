@@ -1,9 +1,9 @@
-"""The evaluator: a process that marks published versions on held-out prompts.
+"""The evaluator: a process that evaluates published versions on held-out prompts.
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON. It answers POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
-(ProbeRequest → ProbeReply), one at a time, and GET /health once its teachers are loaded.
+The file is a RunConfig as JSON. Routes: POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
+(ProbeRequest → ProbeReply), one at a time, and GET /health once the teachers are loaded.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,12 +28,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
 from distill.evaluation.schedule import score
-from distill.launch.roles import followed
-from distill.launch.run_folder import write_json
+from distill.published import subscription
 from sync.claims import Claim
 from sync.client import token_from_environment
+from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
 from sync.secrets import redact_process
 from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
@@ -44,53 +44,41 @@ from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest
 log = logging.getLogger("distill.evaluation.service")
 
 if TYPE_CHECKING:
-    from distill.evaluation.evaluation import Evaluation
-    from distill.prompts.held_out import PromptSplit
+    from distill.evaluation.models import Weights
 
-Evaluate = Callable[[Version], "Evaluation"]
+R = TypeVar("R", EvalRequest, ProbeRequest)
+Evaluate = Callable[[Version], EvalReport]
 Probe = Callable[[ProbeRequest], ProbeReply]
 
 
-class Bench(NamedTuple):
-    """What the loaded models can be asked."""
-
-    evaluate: Evaluate
-    probe: Probe
-
-
-class Weights(Protocol):
-    """Where the weights of a version come from."""
-
-    def folder(self, version: Version) -> Path:
-        """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
-        ...
-
-
-def app(
-    evaluate: Callable[[Version], EvalReport], token: str | None, probe: Probe, claim: Claim
-) -> Starlette:
-    """The HTTP side: evaluations and probes run one after the other, in a thread.
+def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> Starlette:
+    """The HTTP side: evaluations and probes run one at a time, in a thread; a DistillError becomes a 409.
 
     The first run that has a version evaluated claims the process.
     """
     busy = asyncio.Lock()
 
-    async def evaluation(request: Request) -> Message:
-        wanted = await read_message(request, EvalRequest)
-        async with busy:
-            return await asyncio.to_thread(evaluate, wanted.version)
+    def endpoint(kind: type[R], work: Callable[[R], Message]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                wanted = await read_message(request, kind)
+                async with busy:
+                    return reply(await asyncio.to_thread(work, wanted))
+            except DistillError as error:
+                log.error("%s", error)
+                return refuse(409, str(error))
 
-    async def figures(request: Request) -> Message:
-        wanted = await read_message(request, ProbeRequest)
-        async with busy:
-            return await asyncio.to_thread(probe, wanted)
+        return answer
+
+    def evaluated(wanted: EvalRequest) -> EvalReport:
+        return evaluate(wanted.version)
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
     routes = [
-        Route("/v1/evaluate", _answered(evaluation), methods=["POST"]),
-        Route("/v1/probe", _answered(figures), methods=["POST"]),
+        Route("/v1/evaluate", endpoint(EvalRequest, evaluated), methods=["POST"]),
+        Route("/v1/probe", endpoint(ProbeRequest, probe), methods=["POST"]),
         Route("/health", health),
     ]
     guards = [
@@ -100,83 +88,8 @@ def app(
     return Starlette(routes=routes, middleware=guards)
 
 
-def _answered(question: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that refuses with 409 what cannot be done."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return reply(await question(request))
-        except DistillError as error:
-            log.error("%s", error)
-            return refuse(409, str(error))
-
-    return answer
-
-
-def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
-    """Load tokenizer, held-out prompts and teachers; heavy libraries are imported here.
-
-    Version step 0 is the student that the configuration names; `tails` as in `evaluation.evaluate`.
-    """
-    import torch
-
-    from distill.evaluation.evaluation import Limits, evaluate
-    from distill.evaluation.models import end_ids, load_model, load_student
-    from distill.evaluation.reference_forward import probe
-    from teacher_service.describe import load_tokenizer
-    from teacher_service.router import Router
-
-    settings = config.evaluation or EvaluationConfig()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    tokenizer = load_tokenizer(config.student)
-    split = _prompts(config, tokenizer)
-    teachers = {
-        name: load_model(source, tokenizer, settings.device) for name, source in config.teachers.items()
-    }
-    ends = end_ids(config.student, tokenizer, config.rollout.stop_token_ids)
-    limits = Limits(config.rollout.max_tokens, ends, settings.batch)
-    route = Router(config.teachers)
-
-    def evaluate_version(version: Version) -> Evaluation:
-        folder = weights.folder(version) if version.step > 0 else None
-        student = load_student(config.student, folder, tokenizer, settings.device)
-        return evaluate(
-            student,
-            teachers,
-            split.held_out,
-            limits,
-            route=route.route,
-            reward_fn=split.reward_fn,
-            seed=config.run.seed,
-            version=version,
-            tails=tails,
-        )
-
-    def probe_models(request: ProbeRequest) -> ProbeReply:
-        unknown = request.teachers.keys() - teachers.keys()
-        if unknown:
-            raise ConfigError(
-                f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
-            )
-        student = load_model(config.student, tokenizer, settings.device)
-        return probe(request, student, teachers, config.objective, config.rollout.temperature)
-
-    return Bench(evaluate_version, probe_models)
-
-
-def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
-    from distill.preflight.checks import longest_sequence
-    from distill.prompts.held_out import NOTHING_HELD_OUT, open_prompts
-
-    split = open_prompts(config, tokenizer, longest_sequence(config))
-    if not split.held_out:
-        raise ConfigError(NOTHING_HELD_OUT)
-    return split
-
-
 class BestKeeper:
-    """Marks versions and keeps the best of them, by the configuration's metric, as the folder best/."""
+    """Evaluates versions and keeps the best one, by the configuration's metric, as the folder best/."""
 
     def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights, claim: Claim) -> None:
         """`claim`: the run whose best version it is."""
@@ -186,7 +99,7 @@ class BestKeeper:
         self._record = config.run_dir / "best.json"
 
     def __call__(self, version: Version) -> EvalReport:
-        report = self._evaluate(version).report
+        report = self._evaluate(version)
         if self._is_best(report):
             if version.step > 0:
                 keep_best(self._weights.folder(version), self._target)
@@ -204,25 +117,54 @@ class BestKeeper:
         return score(report, self._metric) > score(old, self._metric)
 
 
+def keep_best(folder: Path, target: Path) -> None:
+    """Replace `target` by a copy of the model in `folder`: a reader sees the old or the new one, never half.
+
+    Between the two renames there is neither; after a crash there, the old one is `.NAME.old`, the new one
+    `.NAME.new`.
+    """
+    pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    for left in (pending, old):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(folder, pending)
+    if target.exists():
+        target.rename(old)
+    pending.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def follow(config: RunConfig, claim: Claim) -> Subscriber:
+    """Subscribe to the versions of the run that claims this process.
+
+    Raises ConfigError when versions are not published to the store.
+    """
+    if config.weights.transport != "snapshot":
+        raise ConfigError(
+            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
+            'set weights.transport = "snapshot", or evaluation = false'
+        )
+    return Subscriber(subscription(config, "evaluator"), claim)
+
+
 def serve(config: RunConfig, host: str, port: int) -> None:
     """Load everything, then answer on host:port until SIGTERM or SIGINT."""
     token = token_from_environment()
     check_bind(host, token)
     import setproctitle
 
-    from distill.evaluation.service import follow
+    from distill.evaluation.models import build
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, _leave)
     claim = Claim(RunIdentity(config.run.name))
     weights = follow(config, claim)
-    bench = build(config, weights)
-    keeper = BestKeeper(config, bench.evaluate, weights, claim)
-    serve_app(app(keeper, token, bench.probe, claim), host, port, grace=5)
+    evaluator = build(config, weights)
+    keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
+    serve_app(app(keeper, token, evaluator.probe, claim), host, port, grace=5)
 
 
 def main() -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until signalled; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m distill.evaluation.service", description="Evaluate versions."
     )
@@ -250,31 +192,3 @@ def _leave(*_: object) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def keep_best(folder: Path, target: Path) -> None:
-    """Make `target` a copy of the model in `folder`: a reader finds an old or a new one, never half.
-
-    Between two renames there is none; after a crash there the old one is `.NAME.old`, the new `.NAME.new`.
-    """
-    pending, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    for left in (pending, old):
-        shutil.rmtree(left, ignore_errors=True)
-    shutil.copytree(folder, pending)
-    if target.exists():
-        target.rename(old)
-    pending.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def follow(config: RunConfig, claim: Claim) -> Subscriber:
-    """The versions of the run that claims this process.
-
-    Raises ConfigError when they do not go through the store.
-    """
-    if config.weights.transport != "snapshot":
-        raise ConfigError(
-            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
-            'set weights.transport = "snapshot", or evaluation = false'
-        )
-    return Subscriber(followed(config, "evaluator"), claim)

@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from distill.config import RunConfig
-from distill.prompts.held_out import PromptSplit, sample_prompts
+from distill.prompts.sources import PromptSplit, sample_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.errors import ConfigError
 

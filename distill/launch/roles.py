@@ -13,6 +13,7 @@ from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
+from distill.published import subscription
 from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
@@ -99,19 +100,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, tok
 
 def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
     """What replica `index` must know besides vLLM's arguments."""
-    return followed(config, f"student-{index}")
-
-
-def followed(config: RunConfig, mirror: str) -> ReplicaConfig:
-    """The run's weights for one process that follows them into a mirror of its own."""
-    return ReplicaConfig(
-        run=config.run.name,
-        store=config.weights.store,
-        store_path=config.run_dir / "store",
-        mirror=config.run_dir / "mirrors" / mirror,
-        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
-        timeout_seconds=config.weights.timeout_seconds,
-    )
+    return subscription(config, f"student-{index}")
 
 
 def student_child(config: RunConfig, index: int, host: str, port: int) -> ChildSpec:
@@ -127,7 +116,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
     environment = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
     if place.follow_student_every is not None:
-        environment |= followed(config, f"teacher-{name}-{index}").environment()
+        environment |= subscription(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.max_loaded_teachers is not None:
         slots = GpuSlotsConfig(folder=config.run_dir / "seats", slots=config.run.max_loaded_teachers)
         environment |= slots.environment()

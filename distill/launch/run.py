@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from distill.config import RunConfig
@@ -27,23 +26,24 @@ from distill.interfaces import Components, Hooks, Quarantined
 from distill.launch.ports import Ports
 from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
-from distill.launch.run_folder import GIB, RunFolder, write_json
+from distill.launch.run_folder import GIB, RunFolder
 from distill.launch.supervise import Supervisor
-from distill.metrics.console import ProgressDisplay
 from distill.metrics.plot import draw
-from distill.metrics.results import complete
-from distill.metrics.trackers import JsonLines, Lines, Sink, Spans, Wandb, log_all
+from distill.metrics.summary import complete
+from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
 from distill.preflight import checks as preflight
 from distill.preflight import disk
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit
+from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal
 from student_trainer.objectives.needs import needs, student_topk
 from sync.claims import Claim
+from sync.durable import write_json
 from sync.errors import Interrupted, RemoteError
+from sync.jsonl import JsonLines
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router
@@ -113,9 +113,9 @@ class _Launcher:
         """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
-        self._spans = Spans(folder.path / "timeline.jsonl")
-        self._quarantine = Lines(folder.path / "quarantine.jsonl")
-        self._sinks: list[Sink] = [JsonLines(folder.path / "metrics.jsonl"), self._display]
+        self._spans = JsonLines(folder.path / "timeline.jsonl")
+        self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
+        self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
         self._claim = Claim()
         self._teachers = {
             name: TeacherClient(name, urls, token, claim=self._claim) for name, urls in plan.teachers.items()
@@ -287,7 +287,7 @@ class _Launcher:
             self._back_to.clear()
 
         def quarantined(one: Quarantined) -> None:
-            self._quarantine.write(msgspec.json.encode(one).decode())
+            self._quarantine.write(one)
 
         def step(version: Version, figures: dict[str, float]) -> None:
             log_all(self._sinks, version.step, figures)

@@ -76,8 +76,8 @@ class RunFolder:
                     )
             if kept != record:
                 number = len([*self.path.glob("config.*.json")])
-                write_json(self.path / f"config.{number}.json", kept, mode=0o600)
-        write_json(path, record, mode=0o600)
+                durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
+        durable.write_json(path, record, mode=0o600)
         return lines
 
     def write_role(self, name: str, settings: Settings) -> Path:
@@ -128,13 +128,8 @@ def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
     """What a role is started with, as JSON in a run's folder; it finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
+    durable.write_json(path, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
     return path
-
-
-def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
-    """Write so that a reader finds the old file or the whole new one; `mode` is less the umask."""
-    durable.write(path, json.dumps(value, indent=2).encode() + b"\n", mode)
 
 
 def _take_lock(path: Path) -> IO[str]:

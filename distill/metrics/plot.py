@@ -1,6 +1,6 @@
-"""report.png: what a run did, at a glance. `distill report RUN_DIR` draws it anew at any time.
+"""report.png: a run at a glance. `distill report RUN_DIR` redraws it at any time.
 
-Top left: the student gets better. Top right: what it cost in freshness and time. Bottom: who worked when.
+Top left: quality. Top right: staleness, and the trainer's time per step. Bottom: activity of each role.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-from distill.metrics.results import use_of_tokens
+from distill.metrics.summary import use_of_tokens
 from sync.errors import DataError
+from sync.jsonl import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +31,10 @@ WORK_COLORS = {
     "evaluate": RED,
     "checkpoint": GREY,
 }
-LANE_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(("update", "write"), (0.2, 0.18))
-"""Bottom and height of each kind of bar in its lane; what runs beside other work is drawn below it."""
+ROW_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(("update", "write"), (0.2, 0.18))
+"""Bottom and height of each kind of bar in its row; background work is drawn below the rest."""
 WINDOW_SECONDS = 12.0
-"""Of the lanes: long enough to see the rhythm, short enough to see single steps."""
+"""Of the activity rows: long enough to show the rhythm, short enough to show single steps."""
 
 Line = dict[str, Any]
 
@@ -53,8 +55,9 @@ def draw(run_dir: Path) -> Path:
     quality, cost = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     draw_quality(quality, steps, evaluations)
     draw_cost(cost, steps)
-    summary = _summary(run_dir)
-    draw_lanes(figure.add_subplot(grid[1, :]), spans, summary)
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}  # none while the run goes on
+    draw_activity(figure.add_subplot(grid[1, :]), spans, summary)
     figure.suptitle(
         _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
     )
@@ -66,32 +69,11 @@ def draw(run_dir: Path) -> Path:
     return path
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Objects of a JSONL file, without a last line that a crash cut off; empty when there is no file."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines()
-    found = []
-    for number, line in enumerate(lines):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            if number + 1 < len(lines):
-                raise DataError(f"{path}:{number + 1}: not JSON: the file was altered") from None
-    return found
-
-
 def _figures(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Steps and evaluations, without figures that are null: they were not finite."""
+    """Steps and evaluations, without figures that are null (not finite)."""
     finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
     steps = [few for line, few in zip(lines, finite, strict=True) if "eval/reverse_kl" not in line]
     return steps, [line for line in finite if "eval/reverse_kl" in line]
-
-
-def _summary(run_dir: Path) -> Mapping[str, Any]:
-    """summary.json; empty while the run goes on."""
-    path = run_dir / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _title(name: str, summary: Mapping[str, Any]) -> str:
@@ -106,43 +88,35 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
 
 def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line]) -> None:
     """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
-    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) for line in steps}}
-    trained = [line for line in steps if "reverse_kl" in line]
-    _plain(axes, "The student on its own completions", "tokens trained on, thousands")
-    axes.plot(
-        [line.get("tokens/trained", 0.0) / 1e3 for line in trained],
-        [line["reverse_kl"] for line in trained],
-        color=BLUE,
-        alpha=0.35,
-        linewidth=1.2,
-        label="reverse KL, training batches",
-    )
-    x = [tokens_at.get(line["step"], 0.0) / 1e3 for line in evaluations]
-    axes.plot(x, [e["eval/reverse_kl"] for e in evaluations], "o-", color=BLUE, label="reverse KL, held out")
+    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) / 1e3 for line in steps}}
+    _plain(axes, "Student on its own completions", "tokens trained on, thousands")
+    trained = [(tokens_at[line["step"]], line["reverse_kl"]) for line in steps if "reverse_kl" in line]
+    held_out = [(tokens_at.get(line["step"], 0.0), line["eval/reverse_kl"]) for line in evaluations]
+    axes.plot(*_xy(trained), color=BLUE, alpha=0.35, linewidth=1.2, label="reverse KL, training batches")
+    axes.plot(*_xy(held_out), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats a token", color=BLUE)
-    passed = [
-        (at, line["eval/pass_rate"])
-        for at, line in zip(x, evaluations, strict=True)
-        if "eval/pass_rate" in line
-    ]
+    rates = [line for line in evaluations if "eval/pass_rate" in line]
+    passed = [(tokens_at.get(line["step"], 0.0), line["eval/pass_rate"]) for line in rates]
+    lines = axes.get_lines()
     if passed:
         right = axes.twinx()
-        right.plot(*zip(*passed, strict=True), "s-", color=GREEN, label="pass rate, held out")
+        right.plot(*_xy(passed), "s-", color=GREEN, label="pass rate, held out")
         right.set_ylim(0, 1)
         right.set_ylabel("pass rate", color=GREEN)
         right.spines[["top"]].set_visible(False)
-        handles = [*axes.get_lines(), *right.get_lines()]
-        axes.legend(
-            handles, [str(h.get_label()) for h in handles], frameon=False, fontsize=8, loc="center right"
-        )
-    else:
-        axes.legend(frameon=False, fontsize=8)
+        lines = [*lines, *right.get_lines()]
+    place = "center right" if passed else "best"
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc=place)
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
-    """Age of what was trained on, and seconds a step the trainer waited and worked."""
-    _plain(axes, "How fresh the rollouts were, and what a step took", "optimizer step")
+    """Staleness of the trained rollouts, and seconds a step that the trainer waited and worked."""
+    _plain(axes, "Staleness of rollouts, and time of a step", "optimizer step")
     x = [line["step"] for line in steps]
     mean = [line.get("staleness/mean", 0.0) for line in steps]
     most = [line.get("staleness/max", 0.0) for line in steps]
@@ -156,48 +130,46 @@ def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
     right.plot(x, train, color=GREEN, linewidth=0.9, label="trainer works")
     right.plot(x, wait, color=GREY, linewidth=0.9, label="trainer waits")
     right.set_ylabel("seconds a step", color=INK)
-    right.set_ylim(0, 4 * _middle([a + b for a, b in zip(wait, train, strict=True)]) or None)
+    totals = [a + b for a, b in zip(wait, train, strict=True)]
+    right.set_ylim(0, 4 * median_high(totals) if any(totals) else None)
     right.spines[["top"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     more, names = right.get_legend_handles_labels()
     axes.legend(handles + more, labels + names, frameon=False, fontsize=8, ncols=2, loc="upper center")
 
 
-def draw_lanes(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
-    """One lane per role over a window in the middle of the run; beside it, its share of work in all of it."""
+def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
+    """One row per role over a window in the middle of the run, with its busy share of the whole run."""
+    from matplotlib.patches import Patch
+
     work = [span for span in spans if span["what"] in WORK_COLORS]
     if not work:
         axes.set_axis_off()
         return
     start, end = middle_window(work)
     roles = sorted({span["role"] for span in work}, key=_rank)
-    for lane, role in enumerate(roles):
-        for what, (offset, height) in LANE_PLACES.items():
+    for row, role in enumerate(roles):
+        for what, (offset, height) in ROW_PLACES.items():
             own = [s for s in work if s["role"] == role and s["what"] == what]
             bars = [(s["start"] - start, s["end"] - s["start"]) for s in own]
-            axes.broken_barh(bars, (lane + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
-    _plain(axes, "Who worked when", f"{end - start:.0f} seconds from the middle of the run")
+            axes.broken_barh(bars, (row + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
+    _plain(axes, "Activity by role", f"{end - start:.0f} seconds from the middle of the run")
     axes.set_xlim(0, end - start)
     axes.set_ylim(len(roles) - 0.4, -0.6)
-    axes.set_yticks(range(len(roles)), [_lane_label(role, summary) for role in roles])
+    axes.set_yticks(range(len(roles)), [_row_label(role, summary) for role in roles])
     axes.grid(visible=False, axis="y")
-    _legend_of_work(axes, {span["what"] for span in work})
+    used = {span["what"] for span in work}
+    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
 
 
-def _lane_label(role: str, summary: Mapping[str, Any]) -> str:
+def _row_label(role: str, summary: Mapping[str, Any]) -> str:
     idle = summary.get("idle_seconds", {}).get(role)
     busy = summary.get("busy_seconds", {}).get(role)
     if idle is None or busy is None:
         return role
     return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}"
-
-
-def _legend_of_work(axes: Axes, used: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
 
 
 def middle_window(spans: Sequence[Line]) -> tuple[float, float]:
@@ -212,10 +184,6 @@ def middle_window(spans: Sequence[Line]) -> tuple[float, float]:
 def _rank(role: str) -> tuple[int, str]:
     order = ("student", "replica", "teacher", "trainer", "evaluator")
     return next((i for i, prefix in enumerate(order) if role.startswith(prefix)), len(order)), role
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def _plain(axes: Axes, title: str, x_label: str) -> None:

@@ -1,7 +1,6 @@
-"""Who worked, and who waited for whom, in seconds, per role.
+"""Busy and waiting time per role, in seconds, and what each role was blocked on.
 
-A role is busy while the level of any of its activities is above zero. `spans` are written to timeline.jsonl:
-{"role": …, "what": …, "start": …, "end": …}, seconds since the epoch.
+A role is busy while the level of any of its activities is above zero.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 REPLICAS, TEACHERS, TRAINER, LATE = "replicas", "teachers", "trainer", "late rollouts"
-"""Whom roles wait for."""
+"""What a role can be blocked on."""
 
 
-class Span(NamedTuple):
-    """One stretch of work or waiting; seconds since the epoch."""
+class Span(msgspec.Struct, frozen=True):
+    """One interval of work or waiting of a role, a line of timeline.jsonl; seconds since the epoch."""
 
     role: str
     what: str
@@ -26,21 +26,16 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Activity:
-    level: int = 0
-    since: float = 0.0
-
-
-@dataclass(slots=True)
 class _Role:
     busy: float = 0.0
     since: float | None = None
-    """Start of the stretch in which it is busy; None: it waits."""
-    activities: dict[str, _Activity] = field(default_factory=dict)
+    """Start of the current busy interval; None: it is idle."""
+    active: dict[str, float] = field(default_factory=dict)
+    """Kind of work under way → since when."""
 
 
 class Timeline:
-    """Sums and spans. `sink` takes each span when it ends."""
+    """Sums per role. `sink` receives each span when it ends."""
 
     def __init__(
         self, sink: Callable[[Span], None] | None = None, clock: Callable[[], float] = time.time
@@ -50,52 +45,50 @@ class Timeline:
         self._began = clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
         self._waits: dict[str, tuple[str, float]] = {}
-        """Who waits now → for whom, since when."""
+        """Role that is blocked now → on what, since when."""
         self._waited: dict[tuple[str, str], float] = defaultdict(float)
 
-    def waits(self, who: str, whom: str | None) -> None:
-        """`who` waits for `whom` from now on; None: for nobody."""
-        waiting = self._waits.get(who)
-        if (waiting[0] if waiting else None) == whom:
+    def waits(self, role: str, on: str | None) -> None:
+        """`role` is blocked on `on` from now on; None: it is not blocked."""
+        blocked, since = self._waits.get(role, (None, 0.0))
+        if blocked == on:
             return
         now = self._clock()
-        if waiting:
-            self._waited[who, waiting[0]] += now - waiting[1]
-            del self._waits[who]
-        if whom is not None:
-            self._waits[who] = whom, now
+        if blocked is not None:
+            self._waited[role, blocked] += now - since
+            del self._waits[role]
+        if on is not None:
+            self._waits[role] = on, now
 
     def waited_seconds(self) -> dict[str, dict[str, float]]:
-        """Who → for whom → seconds."""
-        now, seconds = self._clock(), dict(self._waited)
-        for who, (whom, since) in self._waits.items():
-            seconds[who, whom] = seconds.get((who, whom), 0.0) + now - since
+        """Role → what it was blocked on → seconds."""
+        now, seconds = self._clock(), self._waited.copy()
+        for role, (on, since) in self._waits.items():
+            seconds[role, on] += now - since
         found: dict[str, dict[str, float]] = {}
-        for (who, whom), value in seconds.items():
-            found.setdefault(who, {})[whom] = value
+        for (role, on), value in seconds.items():
+            found.setdefault(role, {})[on] = value
         return found
 
     def level(self, role: str, what: str, level: int) -> None:
-        """How many things `role` is doing of kind `what` from now on."""
+        """Set how many tasks of kind `what` the role has under way from now on."""
         now, state = self._clock(), self._roles[role]
-        activity = state.activities.setdefault(what, _Activity())
-        if level and not activity.level:
-            activity.since = now
+        if level and what not in state.active:
+            state.active[what] = now
             state.since = now if state.since is None else state.since
-        if activity.level and not level:
-            self._emit(Span(role, what, activity.since, now))
-            if not any(other.level for other in state.activities.values() if other is not activity):
+        elif not level and what in state.active:
+            self._emit(Span(role, what, state.active.pop(what), now))
+            if not state.active:
                 state.busy += now - (state.since or now)
                 state.since = None
-        activity.level = level
 
     def add(self, role: str, what: str, start: float, end: float, *, busy: bool) -> None:
-        """A stretch that is over already, as another process measured it."""
+        """Add an interval that another process measured."""
         self._roles[role].busy += (end - start) if busy else 0.0
         self._emit(Span(role, what, start, end))
 
     def step(self, role: str, seconds: Mapping[str, float], parts: Sequence[str]) -> None:
-        """`parts` of a step that ends now, in their order; the part "wait" is no work."""
+        """Add the `parts` of a step that ends now, in order; the part "wait" does not count as busy."""
         end = time.time()
         for what in reversed(parts):
             start = end - seconds.get(what, 0.0)
@@ -111,10 +104,10 @@ class Timeline:
         return self._clock() - self._began
 
     def restart(self) -> None:
-        """Count from now on: what was before (start-up) is left out."""
+        """Reset all sums: start-up is left out."""
         self._began = now = self._clock()
         self._waited.clear()
-        self._waits = {who: (whom, now) for who, (whom, _) in self._waits.items()}
+        self._waits = {role: (on, now) for role, (on, _) in self._waits.items()}
         for role in self._roles.values():
             role.busy = 0.0
             role.since = None if role.since is None else now
@@ -128,6 +121,6 @@ class Timeline:
         }
 
     def idle_seconds(self) -> dict[str, float]:
-        """By role: the rest of the time."""
+        """By role: the time it was not busy."""
         total = self.seconds()
         return {name: max(0.0, total - busy) for name, busy in self.busy_seconds().items()}

@@ -1,108 +1,52 @@
-"""Where figures go while a run goes on: one small protocol, a file, a display, wandb."""
+"""Sinks of metrics during a run: one small protocol, a JSONL file, wandb, the console's progress display."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from distill.config import RunConfig
-from distill.metrics.timeline import Span
 from sync import secrets
-from sync.durable import append
+from sync.jsonl import JsonLines
 
 log = logging.getLogger(__name__)
+LINES_WITHOUT_TERMINAL = 12
+"""Over a whole run."""
 
 
 class Sink(Protocol):
-    """Takes figures by name. Called in the controller's loop: must not block for long, must not raise."""
+    """Consumes figures by name. Called in the controller's loop: must not block for long, must not raise."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Figures of one optimizer step, or of an evaluation of the version that it made."""
         ...
 
     def close(self) -> None:
-        """Write what is left; called once, last."""
+        """Flush; called once, last."""
         ...
 
 
-class Lines:
-    """A file that grows by whole lines; a last one that a crash cut off is removed.
-
-    What a full disk refuses is kept and written with the next line; what it still refuses at the end is lost.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._waiting = path, b""
-        if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
-
-    def write(self, line: str) -> None:
-        """Append one line, given without its end."""
-        self._waiting += line.encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what waits, if there is room."""
-        if self._waiting and append(self._path, self._waiting):
-            self._waiting = b""
-
-    def close(self) -> None:
-        """Try for the last time."""
-        self.flush()
-        if self._waiting:
-            log.error("disk full: %d bytes of %s are lost", len(self._waiting), self._path)
-
-
-class JsonLines:
+class MetricsFile:
     """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}.
 
-    A figure that is not finite, as the loss of a step that was left out, is null: JSON has no NaN.
+    A figure that is not finite, such as the loss of a skipped step, is null.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
+        self._lines = JsonLines(path)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}))
+        self._lines.write({"step": step, "time": time.time(), **figures})
 
     def close(self) -> None:
         self._lines.close()
-
-
-class Spans:
-    """timeline.jsonl: one JSON object a line with role, what, start, end (seconds since the epoch)."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
-
-    def write(self, span: Span) -> None:
-        """Append one stretch of work or waiting."""
-        self._lines.write(json.dumps(span._asdict()))
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._lines.close()
-
-
-class Memory:
-    """Keeps everything; for tests and notebooks."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, dict[str, float]]] = []
-        self.closed = False
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.lines.append((step, dict(figures)))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Wandb:
@@ -133,7 +77,7 @@ class Wandb:
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
-    """online only with a key; says so when it is turned down."""
+    """The configured mode, but offline (with a warning) when online is asked for without an API key."""
     mode = config.tracking.wandb
     netrc = Path("~/.netrc").expanduser()
     has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
@@ -143,8 +87,79 @@ def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     return mode
 
 
+class ProgressDisplay:
+    """A Sink that shows the newest step's figures; evaluations stay on the screen."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self._steps, self._console = steps, console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting engines", total=steps, figures="")
+        self._every = max(1, steps // LINES_WITHOUT_TERMINAL)
+        self._began: tuple[float, float] | None = None
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(secrets.redact(text), markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if "eval/reverse_kl" in figures:
+            self.say(evaluation_line(step, figures))
+            return
+        line = step_line(figures, self._tokens_per_second(figures))
+        self._bar.update(self._task, completed=step, description="distilling", figures=line)
+        if not self._console.is_terminal and (step % self._every == 0 or step == self._steps):
+            self.say(f"step {step}/{self._steps}  {line}")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
+        """Trained tokens per second since the first step that was seen."""
+        now, trained = time.monotonic(), figures.get("tokens/trained", 0.0)
+        if self._began is None:
+            self._began = now, trained
+            return None
+        return (trained - self._began[1]) / max(1e-9, now - self._began[0])
+
+
+def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
+    """The main figures of one step."""
+    parts = [
+        f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
+        f"age {figures.get('staleness/mean', 0.0):.1f}",
+        f"waited {figures.get('seconds/wait', 0.0):.2f} s",
+        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
+        f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
+        dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def dropped_words(dropped: Mapping[str, float]) -> str:
+    """Rollouts that were not trained on, by reason, most first; empty: none."""
+    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
+    return f"dropped {', '.join(parts)}" if parts else ""
+
+
+def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
+    """One evaluation, distinguishable from a step's own figures."""
+    passed = figures.get("eval/pass_rate")
+    rate = "" if passed is None else f", pass rate {passed:.1%}"
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"
+
+
 def log_all(sinks: Sequence[Sink], step: int, figures: Mapping[str, Any]) -> None:
-    """Give the figures that are numbers to every sink."""
+    """Log the figures that are numbers to every sink."""
     numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     for sink in sinks:
         sink.log(step, numbers)

@@ -12,7 +12,7 @@ from distill.config import RunConfig, TaskPrompts
 from distill.launch.student import flag_name
 from distill.preflight.probes import Finding
 from distill.preflight.processor import check_processors
-from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
+from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers

@@ -20,7 +20,7 @@ from distill.config import RunConfig
 from distill.preflight import probes
 from distill.preflight.checks import missing_scores, shares_template, student_limit
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
+from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from distill.scoring.scorer import Transform, score_sequence

@@ -21,7 +21,7 @@ from distill.launch.run_folder import RunFolder, check_disk
 from distill.launch.supervise import Supervisor
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit
+from distill.prompts.sources import PromptSplit
 from distill.rollout.replica_client import HttpReplica
 from distill.run_log.records import Opened
 from distill.run_log.segments import read_all

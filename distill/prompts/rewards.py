@@ -1,4 +1,4 @@
-"""Who says whether a completion is right, where prompts come with reference answers.
+"""Reward functions: whether a completion answers its prompt.
 
     "exact"      the completion is the answer, white space around both aside
     "contains"   the answer stands in the completion, as a word or words of its own
@@ -27,13 +27,13 @@ Completion = TypeVar("Completion", str, Sequence[int])
 
 RewardFn = Callable[[Prompt, Sequence[int]], float]
 """Reward of a completion (token ids, end token included); above 0: it answers its prompt."""
-ReadJudge = Callable[[Prompt, str], Any]
-"""The same of the completion's text, before its answer is checked."""
+TextReward = Callable[[Prompt, str], Any]
+"""The same, of the completion's text; its result is not validated yet."""
 _NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number in a text; commas may part its thousands. None: it has none."""
+    """The last decimal number in a text, with or without thousands separators; None: it has none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -44,7 +44,7 @@ def exact(prompt: Prompt, completion: str) -> bool:
 
 
 def contains(prompt: Prompt, completion: str) -> bool:
-    """Whether the answer stands in the completion with no letter or digit right before or after it."""
+    """Whether the completion contains the answer with no letter or digit right before or after it."""
     return re.search(rf"(?<!\w){re.escape((prompt.answer or '').strip())}(?!\w)", completion) is not None
 
 
@@ -54,11 +54,11 @@ def number(prompt: Prompt, completion: str) -> bool:
     return said is not None and said == last_number(prompt.answer or "")
 
 
-BUILT_IN: Final[dict[str, ReadJudge]] = {"exact": exact, "contains": contains, "number": number}
+BUILT_IN: Final[dict[str, TextReward]] = {"exact": exact, "contains": contains, "number": number}
 
 
 def answer_problem(reward_fn: str | None, answer: str) -> str | None:
-    """Why `reward_fn` cannot compare with a reference answer; None: it can."""
+    """Why a built-in `reward_fn` cannot use a reference answer; None: it can."""
     if reward_fn in BUILT_IN and not answer.strip():
         return f"the reference answer is empty, and prompts.reward_fn = {reward_fn!r} compares with it"
     if reward_fn == "number" and last_number(answer) is None:
@@ -67,9 +67,9 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
 
 
 def load_reward_fn(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> RewardFn | None:
-    """The reward_fn that the config names; None: it names none. Raises ConfigError when it cannot be used.
+    """The configured reward function; None: there is none. Raises ConfigError when it cannot be used.
 
-    The reward_fn raises DataError when a function of the user's raises, or gives no finite number.
+    The returned function raises DataError when the user's function raises or returns no finite number.
     """
     name = config.reward_fn
     if name is None:
@@ -91,12 +91,12 @@ def load_reward_fn(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> Rew
 def reward(
     name: str, function: Callable[[Prompt, Completion], Any], prompt: Prompt, completion: Completion
 ) -> float:
-    """What a function of the user's gives for a completion.
+    """Call the user's function on a completion.
 
-    Raises DataError with `name`, prompt and completion when it raises, or gives no finite number.
+    Raises DataError with `name`, prompt and completion when it raises or returns no finite number.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
-    with own_code(name, about, "give 0 for what it cannot reward_fn"):
+    with own_code(name, about, "return 0 for completions that it cannot handle"):
         found = function(prompt, completion)
     is_number = isinstance(found, bool | int | float | np.bool | np.integer | np.floating)
     if not is_number or not math.isfinite(found):
@@ -105,7 +105,7 @@ def reward(
 
 
 def check_reward_fn(reward_fn: RewardFn, prompt: Prompt) -> None:
-    """Let it reward_fn an empty completion. Raises ConfigError when it cannot."""
+    """Try it on an empty completion. Raises ConfigError when it fails."""
     try:
         reward_fn(prompt, [])
     except DataError as error:

@@ -1,60 +1,54 @@
-"""Where prompts come from: a JSONL file, a `datasets` dataset, or a task that makes its own."""
+"""Sources of prompts (a JSONL file, a `datasets` dataset, a task), and the split off of held-out prompts."""
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 
-from distill.config import DatasetPrompts, JsonlPrompts
-from distill.prompts.rewards import answer_problem
-from distill.prompts.stream import Prompt
-from sync.errors import DataError
+from distill import tasks
+from distill.config import DatasetPrompts, JsonlPrompts, RunConfig, TaskPrompts
+from distill.prompts.rewards import RewardFn, answer_problem, check_reward_fn, load_reward_fn, reward
+from distill.prompts.stream import Prompt, PromptSource
+from distill.tasks import Task, TaskPrompt
+from sync.errors import ConfigError, DataError
+from sync.wire.checks import ANY_ID
 
+LARGEST_SHARE = 0.1
+"""Of a table's rows that are held out at most."""
+NOTHING_HELD_OUT = (
+    "no prompt can be held out for evaluation (at most a tenth of the rows is): give 10 rows or more, or set "
+    "evaluation = false"
+)
+SAMPLE = 256
+"""Prompts of each side of the split that are looked at where not all can be."""
 Encode = Callable[[Any], Sequence[int]]
 """From a row's prompt field (a string, or a list of chat messages) to token ids."""
-
-
-class TaskPrompt(Protocol):
-    """What a task offers for one index; `token_ids` None: encode `text`."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def answer(self) -> str | None: ...
-
-
-class Task(Protocol):
-    """A task that makes prompts and judges completions; the same (seed, index) gives the same prompt."""
-
-    def prompt(self, seed: int, index: int) -> TaskPrompt: ...
-    def passes(self, prompt: Prompt, completion: Sequence[int]) -> bool: ...
 
 
 class TaskSource:
     """Endless prompts of a task."""
 
-    def __init__(self, task: Task, seed: int, encode: Encode, name: str = "default") -> None:
-        self._task = task
-        self._seed = seed
-        self._encode = encode
-        self._name = name
+    def __init__(self, task: Task, seed: int, encode: Encode) -> None:
+        self._task, self._seed, self._encode = task, seed, encode
 
     def __getitem__(self, index: int) -> Prompt:
-        made = self._task.prompt(self._seed, index)
-        ids = self._encode(made.text) if made.token_ids is None else made.token_ids
-        return Prompt(str(index), list(ids), self._name, made.answer, made.text)
+        return _encoded(str(index), self._task.prompt(self._seed, index), self._encode)
+
+
+def _encoded(name: str, made: TaskPrompt, encode: Encode) -> Prompt:
+    ids = encode(made.text) if made.token_ids is None else made.token_ids
+    return Prompt(name, list(ids), "default", made.answer, made.text)
 
 
 class TableSource:
-    """Rows whose token ids lie in one flat array: 4 bytes a token, whatever their number."""
+    """Rows whose token ids share one flat array: 4 bytes a token."""
 
     def __init__(self, rows: Iterable[Prompt]) -> None:
         flat, ends = array("i"), array("q", [0])
@@ -196,3 +190,114 @@ def _field(row: Mapping[str, Any], field: str, place: str) -> Any:
             f"{place}: no field {field!r}; the row has {', '.join(sorted(row))}: rename it, or name the one "
             "that is meant in [prompts]"
         ) from None
+
+
+# --- training and held-out prompts ------------------------------------------------------------------------
+
+
+class PromptSplit(NamedTuple):
+    """Prompts of a run."""
+
+    train: PromptSource
+    held_out: list[Prompt]
+    reward_fn: RewardFn | None
+    """None: completions cannot be checked."""
+    vocab_size: int = ANY_ID
+    """Of the student's tokenizer."""
+
+
+class Subset:
+    """Some rows of a table."""
+
+    def __init__(self, table: TableSource, rows: Sequence[int]) -> None:
+        self._table, self._rows = table, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def sources(self) -> set[str]:
+        """Data sources of the whole table, so of what is held out as well."""
+        return self._table.sources
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest prompt."""
+        return max(self._table.length(int(row)) for row in self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._table[int(self._rows[index])]
+
+
+def sample_prompts(split: PromptSplit) -> list[Prompt]:
+    """A fixed sample: held-out prompts, then some of the training ones."""
+    count = min(SAMPLE, len(split.train)) if isinstance(split.train, Sized) else SAMPLE
+    return split.held_out[:SAMPLE] + [split.train[i] for i in range(count)]
+
+
+def longest_prompt(split: PromptSplit) -> int:
+    """Tokens of the longest prompt: of a whole table, or of a sample where prompts are endless."""
+    known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
+    return max(known, split.train.longest) if isinstance(split.train, Subset) else known
+
+
+def data_sources(split: PromptSplit) -> set[str]:
+    """Every data source of a table, or of a sample where prompts are endless."""
+    if isinstance(split.train, Subset):
+        return split.train.sources
+    return {prompt.source for prompt in sample_prompts(split)}
+
+
+def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit:
+    """Prompts as the config says, each at most `context` − rollout.max_tokens tokens long.
+
+    Raises DataError (file and line of a row that cannot be used) or ConfigError.
+    """
+    longest = context - config.rollout.max_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"rollout.max_tokens is {config.rollout.max_tokens} and the context is {context} tokens: "
+            "no room for a prompt is left; lower rollout.max_tokens"
+        )
+    wanted = config.evaluation.prompts if config.evaluation else 0
+    if isinstance(config.prompts, TaskPrompts):
+        return _task_prompts(config, config.prompts, tokenizer, longest, wanted)
+    encode = text_encoder(tokenizer, config.prompts.template)
+    reward_fn = load_reward_fn(config.prompts, tokenizer)
+    if isinstance(config.prompts, JsonlPrompts):
+        table = read_jsonl(config.prompts, encode, longest)
+    else:
+        table = read_dataset(config.prompts, encode, longest)
+    split = split_table(table, wanted, config.run.seed, reward_fn)
+    if reward_fn is not None:
+        check_reward_fn(reward_fn, table[0])
+    return split
+
+
+def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
+    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
+
+    Raises DataError for an empty table.
+    """
+    if not len(table):
+        raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
+    order = np.random.default_rng(seed).permutation(len(table))
+    count = min(wanted, int(len(table) * LARGEST_SHARE))
+    held_out = [table[int(row)] for row in sorted(order[:count])]
+    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, reward_fn)
+
+
+def _task_prompts(
+    config: RunConfig, prompts: TaskPrompts, tokenizer: Any, longest: int, wanted: int
+) -> PromptSplit:
+    task, seed = tasks.load(prompts.task, prompts.options), config.run.seed
+    encode = text_encoder(tokenizer, "plain")
+    held_out = [_encoded(f"held-out-{i}", task.held_out(seed, i), encode) for i in range(wanted)]
+    for prompt in held_out:
+        if len(prompt.token_ids) > longest:
+            raise DataError(
+                f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
+                f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
+            )
+    reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
+    return PromptSplit(TaskSource(task, seed, encode), held_out, reward_fn)

@@ -1,4 +1,4 @@
-"""Prompts, and the cursor over them that a restarted run takes up where it was."""
+"""Prompts, and the cursor over them from which a restarted run continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sync.errors import DataError
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt, ready for the engines."""
+    """One prompt, tokenized once. Sources produce it; student and teacher engines consume it."""
 
     id: str
     """In a source: the row's name. From a PromptStream: unique within the run."""
@@ -22,7 +22,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     answer: str | None = None
     """Reference answer; None: the row has none."""
     text: str = ""
-    """What `token_ids` says, where the source knows it."""
+    """`token_ids` as text, if the source knows it; else empty."""
 
 
 def group_of(prompt: str) -> str:
@@ -31,13 +31,13 @@ def group_of(prompt: str) -> str:
 
 
 class PromptSource(Protocol):
-    """Rows by index. One that has `__len__` is gone through by shuffled epochs; any other has no end."""
+    """Rows by index. One with `__len__` is read in shuffled epochs; any other is endless."""
 
     def __getitem__(self, index: int, /) -> Prompt: ...
 
 
 class Cursor(NamedTuple):
-    """Where a PromptStream goes on: `position` completions of `epoch` were given out."""
+    """Position of a PromptStream: `position` prompts of `epoch` were issued."""
 
     epoch: int
     position: int
@@ -46,8 +46,8 @@ class Cursor(NamedTuple):
 class PromptStream:
     """Endless prompts in an order that depends on `seed` alone.
 
-    Each row is given `per_prompt` times in a row, every time under a new id "epoch:row:copy".
-    `cursor` may be set to go on from an earlier run's place.
+    Each row is issued `per_prompt` times in succession, each time under a new id "epoch:row:copy".
+    Set `cursor` to continue from an earlier position.
     """
 
     def __init__(self, source: PromptSource, seed: int, per_prompt: int = 1) -> None:
@@ -56,7 +56,7 @@ class PromptStream:
         self._seed = seed
         self.per_prompt = per_prompt
         self.rows = len(source) if isinstance(source, Sized) else None
-        """Of an epoch; None: they have no end."""
+        """Of an epoch; None: endless."""
         self._order: tuple[int, np.ndarray] | None = None
         if self.rows == 0:
             raise DataError("0 prompts were found: a run needs at least one; check the path and the field")

@@ -16,11 +16,10 @@ from distill.interfaces import Quarantined
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from distill.run_log.provenance import span_problem
 from distill.run_log.records import DropReason, RequeueReason
 from distill.run_log.run_log import RunLog
-from distill.run_log.soundness import Soundness
 from distill.run_log.state import PendingPrompt
+from distill.run_log.validation import Validator, span_problem
 from distill.scoring.scorer import PendingScore, Refused
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
@@ -61,7 +60,7 @@ class Dispatcher:
         steps: int,
         finished: Callable[[PendingScore], None],
         timeline: Timeline,
-        sound: Soundness,
+        sound: Validator,
         unusable: Callable[[Generated], tuple[DropReason, str] | None] = lambda answer: None,
         quarantine: Refused | None = None,
         write: Callable[[PendingPrompt], None] | None = None,

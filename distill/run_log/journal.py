@@ -1,9 +1,9 @@
-"""The append-only journal of a run: what a restart of the controller is rebuilt from.
+"""The append-only journal of a run: a restarted controller rebuilds its state from it.
 
-Order of use: `replay()` to its end, then any number of `append()`; nothing is on disk before the `commit()`
-that follows it has returned. Records are encoded, written and forced to disk by one thread of the journal's
-own, in the order of `append`. When the disk is full, `commit()` waits for room, and with it everybody who
-needs the record to be safe; the file always ends behind a whole record.
+Order of use: exhaust `replay()`, then call `append()` any number of times; nothing is on disk until the
+following `commit()` returns. One writer thread encodes, writes and syncs records in the order of `append`.
+When the disk is full, `commit()` blocks until there is space, and with it everybody who needs the record to
+be safe; the file always ends after a whole record.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from distill.run_log.archive import Archive
-from distill.run_log.records import AnyRecord, Location, Snapshot, compacted
+from distill.run_log.records import AnyRecord, Location, Snapshot
 from distill.run_log.segments import (
     SEGMENT_MAGIC,
+    archive,
     encode_entry,
-    encode_mark,
-    ends_in_old_format,
+    encode_sync_marker,
     read_entry,
     replay_from,
     scan,
@@ -54,21 +53,20 @@ class Journal:
         self._retry_seconds = retry_seconds
         self._write = write
         self._pending: deque[tuple[AnyRecord, Location]] = deque()
-        """Appended and not yet written; the writer takes a record out once it is in the file."""
+        """Appended and not yet written; the writer removes a record once it is in the file."""
         self._writer = ThreadPoolExecutor(1, "journal")
-        self._archive = Archive(folder)
         self._segment = 0
         """Newest segment; records are appended to it."""
         self._file = -1
         self._written = 0
-        """Sound bytes of the newest segment."""
+        """Valid bytes of the newest segment."""
         self._unsynced = False
-        """Something was written that no mark on disk says to be durable."""
+        """Something was written that no sync marker on disk covers."""
 
     def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
-        """Every record that a restart needs, oldest first; cuts an unsynced tail. Raises DataError on damage.
+        """Every record that a restart needs, oldest first; truncates an unsynced tail.
 
-        The first one is a Snapshot when the journal holds one.
+        The first one is a Snapshot when the journal holds one. Raises DataError on damage.
         """
         numbers = replay_from(self.folder)
         for number in numbers:
@@ -77,9 +75,7 @@ class Journal:
                 yield Location(number, offset), record
         if numbers:
             self._segment = numbers[-1]
-            path = segment_path(self.folder, self._segment)
-            force(path)  # the cut, too, before anything is written behind it
-            self._segment += ends_in_old_format(path)
+            force(segment_path(self.folder, self._segment))  # a truncation, too, before anything is appended
 
     def append(self, record: AnyRecord) -> Location:
         """Queue a record for the next commit; returns where it will stand."""
@@ -88,9 +84,9 @@ class Journal:
         return location
 
     async def commit(self, *, durable: bool = False) -> None:
-        """Write what was appended. `durable`: also forced to the disk under fsync "batch".
+        """Write what was appended. `durable`: also sync it under fsync "batch".
 
-        A commit that is cancelled may still write; what it leaves is written by the next one.
+        A cancelled commit may still write; the next one writes what it left.
         """
         forced = self._fsync == "always" or (durable and self._fsync == "batch")
         waiting = False
@@ -102,11 +98,11 @@ class Journal:
                 if error.errno not in FULL:
                     raise
                 if not waiting:
-                    logger.error("disk full: the journal in %s waits for room, the run pauses", self.folder)
+                    logger.error("disk full: the journal in %s waits for space, the run pauses", self.folder)
                 waiting = True
                 await asyncio.sleep(self._retry_seconds)
         if waiting:
-            logger.warning("the journal in %s has room again, the run goes on", self.folder)
+            logger.warning("the journal in %s has space again, the run continues", self.folder)
 
     # --- in the writer's thread ---------------------------------------------------------------------------
 
@@ -116,10 +112,10 @@ class Journal:
             location.segment, location.offset = self._write_record(record)
             self._pending.popleft()
         if forced and self._unsynced:
-            self._mark_durable()
+            self._write_sync_marker()
 
     def _write_record(self, record: AnyRecord) -> tuple[int, int]:
-        """Where the record stands now; a snapshot begins a segment."""
+        """(segment, offset) of the record; a snapshot starts a segment."""
         if self._file < 0:
             self._open(self._segment)
         if isinstance(record, Snapshot) and self._written > len(SEGMENT_MAGIC):
@@ -133,20 +129,20 @@ class Journal:
         return place
 
     def _entry(self, record: AnyRecord) -> bytearray:
-        """The record as it stands at the segment's end; the segment begins now if it is new."""
+        """The record encoded for the segment's end; writes the magic of a new segment first."""
         if not self._written:
             self._write_all(SEGMENT_MAGIC)
         return encode_entry(record, self._segment, self._written)
 
-    def _mark_durable(self) -> None:
-        """Force to the disk what was written, then a mark that says so."""
+    def _write_sync_marker(self) -> None:
+        """Sync what was written, then append a sync marker."""
         os.fsync(self._file)
-        self._write_all(encode_mark(self._written, self._segment))
+        self._write_all(encode_sync_marker(self._written, self._segment))
         os.fsync(self._file)
         self._unsynced = False
 
     def _write_all(self, data: bytes | bytearray) -> None:
-        """Write to the segment's end, all or nothing: what a full disk took of it is cut off again."""
+        """Append to the segment, all or nothing: a partial write is truncated again."""
         view, done = memoryview(data), 0
         self._unsynced = True
         try:
@@ -160,7 +156,7 @@ class Journal:
         self._written += done
 
     def _open(self, segment: int) -> None:
-        """Go on with another segment; the one before is forced to disk first, whatever `fsync` says."""
+        """Switch to another segment; the one before is synced first, whatever `fsync` says."""
         self._close_file()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -176,32 +172,24 @@ class Journal:
     async def archive(self, before: int, needed: set[int]) -> int:
         """Archive the segments below `before` that are not `needed`; how many.
 
-        Locations in them are void afterwards. A full disk leaves the rest for another time.
+        Locations in them are void afterwards. A full disk leaves the rest for the next call.
         """
         count = 0
         for number in segment_numbers(self.folder):
             if number < before and number not in needed:
-                if not await asyncio.to_thread(self._archive_one, number):
+                if not await asyncio.to_thread(archive, self.folder, number):
                     logger.error("disk full: journal segment %d cannot be archived now", number)
                     break
                 count += 1
         return count
 
-    def _archive_one(self, number: int) -> bool:
-        path = segment_path(self.folder, number)
-        records = [compacted(record) for _, record in scan(path, last=False)]
-        done = self._archive.add(number, [one for one in records if not isinstance(one, Snapshot)])
-        if done:
-            path.unlink()
-        return done
-
     def close(self) -> None:
-        """Force to the disk what was written, and mark it so; nothing pending is written."""
+        """Sync what was written; nothing pending is written."""
         self._writer.shutdown()
         if self._unsynced and not self._pending:
             try:
-                self._mark_durable()
-            except OSError as error:  # without room for a mark the records stand as unsynced ones
+                self._write_sync_marker()
+            except OSError as error:  # no space for a marker: the records count as unsynced
                 if error.errno not in FULL:
                     raise
         self._close_file()

@@ -27,8 +27,8 @@ from distill.run_log.records import (
     Snapshot,
 )
 from distill.run_log.snapshot import base, cover, restore, take
-from distill.run_log.soundness import Sift
 from distill.run_log.state import Batch, PendingPrompt, Rules, RunState
+from distill.run_log.validation import ValidateRollout
 from sync.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
@@ -48,7 +48,7 @@ class RunLog:
         prompts: PromptStream,
         author: Callable[[int], bool],
         name: str,
-        sift: Sift,
+        sift: ValidateRollout,
         quarantine: PutAside,
     ) -> None:
         self.journal = journal
@@ -68,7 +68,7 @@ class RunLog:
         seed: int,
         rules: Rules,
         author: Callable[[int], bool] = lambda number: False,
-        sift: Sift = lambda rollout: rollout,
+        sift: ValidateRollout = lambda rollout: rollout,
         quarantine: PutAside = lambda rollout, reason, detail, tokens: None,
     ) -> RunLog:
         """Rebuild the state from the journal (empty: a new run).

@@ -1,19 +1,20 @@
-"""The journal's files: segments of checked entries.
+"""File formats of the journal: segments of checksummed entries, and archives of old segments.
 
     segment  "DJL2" | entry*        journal-00000000.log, journal-00000001.log, …
     entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
-             "DS" | u32 length | u32 crc32 | u64 offset: before it all of this segment was on disk
+             "DS" | u32 length | u32 crc32 | u64 offset: a sync marker; this segment was durable up to there
+    archive  "DA" | u32 length | u32 crc32 | zlib of msgpack: the segment's compacted records
+                                    archive-00000000.log, one per archived segment
 
-The crc32 covers the entry and its place (segment, offset; a mark's segment): an entry that was moved,
-repeated or left out shows.
+Every crc32 also covers the place (segment, offset; a marker's or an archive's segment), so that an entry that
+was moved, repeated or removed is detected.
 
-A "DS" mark is written after an fsync. A crash or a power cut may tear or blank whatever was not yet forced to
-disk, so a bad entry in the last segment that no mark covers is cut off with all that follows it. A bad entry
-that a mark covers is damage, and so is any in an older segment (it was forced to disk before the next one was
-made): that is refused.
+A sync marker follows an fsync. A crash or power cut may tear or blank whatever was not yet synced: an
+invalid entry in the last segment that no marker covers is truncated, with all that follows it. An invalid
+entry that a marker covers is damage, and so is any in an older segment (synced before the next one was
+created): both are refused.
 
-Segments "DJL1", of earlier releases, have neither marks nor places: a bad entry with sound ones after it is
-refused.
+An archive appears by one rename; its segment is removed afterwards. If a crash leaves both, the segment wins.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from typing import Final
 
 import msgspec
 
-from distill.run_log.archive import archived, read_chunk
-from distill.run_log.records import AnyRecord, Snapshot
+from distill.run_log.records import AnyRecord, Snapshot, compacted
+from sync import durable
+from sync.durable import is_full
 from sync.errors import DataError
 
 SEGMENT_MAGIC: Final = b"DJL2"
-_OLD_MAGIC: Final = b"DJL1"
 _RECORD: Final = b"DJ"
-_MARK: Final = b"DS"
+_MARKER: Final = b"DS"
+_ARCHIVE: Final = b"DA"
 _HEAD: Final = struct.Struct("<2sII")
 _PLACE: Final = struct.Struct("<2sIQQ")
 _OFFSET: Final = struct.Struct("<Q")
-_NAME: Final = re.compile(r"journal-(\d{8,})\.log")
-MARK_BYTES: Final = _HEAD.size + _OFFSET.size
+_NAME: Final = re.compile(r"(?:journal|archive)-(\d{8,})\.log")
+MARKER_BYTES: Final = _HEAD.size + _OFFSET.size
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
+_archive_decoder = msgspec.msgpack.Decoder(list[AnyRecord])
 logger = logging.getLogger(__name__)
 
 
@@ -53,14 +56,18 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"journal-{number:08d}.log"
 
 
+def archive_path(folder: Path, number: int) -> Path:
+    """File of an archived segment."""
+    return folder / f"archive-{number:08d}.log"
+
+
 def _number(path: Path) -> int:
     return int(path.stem.partition("-")[2])
 
 
-def segment_numbers(folder: Path) -> list[int]:
-    """Segments in `folder`, oldest first; archived ones are not among them."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("journal-*.log"))
-    return sorted(int(name[1]) for name in found if name)
+def segment_numbers(folder: Path, kind: str = "journal") -> list[int]:
+    """Segments in `folder`, oldest first. `kind` "archive": the archived ones instead."""
+    return sorted(_number(path) for path in folder.glob(f"{kind}-*.log") if _NAME.fullmatch(path.name))
 
 
 def replay_from(folder: Path) -> list[int]:
@@ -73,7 +80,7 @@ def replay_from(folder: Path) -> list[int]:
 
 
 def _base(folder: Path, number: int) -> int | None:
-    """Where a restart replays from, as the snapshot that a segment begins with says; None: it has none."""
+    """First segment to replay, from the snapshot that heads segment `number`; None: it has none."""
     path = segment_path(folder, number)
     with path.open("rb") as file:
         head = file.read(len(SEGMENT_MAGIC) + _HEAD.size + 16)
@@ -81,7 +88,7 @@ def _base(folder: Path, number: int) -> int | None:
         return None
     try:
         record = read_entry(path, len(SEGMENT_MAGIC))
-    except DataError:  # torn by a crash, or damaged: `scan` tells the two apart
+    except DataError:  # torn by a crash, or damaged: `scan` tells which
         return None
     assert isinstance(record, Snapshot), "a tag stands at the head of its record"
     return number if record.base is None else record.base
@@ -106,9 +113,9 @@ def encode_entry(record: AnyRecord, segment: int, offset: int) -> bytearray:
     return entry
 
 
-def encode_mark(durable: int, segment: int) -> bytes:
-    """The mark that the first `durable` bytes of the segment are on disk."""
-    return _entry(_MARK, _OFFSET.pack(durable), segment, 0)
+def encode_sync_marker(durable: int, segment: int) -> bytes:
+    """Marker that the first `durable` bytes of the segment are on disk."""
+    return _entry(_MARKER, _OFFSET.pack(durable), segment, 0)
 
 
 def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
@@ -126,13 +133,10 @@ class _Segment:
 
     path: Path
     data: memoryview
-    number: int
-    old: bool
-    """Of an earlier release."""
     begin: int = 0
 
     def payload(self, offset: int, kind: bytes = _RECORD) -> memoryview | None:
-        """Payload of a whole and sound entry at `offset`; None: there is none."""
+        """Payload of a whole and valid entry at `offset`; None: there is none."""
         body = offset - self.begin + _HEAD.size
         if body > len(self.data):
             return None
@@ -140,8 +144,7 @@ class _Segment:
         payload = self.data[body : body + length]
         if found != kind or len(payload) != length:
             return None
-        sound = zlib.crc32(payload) if self.old else _crc(kind, payload, self.number, offset)
-        return payload if sound == crc else None
+        return payload if _crc(kind, payload, _number(self.path), offset) == crc else None
 
     def decode(self, payload: memoryview, offset: int) -> AnyRecord:
         try:
@@ -153,36 +156,31 @@ class _Segment:
             ) from None
 
     def was_durable(self, offset: int) -> bool:
-        """Whether what follows proves that the byte at `offset` was on disk."""
-        kind, whole = _RECORD if self.old else _MARK, bytes(self.data)
-        found = whole.find(kind, offset + 1)
-        while found >= 0:
-            payload = self.payload(found, kind)
-            if payload is not None and (self.old or _OFFSET.unpack(payload)[0] > offset):
+        """Whether a later sync marker covers the byte at `offset`."""
+        for found in re.finditer(re.escape(_MARKER), self.data[offset + 1 :]):
+            payload = self.payload(offset + 1 + found.start(), _MARKER)
+            if payload is not None and _OFFSET.unpack(payload)[0] > offset:
                 return True
-            found = whole.find(kind, found + 1)
         return False
 
 
 def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, AnyRecord]]:
-    """(offset, record) of every entry of a segment; the unsynced tail of the `last` one is cut off the file.
+    """(offset, record) of every entry of a segment; truncates the unsynced tail of the `last` one.
 
-    `mend` False: the tail is left out and the file as it is. Raises DataError when the segment is damaged
-    anywhere else.
+    `mend` False: the tail is skipped and the file left unchanged. Raises DataError when the segment is
+    damaged anywhere else.
     """
     data = memoryview(path.read_bytes())
     magic = bytes(data[: len(SEGMENT_MAGIC)])
-    if not (magic in (SEGMENT_MAGIC, _OLD_MAGIC) or SEGMENT_MAGIC.startswith(magic.rstrip(b"\0"))):
-        raise DataError(
-            f"{path} does not begin with {SEGMENT_MAGIC!r}: it is no journal segment, or is damaged"
-        )
-    segment = _Segment(path, data, _number(path), old=magic == _OLD_MAGIC)
-    offset = len(magic) if magic in (SEGMENT_MAGIC, _OLD_MAGIC) else 0
+    if not SEGMENT_MAGIC.startswith(magic.rstrip(b"\0")):
+        raise DataError(f"{path} does not begin with {SEGMENT_MAGIC!r}: it is no journal segment, or damaged")
+    segment = _Segment(path, data)
+    offset = len(magic) if magic == SEGMENT_MAGIC else 0
     while 0 < offset < len(data):
         payload = segment.payload(offset)
         if payload is not None:
             yield offset, segment.decode(payload, offset)
-        elif (payload := segment.payload(offset, _MARK)) is None:
+        elif (payload := segment.payload(offset, _MARKER)) is None:
             break
         offset += _HEAD.size + len(payload)
     if offset == len(data) > 0:
@@ -193,23 +191,17 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, An
             "does not do that; restore the file from a copy, or start a new run"
         )
     if mend and len(data):
-        _cut(path, offset, len(data))
-
-
-def ends_in_old_format(path: Path) -> bool:
-    """Whether a segment is of an earlier release: nothing is appended to such a one."""
-    with path.open("rb") as file:
-        return file.read(len(_OLD_MAGIC)) == _OLD_MAGIC
+        logger.warning("%s: the last %d bytes were never synced; truncating", path, len(data) - offset)
+        os.truncate(path, offset)
 
 
 def read_all(folder: Path) -> Iterator[tuple[int, int, AnyRecord]]:
-    """(segment, offset, record) of a whole journal, of archived segments too (their offset is 0).
+    """(segment, offset, record) of a whole journal, archived segments included (their offset is 0).
 
-    Changes nothing, so it may be another process's. Raises DataError when a segment is neither there nor
+    Read-only, so safe on another process's journal. Raises DataError when a segment is neither there nor
     archived.
     """
-    segments, chunks = segment_numbers(folder), archived(folder)
-    numbers = sorted({*segments, *chunks})
+    numbers = sorted({*segment_numbers(folder), *segment_numbers(folder, "archive")})
     _check_whole(folder, numbers, 0)
     for number in numbers:
         path = segment_path(folder, number)
@@ -217,28 +209,50 @@ def read_all(folder: Path) -> Iterator[tuple[int, int, AnyRecord]]:
             for offset, record in scan(path, last=number == numbers[-1], mend=False):
                 yield number, offset, record
         else:  # archived, perhaps while the segments before it were read
-            for record in read_chunk(chunks.get(number) or archived(folder)[number]):
+            for record in read_archive(folder, number):
                 yield number, 0, record
 
 
-def _cut(path: Path, offset: int, size: int) -> None:
-    logger.warning(
-        "%s ends in %d bytes that never were forced to disk; they are cut off", path, size - offset
-    )
-    os.truncate(path, offset)
-
-
 def read_entry(path: Path, offset: int) -> AnyRecord:
-    """The record at `offset`. Raises DataError when it is not sound."""
+    """The record at `offset`. Raises DataError when it is not valid."""
     with path.open("rb") as file:
-        old = file.read(len(_OLD_MAGIC)) == _OLD_MAGIC
         file.seek(offset)
         head = file.read(_HEAD.size)
         length = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
-        segment = _Segment(path, memoryview(head + file.read(length)), _number(path), old, offset)
+        segment = _Segment(path, memoryview(head + file.read(length)), offset)
     payload = segment.payload(offset)
     if payload is None:
         raise DataError(
             f"{path} is damaged at byte {offset}: restore the file from a copy, or start a new run"
         )
     return segment.decode(payload, offset)
+
+
+def archive(folder: Path, number: int) -> bool:
+    """Replace a segment by its compacted records, without snapshots; False: the disk is full."""
+    path = segment_path(folder, number)
+    records = [compacted(one) for _, one in scan(path, last=False) if not isinstance(one, Snapshot)]
+    data = zlib.compress(_encoder.encode(records))
+    try:
+        durable.write(archive_path(folder, number), _entry(_ARCHIVE, data, number, 0))
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return False
+    path.unlink()
+    return True
+
+
+def read_archive(folder: Path, number: int) -> list[AnyRecord]:
+    """Records of an archived segment, in order. Raises DataError when damaged or of another release."""
+    path = archive_path(folder, number)
+    data = _Segment(path, memoryview(path.read_bytes())).payload(0, _ARCHIVE)
+    if data is None:
+        raise DataError(f"{path} is damaged: restore the file from a copy; only the audit needs it")
+    try:
+        return _archive_decoder.decode(zlib.decompress(data))
+    except msgspec.DecodeError as error:
+        raise DataError(
+            f"{path} holds records that this release cannot read ({error}): audit the run with the release "
+            "that wrote it"
+        ) from None

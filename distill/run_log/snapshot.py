@@ -1,18 +1,19 @@
-"""Snapshots of a run's state: what bounds a controller's memory and the journal that a restart replays.
+"""Snapshots of a run's state: they bound the controller's memory and the journal that a restart replays.
 
     checkpoint ──▶ forget the batches that the oldest kept checkpoint covers
                ──▶ snapshot of what is left, at the head of a segment
                ──▶ archive the segments before the snapshot of the oldest kept checkpoint
 
-A snapshot holds places of prompts and rollouts instead of their tokens and arrays: they are read back from
-the segments that hold them, which are kept as long as a place is in use.
+A snapshot holds the journal locations of prompts and rollouts instead of their tokens and arrays: these are
+read back from their segments, which are kept as long as a location is in use.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import msgspec
 
@@ -33,58 +34,11 @@ from distill.run_log.records import (
 )
 from distill.run_log.state import Batch, Counters, PendingPrompt, Rules, RunState
 from sync.errors import DataError
-from sync.wire import EvalReport, Version, VersionSpan
-
-PLAIN = (
-    "cursor", "lineage", "fingerprint", "next_step", "reached", "trained_tokens", "trained_by_teacher",
-    "target", "checkpoints", "evaluations", "rollbacks", "rolled_back", "counters", "opened", "broken",
-    "newest", "trials",
-)  # fmt: skip
-"""Fields of RunState that are saved as they are."""
-
-
-class _Entry(msgspec.Struct, array_like=True):
-    """As distill.buffer.buffer.Entry."""
-
-    id: str
-    number: int
-    length: int
-    spans: list[VersionSpan]
-    by_teacher: bool
-
-    @classmethod
-    def of(cls, entry: Entry) -> _Entry:
-        return cls(entry.id, entry.number, entry.length, entry.spans, entry.by_teacher)
-
-    def restored(self) -> Entry:
-        return Entry(self.id, self.number, 0, self.length, self.spans, self.by_teacher)
-
-
-class _Batch(msgspec.Struct, array_like=True):
-    """As distill.run_log.state.Batch."""
-
-    version: Version
-    entries: list[_Entry]
-    tokens: int
-    by_teacher: int
-    ages: list[int]
-    weights: list[float]
-    trial: bool = False
-    trained: bool = False
-
-    @classmethod
-    def of(cls, b: Batch) -> _Batch:
-        entries = [_Entry.of(entry) for entry in b.entries]
-        return cls(b.version, entries, b.tokens, b.by_teacher, b.ages, b.weights, b.trial, b.trained)
-
-    def restored(self) -> Batch:
-        entries = [entry.restored() for entry in self.entries]
-        sums = (self.tokens, self.by_teacher, self.ages, self.weights)
-        return Batch(self.version, entries, *sums, self.trial, self.trained)
+from sync.wire import EvalReport, Version
 
 
 class Saved(msgspec.Struct):
-    """What a snapshot holds; names as in RunState."""
+    """Content of a snapshot. `take` produces it, `restore` consumes it; names and meanings as in RunState."""
 
     cursor: Cursor
     lineage: int | None
@@ -107,16 +61,22 @@ class Saved(msgspec.Struct):
     applied: list[VersionApplied]
     asked: list[tuple[str, int, bool, int]]
     """Prompt id, number, by_teacher, attempts."""
-    buffer: list[_Entry]
-    """In the order of admission."""
-    batches: list[_Batch]
+    buffer: list[Entry]
+    """In the order of admission, without arrays."""
+    batches: list[Batch]
+    """Without arrays."""
     trials: Trials
 
 
-def cover(state: RunState, keep_checkpoints: int) -> Version | None:
-    """Forget what the oldest kept checkpoint covers; that checkpoint.
+CONVERTED: Final = ("lineages", "published", "applied", "asked", "buffer", "batches")
+"""Fields of Saved that are not saved as RunState holds them."""
+PLAIN: Final = [name for name in Saved.__struct_fields__ if name not in CONVERTED]
 
-    None: there are not `keep_checkpoints` of the current lineage's way yet, and nothing is forgotten.
+
+def cover(state: RunState, keep_checkpoints: int) -> Version | None:
+    """Forget what the oldest kept checkpoint covers; returns that checkpoint.
+
+    None: the current lineage's ancestry has fewer than `keep_checkpoints` yet; nothing is forgotten.
     """
     kept = [version for version in state.checkpoints if state.passed(version)][-keep_checkpoints:]
     if len(kept) < keep_checkpoints:
@@ -144,7 +104,7 @@ def base(state: RunState, covered: Version | None) -> Held | None:
 
 
 def take(state: RunState, base: int | None) -> Snapshot:
-    """A snapshot for the newest checkpoint; `base`: see there. Places become known when it is written."""
+    """A snapshot for the newest checkpoint; `base` as in Snapshot. Locations are known once it is written."""
     checkpoint = state.checkpoints[-1]
     batches = [batch for batch in state.batches.values() if batch.version.step >= checkpoint.step]
     buffered = [state.buffer[rollout] for rollout in state.buffer.ids()]
@@ -154,12 +114,17 @@ def take(state: RunState, base: int | None) -> Snapshot:
         published=list(state.published),
         applied=list(state.applied),
         asked=[(one.prompt.id, one.number, one.by_teacher, one.attempts) for one in state.asked.values()],
-        buffer=[_Entry.of(entry) for entry in buffered],
-        batches=[_Batch.of(batch) for batch in batches],
+        buffer=[_bare(entry) for entry in buffered],
+        batches=[replace(batch, entries=[_bare(entry) for entry in batch.entries]) for batch in batches],
     )
     entries = [*buffered, *(entry for batch in batches for entry in batch.entries)]
     places = {rollout: state.where[rollout] for rollout in [*state.asked, *(entry.id for entry in entries)]}
     return Snapshot(checkpoint, base, _encoder.encode(saved), places)
+
+
+def _bare(entry: Entry) -> Entry:
+    """The entry as it is saved: its arrays stay in the journal."""
+    return replace(entry, rollout=None)
 
 
 def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyRecord]) -> RunState:
@@ -179,21 +144,21 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
             prompts = {one.id: one for one in issued.prompts}
         state.asked[prompt] = PendingPrompt(prompts[prompt], number, by_teacher, attempts)
     for entry in saved.buffer:
-        state.buffer.admit(entry.restored())
-    state.batches = {batch.version: batch.restored() for batch in saved.batches}
+        state.buffer.admit(entry)
+    state.batches = {batch.version: batch for batch in saved.batches}
     state.where = dict(snapshot.where)
     return state
 
 
 def differs(snapshot: Snapshot, state: RunState) -> bool:
-    """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it.
+    """Whether a snapshot contradicts the records before it in prompts, rollouts or counts.
 
     Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
     """
     saved, sure = load(snapshot), set(state.buffer.ids())
-    told = [one[0] for one in saved.asked], saved.next_step, saved.counters
+    recorded = [one[0] for one in saved.asked], saved.next_step, saved.counters
     buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
-    return not buffered or told != (list(state.asked), state.next_step, state.counters)
+    return not buffered or recorded != (list(state.asked), state.next_step, state.counters)
 
 
 def load(snapshot: Snapshot) -> Saved:

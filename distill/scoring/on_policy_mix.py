@@ -13,8 +13,8 @@ from distill.config import RunConfig
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.rollout.bad_answers import Trust
-from distill.run_log.soundness import Soundness
 from distill.run_log.state import PendingPrompt
+from distill.run_log.validation import Validator
 from distill.scoring.scorer import PendingScore, Refused, check_echo, prompt_array
 from distill.scoring.teacher_queue import TeacherQueue, Unusable
 from sync.errors import DistillError
@@ -46,7 +46,7 @@ class Writing:
         finished: Callable[[PendingScore], None],
         refused: Refused,
         timeline: Timeline,
-        sound: Soundness,
+        sound: Validator,
         trust: Trust,
     ) -> None:
         self._parts, self._config, self._sound, self._trust = parts, config, sound, trust
@@ -94,7 +94,7 @@ class Writing:
     def _problem(self, name: str, work: _Work, answer: Answer) -> str | None:
         if isinstance(answer, ScoreRefused):
             return answer.error if answer.unusable else None
-        problem = self._sound.written(answer)
+        problem = self._sound.generated_by_teacher(answer)
         return None if problem is None else str(problem)
 
     def _prompt(self, name: str, asked: PendingPrompt) -> TeacherPrompt:

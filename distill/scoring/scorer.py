@@ -13,8 +13,8 @@ from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt
 from distill.rollout.bad_answers import Trust
 from distill.run_log.records import DropReason, Rollout
-from distill.run_log.soundness import Soundness
 from distill.run_log.state import PendingPrompt
+from distill.run_log.validation import Validator
 from distill.scoring.teacher_queue import Servers, TeacherQueue, Unusable
 from sync.errors import DistillError, WireError
 from sync.wire import (
@@ -98,7 +98,7 @@ class Scoring:
         self,
         teachers: dict[str, Teacher],
         route: Callable[[str], str],
-        sound: Soundness,
+        sound: Validator,
         batch: int,
         *,
         scored: Callable[[list[Rollout]], Awaitable[None]],

@@ -1,4 +1,4 @@
-"""Tasks that make their own prompts and reward_fn completions: one module each, found by name.
+"""Tasks that generate prompts and check completions: one module each, found by name.
 
 A task module has `make(**options) -> Task`. One whose models can be made from scratch also has
 `make_models(folder, seed) -> Models` (see `distill.tasks.sort_letters`).
@@ -27,8 +27,8 @@ class TaskPrompt(NamedTuple):
     answer: str | None = None
 
 
-class Asked(Protocol):
-    """What a reward_fn reads of a prompt."""
+class RewardedPrompt(Protocol):
+    """A prompt as a task's check reads it."""
 
     @property
     def text(self) -> str: ...
@@ -37,18 +37,18 @@ class Asked(Protocol):
 
 
 class Task(Protocol):
-    """Prompts by number and a reward_fn. Pure: the same (seed, index) gives the same prompt."""
+    """Prompts by number, and a check of completions. Pure: the same (seed, index) gives the same prompt."""
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         """Training prompt `index` >= 0."""
         ...
 
     def held_out(self, seed: int, index: int) -> TaskPrompt:
-        """Prompt `index` of those that no seed ever trains on."""
+        """Held-out prompt `index`: no seed ever trains on it."""
         ...
 
-    def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
-        """Whether the completion's token ids, end token included, are a right answer."""
+    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
+        """Whether the completion's token ids, end token included, answer the prompt."""
         ...
 
 
@@ -84,7 +84,7 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
 
 @dataclass(frozen=True)
 class _Named:
-    """A task whose errors say whose they are."""
+    """A task whose errors name it."""
 
     name: str
     task: Task
@@ -97,5 +97,5 @@ class _Named:
         with own_code(f"prompts.task {self.name!r}, held_out()", f"index {index}, seed {seed}", _EVERY):
             return self.task.held_out(seed, index)
 
-    def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
+    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
         return self.task.passes(prompt, completion)

@@ -1,22 +1,35 @@
 """Sort letters from both ends: `kdzmb>` → `bzdmk`.
 
 The prompt is 5 to 9 distinct letters. The completion lists each of them once; every next letter is the first
-or the last, in the alphabet, of those not yet listed, as the writer pleases. A prompt of n letters so has
-2^(n-1) right answers, and a perfect writer has ln 2 nats of entropy at all but its last two tokens:
-0.5 to 0.6 nats a token. A completion passes only when every letter obeys and nothing is missing.
+or the last, in the alphabet, of those not yet listed, at the student's choice. A prompt of n letters thus has
+2^(n-1) right answers, and a perfect model has ln 2 nats of entropy at all but its last two tokens:
+0.5 to 0.6 nats a token. A completion passes only when every letter obeys the rule and none is missing.
+
+    python -m distill.tasks.sort_letters FOLDER SEED    makes the models and prints their two folders
+
+Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
 import string
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.tasks import Asked, Models, TaskPrompt
+from distill.tasks import Models, RewardedPrompt, TaskPrompt
+from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, save_pair, teach
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 PAD, EOS, ASK = "<pad>", "<eos>", ">"
 LETTERS = string.ascii_lowercase
@@ -26,18 +39,62 @@ PAD_ID, EOS_ID, ASK_ID, FIRST_LETTER_ID = range(4)
 SHORTEST, LONGEST = 5, 9
 HELD_OUT_SHARE = 16
 """One prompt in so many, by a hash of its text, is never trained on."""
+TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, rows=64, rate=4e-3, muon=True, both_choices=True)
+STUDENT = Recipe(96, 2, 3, 1, 256, steps=240, rows=64, rate=4e-3, muon=False, both_choices=False)
 
 
-def make() -> BothEnds:
+def make() -> SortLetters:
     """The task; it has no options."""
-    return BothEnds()
+    return SortLetters()
 
 
-def make_models(folder: Path, seed: int) -> Models:
-    """A teacher that knows the task and a student that hardly does; made once, then found in `folder`."""
-    from distill.tasks.making import make_models as make_both
+class SortLetters:
+    """The task, with prompts of `shortest` to `longest` letters.
 
-    return make_both(folder, seed)
+    `shares`: probability of each of a letter's spellings, every one of which is a token of its own.
+    """
+
+    def __init__(
+        self, shortest: int = SHORTEST, longest: int = LONGEST, shares: Sequence[float] = (1.0,)
+    ) -> None:
+        self._lengths = shortest, longest
+        self._spellings, self._cumulated = len(shares), list(itertools.accumulate(shares))
+        names = LETTERS if len(shares) == 1 else [f"{a}{n}" for a in LETTERS for n in range(len(shares))]
+        self._vocabulary = [PAD, EOS, ASK, *names]
+
+    def prompt(self, seed: int, index: int) -> TaskPrompt:
+        return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
+
+    def held_out(self, seed: int, index: int) -> TaskPrompt:
+        return self._prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
+
+    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
+        left = {character for character in prompt.text if character in LETTERS}
+        *letters, last = completion or [PAD_ID]
+        for token in letters:
+            letter = self._letter(token)
+            if not left or letter not in (min(left), max(left)):
+                return False
+            left.remove(letter)
+        return not left and last == EOS_ID
+
+    def _letter(self, token: int) -> str:
+        """The letter that a token spells; PAD, EOS and ASK are their own."""
+        place, _ = divmod(token - FIRST_LETTER_ID, self._spellings)
+        return LETTERS[place] if token >= FIRST_LETTER_ID else VOCABULARY[token]
+
+    def _prompt(self, rng: random.Random, held_out: bool) -> TaskPrompt:
+        """Held out are sequences of letters, in all their spellings."""
+        while True:
+            letters = rng.sample(range(len(LETTERS)), rng.randint(*self._lengths))
+            if is_held_out("".join(LETTERS[i] for i in letters) + ASK) == held_out:
+                break
+        ids = [FIRST_LETTER_ID + i * self._spellings for i in letters]
+        if self._spellings > 1:
+            spelled = rng.choices(range(self._spellings), cum_weights=self._cumulated, k=len(ids))
+            ids = [first + n for first, n in zip(ids, spelled, strict=True)]
+        ids.append(ASK_ID)
+        return TaskPrompt("".join(self._vocabulary[i] for i in ids), ids)
 
 
 def is_held_out(text: str) -> bool:
@@ -45,40 +102,31 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def make_models(folder: Path, seed: int) -> Models:
+    """A teacher that knows the task and a student that hardly does; made once, then found in `folder`."""
+    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__,))
+    return made_once(
+        folder / f"sort_letters-{digest}",
+        lambda path: save_pair(path, letter_tokenizer(), _taught(TEACHER, seed), _taught(STUDENT, seed)),
+    )
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, no token before or after a text."""
+    return make_tokenizer(VOCABULARY, ".", EOS, PAD)
+
+
+def untaught(recipe: Recipe) -> Qwen3ForCausalLM:
+    """Random weights, fp32."""
+    return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
+
+
 def letters_at(step: int, shortest: int = SHORTEST, longest: int = LONGEST) -> int:
     """Letters of the prompts of one teaching step: each length in turn."""
     return shortest + step % (longest + 1 - shortest)
-
-
-def choices(left: set[str]) -> set[str]:
-    """What may come next when the letters `left` are not yet listed."""
-    return {min(left), max(left)} if left else set()
-
-
-class BothEnds:
-    """See the module's docstring."""
-
-    def prompt(self, seed: int, index: int) -> TaskPrompt:
-        return _prompt(random.Random(f"{seed}/{index}"), held_out=False)
-
-    def held_out(self, seed: int, index: int) -> TaskPrompt:
-        return _prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
-
-    def passes(self, prompt: Asked, completion: Sequence[int]) -> bool:
-        left = set(prompt.text.removesuffix(ASK))
-        *letters, last = completion or [PAD_ID]
-        for token in letters:
-            if VOCABULARY[token] not in choices(left):
-                return False
-            left.remove(VOCABULARY[token])
-        return not left and last == EOS_ID
-
-
-def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:
-    while True:
-        text = "".join(rng.sample(LETTERS, rng.randint(SHORTEST, LONGEST))) + ASK
-        if is_held_out(text) == held_out:
-            return TaskPrompt(text, [VOCABULARY.index(character) for character in text])
 
 
 def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,3 +147,37 @@ def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndar
         other_BN[:, step] = sorted_BN[row, np.where(takes_first, last, first)]
         first, last = first + takes_first, last - ~takes_first
     return asked_BN, answer_BN, other_BN
+
+
+def _taught(recipe: Recipe, seed: int) -> Any:
+    def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
+        return _loss(model, recipe, *examples(rng, recipe.rows, letters_at(step)))
+
+    return teach(recipe, seed, lambda: untaught(recipe), loss)
+
+
+def _loss(
+    model: Any, recipe: Recipe, asked_BN: np.ndarray, answer_BN: np.ndarray, other_BN: np.ndarray
+) -> torch.Tensor:
+    """Mean negative log-probability per completion token, end token included."""
+    import torch
+
+    def column(token: int) -> np.ndarray:
+        return np.full((len(asked_BN), 1), token)
+
+    end_B1, letters = column(EOS_ID), asked_BN.shape[1]
+    tokens_BL = torch.from_numpy(
+        np.hstack([asked_BN + FIRST_LETTER_ID, column(ASK_ID), answer_BN + FIRST_LETTER_ID, end_B1])
+    )
+    hidden = model.model(tokens_BL[:, :-1]).last_hidden_state[:, letters:]
+    logp_BNV = model.lm_head(hidden).log_softmax(dim=-1)
+    logp_BN = logp_BNV.gather(-1, tokens_BL[:, letters + 1 :, None])
+    if recipe.both_choices:
+        targets_BN1 = torch.from_numpy(np.hstack([other_BN + FIRST_LETTER_ID, end_B1]))[..., None]
+        logp_BN = 0.5 * (logp_BN + logp_BNV.gather(-1, targets_BN1))
+    return -logp_BN.mean()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sys.stdout.writelines(f"{path}\n" for path in make_models(Path(sys.argv[1]), int(sys.argv[2])))

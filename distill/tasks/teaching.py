@@ -1,7 +1,6 @@
-"""How the tiny models of a task are made from scratch on a CPU, whatever the task.
+"""Trains the tiny models of a task from scratch on a CPU.
 
-A made pair is a folder named by a hash of its recipe; it appears by one rename, so that what is found
-there is whole.
+A pair is a folder named by a hash of its recipe; it appears by one rename, so that it is always whole.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Loss = Callable[[Any, np.random.Generator, int], "torch.Tensor"]
 
 
 def recipe_hash(recipes: Sequence[Recipe], seed: int, sources: Sequence[str]) -> str:
-    """Changes with the seed, any number of the recipes, and any line of the files that apply them."""
+    """Digest of the seed, the recipes and the source files that apply them."""
     parts = [json.dumps([*map(asdict, recipes), seed]).encode()]
     parts += [Path(path).read_bytes() for path in (*sources, __file__)]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
@@ -64,28 +63,22 @@ def made_once(home: Path, make: Callable[[Path], None]) -> Models:
         unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=home.parent))
         try:
             make(unfinished)
-            _appear(unfinished, home)
+            unfinished.rename(home)
+        except OSError:
+            if not home.is_dir():  # else another process was faster, and its pair is as good
+                raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return Models(home / "teacher", home / "student")
 
 
-def _appear(unfinished: Path, home: Path) -> None:
-    """Give a whole folder its name; a pair that somebody else finished meanwhile is as good."""
-    try:
-        unfinished.rename(home)
-    except OSError:
-        if not home.is_dir():
-            raise
-
-
-def save_pair(folder: Path, tokenizer: Any, **models: Any) -> None:
-    """Write each model in bf16, with the tokenizer, into a folder of its name."""
+def save_pair(folder: Path, tokenizer: Any, teacher: Any, student: Any) -> None:
+    """Write both models in bf16, with the tokenizer, as folders `teacher` and `student`."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    for name, model in models.items():
+    for name, model in {"teacher": teacher, "student": student}.items():
         model.to(torch.bfloat16).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 

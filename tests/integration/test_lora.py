@@ -14,7 +14,7 @@ from replica_server import Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 from words_run import ROOT, prepare
 
-from distill.adapters import merged
+from distill.evaluation.models import merged
 from sync.errors import RemoteError
 from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ModelSource

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from replica_server import CONTEXT, save_model
 
+from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
-from distill.proof import prove
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

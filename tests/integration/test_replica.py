@@ -15,8 +15,8 @@ import torch
 from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
 
+from distill.cli.weight_identity import prompt_scores
 from distill.launch.supervise import first_error
-from distill.proof import prompt_scores
 from sync.broadcast import BroadcastSender
 from sync.client import Peer
 from sync.errors import ConfigError, RemoteError, Unreachable

@@ -33,10 +33,10 @@ import pytest
 import torch
 from listeners import Listeners
 
+from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
-from distill.proof import prove
 from distill.run_log.audit import audit
 from distill.run_log.records import BatchFormed, Opened, VersionApplied
 from distill.run_log.segments import read_all
@@ -552,7 +552,7 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
     check_result(run, summary)
     assert summary["before"]["completions"] == 4
     assert summary["after"] is None
-    assert audit(run.run_dir).unproven == summary["problems"]
+    assert audit(run.run_dir).violations["unproven"] == summary["problems"]
     assert len(summary["problems"]) == 1
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[2]
 NAME, BATCH, CHECKPOINT_EVERY = "survivor", 8, 4

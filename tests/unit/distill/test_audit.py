@@ -71,8 +71,8 @@ def test_a_sound_run_passes() -> None:
 
 def test_a_rollout_trained_twice_along_the_ancestry_is_found() -> None:
     report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["a", "e"]}})
-    assert report.trained_twice == ["a"]
-    assert report.not_as_composed == ["L001-v00000003"]
+    assert report.violations["trained_twice"] == ["a"]
+    assert report.violations["not_as_composed"] == ["L001-v00000003"]
     assert not report.ok
 
 
@@ -84,12 +84,12 @@ def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
     half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
     assert audited(journal(), half).ok
     reported = [*journal(), Stepped(Version(0, 2))]
-    assert audited(reported, half).not_as_composed == ["L000-v00000002"]
+    assert audited(reported, half).violations["not_as_composed"] == ["L000-v00000002"]
 
 
 def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
     records = [r for r in journal() if not (isinstance(r, BatchFormed) and r.version == Version(0, 1))]
-    assert audited(records).not_as_composed == ["L000-v00000002", "L001-v00000002"]
+    assert audited(records).violations["not_as_composed"] == ["L000-v00000002", "L001-v00000002"]
 
 
 def test_a_rollout_that_is_nowhere_is_found() -> None:
@@ -99,12 +99,12 @@ def test_a_rollout_that_is_nowhere_is_found() -> None:
         LineageOpened(1, Version(0, 1), 1, 0, 1, "m"),
         BatchFormed(Version(1, 1), ["e", "f"]),
     )
-    assert audited(records, {0: LEDGER[0], 1: {2: ["e", "f"]}}).lost == ["c", "d"]
+    assert audited(records, {0: LEDGER[0], 1: {2: ["e", "f"]}}).violations["lost"] == ["c", "d"]
 
 
 def test_a_rollout_older_than_the_bound_is_found() -> None:
     records = [Opened("r", 0, 2, 0), *journal()[1:]]
-    assert set(audited(records).too_old) == {"c", "d", "e", "f"}
+    assert set(audited(records).violations["too_old"]) == {"c", "d", "e", "f"}
 
 
 def late(*weights: float) -> list[AnyRecord]:
@@ -125,15 +125,15 @@ def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age() 
 
 
 def test_a_weight_that_is_not_that_of_the_age_is_found() -> None:
-    assert audited(late()).wrong_weight == ["e", "f"]
+    assert audited(late()).violations["wrong_weight"] == ["e", "f"]
     report = audited(late(2**-0.5, 1.0))
-    assert report.wrong_weight == ["f"]
+    assert report.violations["wrong_weight"] == ["f"]
     assert not report.ok
 
 
 def test_beyond_the_hard_limit_no_weight_helps() -> None:
     records = [Opened("r", 0, 2, 0, 0, 2.0), *late(2**-0.5, 2**-0.5)[1:]]
-    assert set(audited(records).too_old) == {"c", "d", "e", "f"}
+    assert set(audited(records).violations["too_old"]) == {"c", "d", "e", "f"}
 
 
 @pytest.mark.parametrize("version", [Version(0, 120), Version(3, 1), Version(1, 2)])
@@ -142,7 +142,7 @@ def test_a_rollout_of_a_version_that_was_not_published_then_is_found(version: Ve
     at = next(i for i, r in enumerate(records) if isinstance(r, Rollout) and r.id == "e")
     records[at] = rollout("e", version)
     report = audited([*records, VersionPublished(Version(1, 2), "delta", 1, 1, 0.0)])
-    assert report.impossible_version == ["e"]
+    assert report.violations["impossible_version"] == ["e"]
     assert not report.ok
 
 
@@ -151,19 +151,19 @@ def test_what_the_end_of_a_run_does_not_show_is_found() -> None:
     other = Concluded(Version(0, 2), {"r0": False}, ["other weights"])
     assert audited([*journal(), whole]).ok
     report = audited([*journal(), away])
-    assert report.unproven == ["it was away"]
+    assert report.violations["unproven"] == ["it was away"]
     assert not report.ok
     assert audited([*journal(), away, whole]).ok
-    assert audited([*journal(), other, whole]).unproven == ["other weights"]
+    assert audited([*journal(), other, whole]).violations["unproven"] == ["other weights"]
 
 
 def test_a_rollout_without_a_record_is_found() -> None:
     report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["zz", "e"]}})
-    assert report.not_in_journal == ["zz"]
+    assert report.violations["not_in_journal"] == ["zz"]
 
 
 def test_a_journal_without_a_beginning_is_refused() -> None:
-    (found,) = audited(journal()[1:]).journal_damaged
+    (found,) = audited(journal()[1:]).violations["journal_damaged"]
     assert "does not begin with the opening of a run" in found
     assert audited([]).violations == {"journal_damaged": ["the journal is empty or missing"]}
 
@@ -186,8 +186,8 @@ async def test_a_runs_folder_is_audited(tmp_path: Path) -> None:
     assert report.trained == 6
 
 
-def test_an_author_other_than_the_one_that_was_issued_is_found() -> None:
+def test_a_generator_other_than_the_one_that_was_issued_is_found() -> None:
     records = journal()
     place = next(i for i, record in enumerate(records) if isinstance(record, Issued))
     records[place] = Issued(records[place].prompts, 0, 8, [0])  # type: ignore[union-attr]
-    assert audited(records).wrong_generator == ["a"]
+    assert audited(records).violations["wrong_generator"] == ["a"]

@@ -17,8 +17,7 @@ from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
 from distill.preflight import processor
-from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
-from distill.tasks.sort_letters import VOCABULARY
+from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
 Distill = Callable[..., str]

@@ -109,7 +109,7 @@ async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_on
     assert not bad & set(trained)
     assert {f"0:{i}:0" for i in range(16)} - bad <= set(trained)
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3, 4])
@@ -127,7 +127,7 @@ async def test_a_controller_that_starts_again_goes_on_with_the_parts(
     assert summary["rollouts"]["dropped"]["poisoned"] == 1
     assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) 
     assert summary["rollouts"]["dropped"] == {}
     assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path
     sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
     assert sizes[:4] == [8, 8, 4, 4]
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(buil
     assert summary["rollouts"]["dropped"]["poisoned"] == 1
     assert ahead
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path
     assert await until_done(run, trainer) is not None
     assert {len(ids) for ids in trainer.ledger[4].values()} == {8}
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 async def test_groups_of_completions_are_tried_and_quarantined_whole(
@@ -230,7 +230,7 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
             assert len(ids) % 4 == 0
             assert not any(name.startswith("0:2:") for name in ids)
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations
 
 
 # --- journals of a release that recorded what it should not have ------------------------------------------
@@ -291,4 +291,4 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
         0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.run_log.run)
     )
     report = audited(tmp_path, trainer)
-    assert report.ok, report.journal_damaged
+    assert report.ok, report.violations

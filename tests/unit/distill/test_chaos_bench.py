@@ -38,7 +38,7 @@ def test_the_table_has_the_median_and_the_longest_recovery_of_each_kind_and_targ
 
 def test_one_broken_guarantee_is_enough_to_fail() -> None:
     whole = figures(AuditReport(), SECONDS, SUMMARY) | COUNTED
-    assert not holds(figures(AuditReport(lost=["0:1:0"]), SECONDS, SUMMARY) | COUNTED)
+    assert not holds(figures(AuditReport(violations={"lost": ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED)
     assert not holds(whole | {"orphans": 1})
     assert not holds(whole | {"weights_identical": False})
     assert not holds(whole | {"completed": False})
@@ -46,7 +46,7 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
 
 @pytest.mark.parametrize("broken", ["not_as_composed", "wrong_weight", "wrong_generator"])
 def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
-    found = figures(AuditReport(**{broken: ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED
+    found = figures(AuditReport(violations={broken: ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED
     assert not holds(found)
     assert "otherwise wrong    1" in table(found).splitlines()
 

@@ -23,8 +23,8 @@ from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
-from distill.run_log.soundness import Soundness
 from distill.run_log.state import Rules
+from distill.run_log.validation import Validator
 from distill.scoring.scorer import PendingScore
 from sync.errors import Overloaded, RemoteError
 from sync.wire import (
@@ -64,7 +64,7 @@ class Bench:
         sampling = Sampling(
             max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.completion_timeout_seconds
         )
-        sound = Soundness(sampling, Want())
+        sound = Validator(sampling, Want())
         self.dispatcher = Dispatcher(
             self.run_log, self.pool, settings, steps, self.finished.append, self.timeline, sound
         )

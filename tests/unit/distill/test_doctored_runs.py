@@ -527,7 +527,7 @@ def test_what_is_damaged_is_named_with_file_and_place(run: Path) -> None:
 
 def test_missing_steps_are_named_as_ranges_with_their_rank(run: Path) -> None:
     ledger(run, rank=2).unlink()
-    assert audit(run).missing_in_ledger == ["L001-v00000005 to L001-v00000008 of rank 2"]
+    assert audit(run).violations["missing_in_ledger"] == ["L001-v00000005 to L001-v00000008 of rank 2"]
 
 
 def test_every_guarantee_of_the_document_has_a_lie_and_every_violation_its_meaning() -> None:

@@ -61,7 +61,7 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
 async def settle(evaluations: Evaluations) -> None:
     """Until nothing is due and nothing is under way."""
     await asyncio.sleep(0)
-    while evaluations._waiting is not None or evaluations._turn.locked():
+    while evaluations._pending is not None or evaluations._turn.locked():
         async with evaluations._turn:
             await asyncio.sleep(0)
 
@@ -128,14 +128,14 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(("error", "times"), [(Unreachable("gone"), 2), (RemoteError("no such version"), 1)])
-async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
+async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
     tmp_path: Path, error: Exception, times: int
 ) -> None:
-    asked = asyncio.Queue[Version]()
+    requested = asyncio.Queue[Version]()
 
     class Failing(MemoryEvaluator):
         async def evaluate(self, version: Version) -> EvalReport:
-            asked.put_nowait(version)
+            requested.put_nowait(version)
             if not self.seen:
                 self.seen.append(version)
                 raise error
@@ -146,7 +146,7 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     task = asyncio.create_task(evaluations.run())
     evaluations.due(Version(0, 1))
     for _ in range(times):
-        await asyncio.wait_for(asked.get(), 60)
+        await asyncio.wait_for(requested.get(), 60)
     await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -29,13 +29,6 @@ def report(version: Version, kl: float, passed: float | None = None) -> EvalRepo
     )
 
 
-class Found:
-    """What BestKeeper reads of an Evaluation."""
-
-    def __init__(self, marks: EvalReport) -> None:
-        self.report = marks
-
-
 class Folders:
     """Weights protocol: one folder per version, holding its name."""
 
@@ -50,7 +43,7 @@ class Folders:
 
 
 def keeper(
-    tmp_path: Path, marks: dict[int, tuple[float, float]], metric: str, run_id: str = "1"
+    tmp_path: Path, figures: dict[int, tuple[float, float]], metric: str, run_id: str = "1"
 ) -> BestKeeper:
     config = validate(
         {
@@ -65,7 +58,7 @@ def keeper(
         "x",
     )
     config.run_dir.mkdir(exist_ok=True)
-    evaluate: Any = lambda version: Found(report(version, *marks[version.step]))  # noqa: E731
+    evaluate: Any = lambda version: report(version, *figures[version.step])  # noqa: E731
     return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("x", run_id)))
 
 
@@ -73,20 +66,20 @@ def keeper(
 def test_the_best_version_by_the_metric_is_kept_across_restarts(
     tmp_path: Path, metric: str, best: int
 ) -> None:
-    marks = {0: (1.0, 0.1), 10: (0.5, 0.5), 20: (0.2, 0.6), 30: (0.3, 0.7), 40: (0.4, 0.6)}
-    for step in marks:
-        keeper(tmp_path, marks, metric)(Version(0, step))
+    figures = {0: (1.0, 0.1), 10: (0.5, 0.5), 20: (0.2, 0.6), 30: (0.3, 0.7), 40: (0.4, 0.6)}
+    for step in figures:
+        keeper(tmp_path, figures, metric)(Version(0, step))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, best))
     assert json.loads((tmp_path / "x" / "best.json").read_text())["version"] == str(Version(0, best))
 
 
 def test_what_another_run_left_as_its_best_does_not_count(tmp_path: Path) -> None:
-    marks = {20: (0.2, 0.6), 30: (0.3, 0.7)}
-    keeper(tmp_path, marks, "reverse_kl")(Version(0, 20))
-    keeper(tmp_path, marks, "reverse_kl")(Version(0, 30))
+    figures = {20: (0.2, 0.6), 30: (0.3, 0.7)}
+    keeper(tmp_path, figures, "reverse_kl")(Version(0, 20))
+    keeper(tmp_path, figures, "reverse_kl")(Version(0, 30))
     record = tmp_path / "x" / "best.json"
     assert json.loads(record.read_text())["version"] == str(Version(0, 20))
-    later = keeper(tmp_path, marks, "reverse_kl", run_id="2")
+    later = keeper(tmp_path, figures, "reverse_kl", run_id="2")
     later(Version(0, 30))
     assert json.loads(record.read_text())["version"] == str(Version(0, 30))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, 30))
@@ -174,11 +167,11 @@ async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
-    asked: list[Version] = []
+async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
+    requested: list[Version] = []
 
     def evaluate(version: Version) -> EvalReport:
-        asked.append(version)
+        requested.append(version)
         time.sleep(4.0)
         return report(version, 0.5)
 
@@ -186,17 +179,17 @@ async def test_an_evaluation_is_asked_for_once_however_long_it_takes() -> None:
         evaluator = HttpEvaluator(url, stall_timeout_seconds=3.0)
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
-    assert asked == [Version(0, 3)]
+    assert requested == [Version(0, 3)]
 
 
-async def test_an_evaluation_that_goes_on_is_told_in_the_log(
+async def test_a_long_evaluation_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def evaluate(version: Version) -> EvalReport:
         time.sleep(0.5)
         return report(version, 0.5)
 
-    monkeypatch.setattr(evaluator_client, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(evaluator_client, "LOG_SECONDS", 0.1)
     async with behind_a_url(evaluate) as url:
         evaluator = HttpEvaluator(url)
         await evaluator.evaluate(Version(0, 3))

@@ -6,12 +6,9 @@ import asyncio
 import errno
 import logging
 import os
-import struct
 import threading
-import zlib
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,12 +17,12 @@ from small_disk import mounted
 
 from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
-from distill.run_log.archive import archived
 from distill.run_log.journal import Journal
 from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout, RolloutStub
 from distill.run_log.segments import (
-    MARK_BYTES,
+    MARKER_BYTES,
     SEGMENT_MAGIC,
+    archive_path,
     encode_entry,
     read_all,
     segment_numbers,
@@ -109,10 +106,10 @@ def test_a_kill_at_any_byte_leaves_a_prefix(tmp_path_factory: pytest.TempPathFac
 async def test_the_torn_tail_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
+    os.truncate(path, path.stat().st_size - MARKER_BYTES - 5)
     with caplog.at_level(logging.WARNING):
         assert len(replayed(tmp_path)) == 3
-    assert "they are cut off" in caplog.text
+    assert "were never synced" in caplog.text
 
 
 @pytest.mark.parametrize("where", [6, 10, 14, 40])
@@ -151,7 +148,7 @@ async def test_a_strange_file_is_refused(tmp_path: Path) -> None:
 async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     path = segment_path(tmp_path, 0)
-    os.truncate(path, path.stat().st_size - MARK_BYTES - 5)
+    os.truncate(path, path.stat().st_size - MARKER_BYTES - 5)
     before = path.read_bytes()
     assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
     assert path.read_bytes() == before
@@ -196,7 +193,7 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
     journal.close()
     assert replayed(tmp_path) == [*records(3), BatchFormed(Version(0, 0), ["p0"])]
     assert caplog.text.count("disk full") == 1
-    assert "has room again" in caplog.text
+    assert "has space again" in caplog.text
 
 
 async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path: Path) -> None:
@@ -284,23 +281,27 @@ async def test_a_segment_that_was_archived_and_not_removed_counts_once(tmp_path:
     assert len([record for _, _, record in read_all(tmp_path)]) == 12
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-async def test_a_damaged_archive_is_named_by_the_segment_that_it_held(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "swapped"])
+async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     await archived_but(tmp_path, needed=set())
-    path = tmp_path / "archive-00000000.log"
+    path = archive_path(tmp_path, 1)
     data = path.read_bytes()
-    path.write_bytes({"cut": data[:-1], "flipped": data[:30] + b"?" + data[31:], "gone": b""}[damage])
-    with pytest.raises(DataError, match=r"journal-0000000\d\.log is missing between other segments"):
+    other = archive_path(tmp_path, 0).read_bytes()
+    damaged = {"cut": data[:-1], "flipped": data[:30] + b"?" + data[31:], "gone": b"", "swapped": other}
+    path.write_bytes(damaged[damage])
+    with pytest.raises(DataError, match=r"archive-00000001\.log is damaged"):
         list(read_all(tmp_path))
 
 
-async def test_nothing_is_archived_behind_a_chunk_that_a_crash_tore(tmp_path: Path) -> None:
+async def test_an_archive_that_a_crash_left_unfinished_is_written_anew(tmp_path: Path) -> None:
     await written(tmp_path, *records(6), segment_bytes=300)
-    (tmp_path / "archive-00000000.log").write_bytes(b"DJA1\0\0\0\0\x50")
+    pending = archive_path(tmp_path, 0).with_name(".archive-00000000.log.new")
+    pending.write_bytes(b"DA torn")
+    assert len(list(read_all(tmp_path))) == 12
     journal = Journal(tmp_path, segment_bytes=300)
     assert await journal.archive(before=2, needed=set()) == 2
     journal.close()
-    assert set(archived(tmp_path)) == {0, 1}
+    assert not pending.exists()
     assert len(list(read_all(tmp_path))) == 12
 
 
@@ -321,41 +322,7 @@ async def test_nothing_of_a_commit_runs_in_the_event_loop(tmp_path: Path) -> Non
     assert [journal.read(place) for place in places] == records(3)
 
 
-def old_segment(folder: Path, *entries: AnyRecord) -> Path:
-    """A segment as earlier releases wrote it."""
-    payloads = [msgspec.msgpack.encode(entry) for entry in entries]
-    path = segment_path(folder, 0)
-    path.write_bytes(
-        b"DJL1" + b"".join(struct.pack("<2sII", b"DJ", len(p), zlib.crc32(p)) + p for p in payloads)
-    )
-    return path
-
-
-async def test_a_journal_of_an_earlier_release_is_gone_on_with_in_a_new_segment(tmp_path: Path) -> None:
-    path = old_segment(tmp_path, *records(2))
-    with path.open("ab") as file:
-        file.write(b"DJ torn")
-    journal = Journal(tmp_path)
-    found = list(journal.replay())
-    assert [record for _, record in found] == records(2)
-    assert [journal.read(place) for place, _ in found] == records(2)
-    place = journal.append(Dropped(["x"], "empty", 0))
-    await journal.commit(durable=True)
-    assert place.segment == 1
-    journal.close()
-    assert replayed(tmp_path) == [*records(2), Dropped(["x"], "empty", 0)]
-
-
-async def test_damage_in_a_segment_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
-    path = old_segment(tmp_path, *records(2))
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=r"journal-00000000.log is damaged at byte 4"):
-        replayed(tmp_path)
-
-
-async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tmp_path: Path) -> None:
+async def test_holes_after_the_last_sync_marker_are_cut_though_valid_records_follow(tmp_path: Path) -> None:
     await written(tmp_path, *records(2))
     journal = Journal(tmp_path)
     list(journal.replay())
@@ -368,7 +335,7 @@ async def test_holes_behind_the_last_mark_are_cut_though_sound_records_follow(tm
     assert segment_path(tmp_path, 0).stat().st_size == first.offset
 
 
-async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_path: Path) -> None:
+async def test_a_sync_marker_covers_what_is_on_disk_also_after_a_normal_end(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     list(journal.replay())
     for entry in records(2):
@@ -377,7 +344,7 @@ async def test_a_mark_says_how_far_the_disk_has_it_also_after_a_normal_end(tmp_p
     journal.close()
     journal.close()
     data = bytearray(segment_path(tmp_path, 0).read_bytes())
-    data[-MARK_BYTES - 1] ^= 1
+    data[-MARKER_BYTES - 1] ^= 1
     segment_path(tmp_path, 0).write_bytes(data)
     with pytest.raises(DataError, match="was on disk before a later part was written"):
         replayed(tmp_path)

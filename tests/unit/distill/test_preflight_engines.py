@@ -11,14 +11,14 @@ import pytest
 
 from distill.bench.in_memory import MemoryReplica
 from distill.config import RunConfig
-from distill.evaluation import service
+from distill.evaluation.models import build as build_evaluator
 from distill.launch import single_role as alone
 from distill.loading import validate
 from distill.preflight import checks as preflight
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.held_out import PromptSplit, longest_prompt, open_prompts
-from distill.tasks.making import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.errors import ConfigError
 from sync.wire import (
     Array,
@@ -93,7 +93,7 @@ class Evaluator:
     """The evaluator's models without its process."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._bench = service.build(config, weights=None)  # type: ignore[arg-type]
+        self._bench = build_evaluator(config, weights=None)  # type: ignore[arg-type]
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
         return self._bench.probe(request)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from distill.metrics.console import evaluation_line, step_line
-from distill.metrics.plot import _lane_label, draw, middle_window, read_lines
-from distill.metrics.results import before_and_after, longest_waits, use_of_tokens
-from distill.metrics.timeline import Span
-from distill.metrics.trackers import JsonLines, Memory, Spans, log_all
+from distill.buffer.staleness import Bound
+from distill.metrics.plot import draw, middle_window
+from distill.metrics.summary import METRICS, before_and_after, gauges, longest_waits, of_step, use_of_tokens
+from distill.metrics.timeline import Span, Timeline
+from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
+from distill.run_log.state import Rules, RunState
 from sync.errors import DataError
+from sync.jsonl import JsonLines, read_lines
+from sync.wire import StepReport, Version
+from teacher_service.client import Counters
 
 
 def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
     folder.mkdir(parents=True)
-    lines, spans = JsonLines(folder / "metrics.jsonl"), Spans(folder / "timeline.jsonl")
+    lines, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     for step in range(steps + 1):
         if step:
             figures = {"reverse_kl": 1 / step, "tokens/trained": step * 1e3, "staleness/mean": 2.0}
@@ -60,6 +66,23 @@ def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_p
         read_lines(path)
 
 
+def test_every_metric_has_a_unit_and_a_meaning() -> None:
+    state, timeline = RunState(Rules(2, Bound(1, 1))), Timeline()
+    state.counters.dropped["too_old"] = state.counters.requeued["aborted"] = 1
+    timeline.waits("r0", "trainer")
+    timeline.level("r0", "generate", 1)
+    pool = SimpleNamespace(replicas={}, serving=list)
+    teacher = SimpleNamespace(counters=Counters())
+    names = gauges(state, pool, timeline, {"t": teacher}).keys()  # type: ignore[arg-type, dict-item]
+    report = StepReport(version=Version(0, 1), metrics={}, seconds={"wait": 0.1})
+    unknown = {
+        name
+        for name in [*names, *of_step(state, report)]
+        if not any(fnmatch(name, pattern) for pattern in METRICS)
+    }
+    assert not unknown
+
+
 def test_the_window_lies_in_the_middle_of_the_training() -> None:
     spans = [{"what": "evaluate", "start": 0.0, "end": 99.0}]
     spans += [{"what": "train", "start": float(t), "end": t + 0.5} for t in range(100, 200)]
@@ -69,13 +92,13 @@ def test_the_window_lies_in_the_middle_of_the_training() -> None:
 
 
 def test_figures_go_to_every_sink_without_what_is_no_number(tmp_path: Path) -> None:
-    memory, lines = Memory(), JsonLines(tmp_path / "m.jsonl")
-    log_all([memory, lines], 3, {"a": 1, "b": None, "c": 0.5, "d": True})
-    lines.close()
-    assert memory.lines == [(3, {"a": 1.0, "c": 0.5, "d": 1.0})]
-    line = json.loads((tmp_path / "m.jsonl").read_text())
-    assert line.pop("time") > 0
-    assert line == {"step": 3, "a": 1.0, "c": 0.5, "d": 1.0}
+    sinks = [MetricsFile(tmp_path / name) for name in "mn"]
+    log_all(sinks, 3, {"a": 1, "b": None, "c": 0.5, "d": True})
+    for sink, name in zip(sinks, "mn", strict=True):
+        sink.close()
+        line = json.loads((tmp_path / name).read_text())
+        assert line.pop("time") > 0
+        assert line == {"step": 3, "a": 1.0, "c": 0.5, "d": 1.0}
 
 
 def not_json(word: str) -> float:
@@ -85,7 +108,7 @@ def not_json(word: str) -> float:
 def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_picture(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=5)
     path = tmp_path / "run" / "metrics.jsonl"
-    lines = JsonLines(path)
+    lines = MetricsFile(path)
     for figure in (math.nan, math.inf, -math.inf):
         lines.log(6, {"loss": figure, "reverse_kl": figure, "staleness/max": figure, "skipped": 1.0})
     lines.log(6, {"eval/reverse_kl": math.nan, "eval/pass_rate": 0.5})
@@ -128,7 +151,7 @@ SUMMARY = {
 }
 
 
-def test_what_became_of_the_tokens_and_who_waited_for_whom_are_one_line_each(tmp_path: Path) -> None:
+def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> None:
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
     assert longest_waits(SUMMARY) == (
         "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
@@ -137,13 +160,12 @@ def test_what_became_of_the_tokens_and_who_waited_for_whom_are_one_line_each(tmp
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
     assert draw(tmp_path / "run").is_file()
-    assert _lane_label("trainer", SUMMARY) == "trainer\nbusy 10%"
 
 
 def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    sink = JsonLines(path)
+    sink = MetricsFile(path)
     sink.log(2, {"loss": 1.0})
     sink.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]

@@ -13,8 +13,7 @@ from distill.config import RunConfig
 from distill.launch.resume import BY_CONTENT, REFUSED, TAKES_EFFECT, compare, content, decide
 from distill.launch.run_folder import RunFolder
 from distill.loading import load_run_dir, merge, validate
-from distill.prompts.held_out import split_table
-from distill.prompts.sources import TableSource
+from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError
 from sync.settings import Settings

@@ -1,4 +1,4 @@
-"""Judges of reference answers: what each accepts, how they reach a run, and which are refused before it."""
+"""Reward functions of reference answers: what each accepts, and which are refused before a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from distill.config import JsonlPrompts
 from distill.loading import validate
-from distill.prompts.held_out import PromptSplit, open_prompts
 from distill.prompts.rewards import load_reward_fn
+from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 
@@ -51,7 +51,7 @@ def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> Promp
     return open_prompts(config, Letters(), 64)
 
 
-def judged(name: str, answer: str, completion: str) -> float:
+def rewarded(name: str, answer: str, completion: str) -> float:
     config = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
     reward_fn = load_reward_fn(config, Letters())
     assert reward_fn is not None
@@ -75,11 +75,11 @@ def judged(name: str, answer: str, completion: str) -> float:
     ],
 )
 def test_an_answer_is_right_or_wrong(name: str, answer: str, right: str, wrong: str) -> None:
-    assert judged(name, answer, right) == 1.0
-    assert judged(name, answer, wrong) == 0.0
+    assert rewarded(name, answer, right) == 1.0
+    assert rewarded(name, answer, wrong) == 0.0
 
 
-def test_rows_with_a_judge_are_judged_and_rows_without_one_are_not(tmp_path: Path) -> None:
+def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "gold": i + 1} for i in range(30)]
     split = open_rows(tmp_path, rows, answer_field="gold", reward_fn="number")
     assert split.reward_fn is not None
@@ -128,7 +128,7 @@ def half(prompt: Prompt, completion: str) -> np.float32:
 
 
 def test_a_number_of_numpys_is_a_number() -> None:
-    assert judged(f"{__name__}:half", "x", "y") == 0.5
+    assert rewarded(f"{__name__}:half", "x", "y") == 0.5
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_a_number_of_numpys_is_a_number() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_a_judge_that_cannot_be_used_is_refused_with_the_prompts(
+def test_a_reward_function_that_cannot_be_used_is_refused_with_the_prompts(
     tmp_path: Path, reward_fn: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_rows(tmp_path, [{"prompt": "a"}], reward_fn=reward_fn)
 
 
-def test_a_judge_that_fails_later_is_named_with_what_it_failed_on() -> None:
+def test_a_reward_function_that_fails_later_is_named_with_its_input() -> None:
     with pytest.raises(DataError, match=r"only_short' raised KeyError \('long'\) for prompt 1, .*'abc'"):
-        judged(f"{__name__}:only_short", "x", "abc")
+        rewarded(f"{__name__}:only_short", "x", "abc")
 
 
 @pytest.mark.parametrize(

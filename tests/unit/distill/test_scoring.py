@@ -16,8 +16,8 @@ from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt
 from distill.rollout.bad_answers import Trust
 from distill.run_log.records import Rollout
-from distill.run_log.soundness import Soundness
 from distill.run_log.state import PendingPrompt
+from distill.run_log.validation import Validator
 from distill.scoring.scorer import PendingScore, Scoring
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
@@ -62,7 +62,7 @@ class Bench:
         self.scoring = Scoring(
             teachers,
             more.pop("route", lambda source: "t"),
-            Soundness(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want),
+            Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want),
             batch,
             scored=self._scored,
             refused=self._refused,

@@ -7,8 +7,16 @@ import pytest
 
 from distill.tasks import TaskPrompt, load, spellings
 from distill.tasks.sort_letters import is_held_out
-from distill.tasks.spellings import EOS_ID, FIRST_LETTER_ID, LETTERS, SHARES, SPELLINGS, VOCABULARY
-from distill.tasks.spellings_making import TOKEN_PATTERN, _spelled
+from distill.tasks.spellings import (
+    EOS_ID,
+    FIRST_LETTER_ID,
+    LETTERS,
+    SHARES,
+    SPELLINGS,
+    TOKEN_PATTERN,
+    VOCABULARY,
+    _spelled,
+)
 from distill.tasks.teaching import make_tokenizer
 
 TASK = spellings.make()
@@ -18,7 +26,7 @@ def ids(text: str) -> list[int]:
     return [VOCABULARY.index(word) for word in text.split()]
 
 
-def judged(prompt: str, completion: str) -> bool:
+def passes(prompt: str, completion: str) -> bool:
     return TASK.passes(TaskPrompt("".join(prompt.split())), ids(completion))
 
 
@@ -31,7 +39,7 @@ def test_the_vocabulary_is_as_large_as_promised() -> None:
     ["b0 d3 k79 z1 <eos>", "z1 b0 k5 d3 <eos>", "b40 z0 d0 k0 <eos>", "z79 k79 d79 b79 <eos>"],
 )
 def test_any_spelling_of_any_right_order_passes(completion: str) -> None:
-    assert judged("k4 d0 z1 b2 >", completion)
+    assert passes("k4 d0 z1 b2 >", completion)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_any_spelling_of_any_right_order_passes(completion: str) -> None:
     ],
 )
 def test_anything_but_the_answer_fails(completion: str, why: str) -> None:
-    assert not judged("k4 d0 z1 b2 >", completion), why
+    assert not passes("k4 d0 z1 b2 >", completion), why
 
 
 def test_prompts_are_pure_functions_of_seed_and_index_and_never_held_out() -> None:
@@ -65,7 +73,7 @@ def test_prompts_are_pure_functions_of_seed_and_index_and_never_held_out() -> No
     assert is_held_out("".join(character for character in held_out.text if character in LETTERS) + ">")
 
 
-def test_the_tokenizer_reads_what_the_task_writes() -> None:
+def test_the_tokenizer_encodes_the_prompts_of_the_task() -> None:
     tokenizer = make_tokenizer(VOCABULARY, TOKEN_PATTERN, "<eos>", "<pad>")
     prompt = TASK.prompt(0, 0)
     assert tokenizer(prompt.text)["input_ids"] == list(prompt.token_ids or ())

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from distill.cli.main import main
+from distill.cli.weight_identity import prompt_scores
 from distill.loading import load
-from distill.proof import prompt_scores
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
 from sync.stores.directory import DirectoryStore
@@ -126,8 +126,6 @@ async def test_a_server_that_is_no_replica_is_named() -> None:
     async with serving(app, bound):
         with pytest.raises(RemoteError, match=r"/shut/v1/models answered 403: .*go away"):
             await prompt_scores(f"{url}/shut", None, [[1]])
-        with pytest.raises(RemoteError, match=r"otherwise than vLLM's server does \(KeyError: 'data'\)"):
-            await prompt_scores(url, None, [[1]])
 
 
 async def test_a_wrong_address_is_named() -> None:

@@ -12,11 +12,10 @@ import pytest
 
 from distill import tasks
 from distill.loading import validate
-from distill.prompts.held_out import open_prompts
+from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
-from distill.tasks.making import letter_tokenizer
-from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out
+from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out, letter_tokenizer
 from sync.errors import ConfigError, DataError
 
 
@@ -88,8 +87,6 @@ def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -
 
 
 def test_the_tokenizer_gives_one_token_a_character_and_adds_none() -> None:
-    from distill.tasks.making import letter_tokenizer
-
     tokenizer = letter_tokenizer()
     assert tokenizer.encode("kdz>") == ids("kdz>", end=False)
     assert tokenizer.decode(ids("kdz")) == "kdz<eos>"

@@ -64,7 +64,7 @@ def test_start_up_can_be_left_out() -> None:
     assert timeline.busy_seconds() == {"student": 2.0}
 
 
-def test_who_waits_for_whom_is_summed_until_now() -> None:
+def test_blocked_time_is_summed_until_now() -> None:
     now = [100.0]
     timeline = Timeline(clock=lambda: now[0])
     for seconds, whom in [

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from small_disk import mounted
 
 from distill.bench.faults import fill, free
-from distill.metrics.trackers import Lines
 from sync import durable as room
 from sync.durable import append, is_full, until_disk_space
+from sync.jsonl import JsonLines
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import read_latest
@@ -59,13 +59,13 @@ def test_a_line_is_appended_whole_or_not_at_all(small: Path) -> None:
 
 
 def test_lines_that_found_no_room_come_with_the_next_one(small: Path) -> None:
-    lines = Lines(small / "lines")
+    lines = JsonLines(small / "lines")
     fill(small)
     lines.write("one")
     free(small)
     lines.write("two")
     lines.close()
-    assert (small / "lines").read_text() == "one\ntwo\n"
+    assert (small / "lines").read_text() == '"one"\n"two"\n'
 
 
 def test_a_publisher_waits_for_room_and_says_so_once(

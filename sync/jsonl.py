@@ -1,0 +1,59 @@
+"""JSONL files: appended by whole lines, read back without what a crash tore."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sync.durable import append
+from sync.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class JsonLines:
+    """Appends one JSON value a line; a last line that a crash tore is removed. Not finite floats become null.
+
+    What a full disk refuses is kept and written with the next line; what it still refuses at the end is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._pending = path, b""
+        if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+    def write(self, value: Any) -> None:
+        """Append a value that msgspec can encode."""
+        self._pending += msgspec.json.encode(value) + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._pending and append(self._path, self._pending):
+            self._pending = b""
+
+    def close(self) -> None:
+        """Try for the last time to write what is pending."""
+        self._flush()
+        if self._pending:
+            log.error("disk full: %d bytes of %s are lost", len(self._pending), self._path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSONL file, without a torn last line; empty when there is no file.
+
+    Raises DataError for any other line that is not JSON.
+    """
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise DataError(f"{path}:{number}: not JSON: the file was altered") from None
+    return found
