@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config import RunConfig
+from distill.loading import sections
 from sync.settings import Settings
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -40,7 +41,7 @@ def _section(name: str, field: FieldInfo) -> list[str]:
     title = (
         f"[teachers.NAME]{chr(10)}{chr(10)}One such section for each teacher." if name == "teachers" else None
     )
-    choices = _settings_in(field.annotation)
+    choices = sections(field.annotation)
     parts = [f"## {title or f'[{name}]'}", ""]
     if len(choices) > 1:
         left_out = "Required" if field.is_required() else f"Left out: {_default(field)}"
@@ -61,7 +62,7 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
     for name, field in section.model_fields.items():
         if name == "type":
             continue
-        inner = _settings_in(field.annotation)
+        inner = sections(field.annotation)
         kind = " or ".join(f"`[{prefix}.{name}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
         rows.append(f"| `{name}` | {kind} | {_default(field)} | {_cell(field.description or '')} |")
         for choice in inner:
@@ -73,15 +74,6 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
             table = _table(choice, f"{prefix}.{name}", shown)
             nested += ["", f"### [{prefix}.{name}]{suffix}", "", _summary(choice), "", *table]
     return rows + nested
-
-
-def _settings_in(annotation: Any) -> list[type[Settings]]:
-    """The configuration classes that an annotation admits."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    if get_origin(annotation) is Literal:
-        return []
-    return [found for part in get_args(annotation) for found in _settings_in(part)]
 
 
 def _type(annotation: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def force(path: Path) -> None:
@@ -39,3 +41,8 @@ def write(path: Path, data: bytes, mode: int = 0o666) -> None:
         file.flush()
         os.fsync(handle)
     rename(pending, path)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """`write` a value as indented JSON."""
+    write(path, json.dumps(value, indent=2).encode() + b"\n", mode)

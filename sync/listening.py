@@ -50,7 +50,7 @@ def bind_alone(host: str, port: int) -> socket.socket:
 
 
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that nobody else listens on; see `distill.launch.ports`.
+    """A socket to listen with, on a port that nobody else listens on; see `distill.launch.roles.Ports`.
 
     Raises ConfigError when somebody does.
     """

@@ -14,7 +14,7 @@ import yaml
 
 from distill.cli.main import app
 from distill.config import RunConfig
-from distill.launch.single_role import check_all_joined
+from distill.launch.roles import check_all_joined
 from distill.loading import load
 from student_trainer.config import TrainerConfig
 from sync.replica.config import ReplicaConfig

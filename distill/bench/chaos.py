@@ -35,7 +35,7 @@ from typing import Any
 from distill import quickstart
 from distill.bench.full_disk import keep, mount
 from distill.bench.kill_target import CONTROLLER, KillTarget, kind_of
-from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
+from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
 from distill.metrics.plot import read_lines

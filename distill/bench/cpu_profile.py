@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from distill.launch.process_tree import descendants, role_processes
+from distill.bench.process_tree import descendants, role_processes
 from sync.errors import DistillError
 
 CONTROLLER = "controller"

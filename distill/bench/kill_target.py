@@ -22,16 +22,16 @@ import httpx
 import psutil
 
 from distill.bench.full_disk import fill, free
-from distill.bench.relays import CUT, FAULTS, MALFORMED
-from distill.launch.process_tree import (
+from distill.bench.process_tree import (
     DEEPSPEED,
     ENGINE_OF,
     descendants,
-    guarded_role,
     helpers,
     lives,
     role_processes,
 )
+from distill.bench.relays import CUT, FAULTS, MALFORMED
+from distill.launch.guardian import guarded_role
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
 from sync.errors import DistillError

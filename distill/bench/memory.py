@@ -60,8 +60,8 @@ def run(
 
     `free`: bytes of free memory to reckon with; None: what the machine says.
     """
-    from distill.launch.run_folder import write_json
     from distill.metrics.results import versions
+    from sync.durable import write_json
 
     base = Case("full", "sampled", tokens, vocabulary, hidden, 0, device, threads)  # type: ignore[arg-type]
     reach = fitting_tokens(tokens, vocabulary, _free_bytes(device) if free is None else free)

@@ -52,7 +52,7 @@ def run(
 
     from distill.bench.objective_figure import draw, draw_lags
     from distill.bench.toy import open_world
-    from distill.launch.run_folder import write_json
+    from sync.durable import write_json
 
     _check(objectives, seeds, lags)
     torch.set_num_threads(1)  # two that spin for shared cores cost more than they bring

@@ -91,7 +91,7 @@ def run(
     Raises ConfigError for too few steps, DistillError when a run fails.
     """
     from distill.bench.pipeline_figure import draw
-    from distill.launch.run_folder import write_json
+    from sync.durable import write_json
 
     if steps < SETTLED + 2:
         raise ConfigError(f"{steps} steps: {SETTLED} are not counted, ask for {SETTLED + 2} or more")
@@ -199,7 +199,7 @@ def rise(lines: Sequence[Mapping[str, float]], name: str) -> float:
 def evaluated(run_dir: Path, last: int) -> list[CurvePoint]:
     """Every EVERYth version of a finished run, and its last one."""
     from distill.evaluation.service import follow
-    from distill.preflight.machine import claim_of
+    from distill.launch.run import claim_of
 
     config = load_run_dir(run_dir)
     return curve_points(config, follow(config, claim_of(config)), [*range(0, last, EVERY), last])

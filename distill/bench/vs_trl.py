@@ -103,7 +103,7 @@ def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) 
 
     Raises DistillError when the environment cannot be made or a run fails.
     """
-    from distill.launch.run_folder import write_json
+    from sync.durable import write_json
 
     folder = folder.absolute()
     python = environment(folder / "trl")
@@ -283,7 +283,7 @@ def faster_precision(python: Path, folder: Path, size: Size) -> str:
 
 def job(config: RunConfig, output: Path, steps: int, precision: str) -> dict[str, Any]:
     """What `trl_peer` is told: models, prompts in our order, and our optimizer's numbers."""
-    from distill.preflight.checks import longest_sequence
+    from distill.models import longest_sequence
     from distill.prompts.held_out import open_prompts
     from distill.prompts.stream import PromptStream
     from teacher_service.describe import load_tokenizer

@@ -30,9 +30,8 @@ from starlette.routing import Route
 
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.schedule import score
-from distill.launch.roles import followed
-from distill.launch.run_folder import write_json
 from sync.claims import Claim
+from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
 from sync.guard import RunGuard
 from sync.listening import serve_app
@@ -174,7 +173,7 @@ def build(config: RunConfig, weights: Weights, tails: int = 0) -> Bench:
 
 
 def _prompts(config: RunConfig, tokenizer: Any) -> PromptSplit:
-    from distill.preflight.checks import longest_sequence
+    from distill.models import longest_sequence
     from distill.prompts.held_out import NOTHING_HELD_OUT, open_prompts
 
     split = open_prompts(config, tokenizer, longest_sequence(config))
@@ -285,4 +284,4 @@ def follow(config: RunConfig, claim: Claim) -> Subscriber:
             f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
             'set weights.transport = "snapshot", or evaluation = false'
         )
-    return Subscriber(followed(config, "evaluator"), claim)
+    return Subscriber(config.subscriber("evaluator"), claim)

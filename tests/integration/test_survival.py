@@ -15,7 +15,7 @@ import pytest
 from tiny_run import BATCH, CHECKPOINT_EVERY, NAME, command
 
 from distill.bench.kill_target import KillTarget
-from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
+from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.records import LineageOpened

@@ -26,8 +26,7 @@ import numpy as np
 from distill.bench.sync.models import CONTEXT, LARGE, RUN, TOY, Kind, Shape, Versions, make, make_adapter
 from distill.config import StudentConfig
 from distill.launch import student
-from distill.launch.ports import Ports
-from distill.launch.roles import url_of
+from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from sync.errors import DistillError
 from sync.replica.config import ReplicaConfig

@@ -20,7 +20,7 @@ from distill.bench.sync import codec, replica, whole_run
 from distill.bench.sync import transports as transports
 from distill.bench.sync.picture import draw
 from distill.bench.sync.report import table
-from distill.launch.run_folder import write_json
+from sync.durable import write_json
 from sync.errors import ConfigError
 
 __all__ = ["PARTS", "run", "table"]

@@ -167,7 +167,7 @@ async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
     caught(await probes.not_shifted(shifted(by), SEQUENCES[0], V, 0.0), says)
     plain = await probes.scores(teacher(), SEQUENCES)
     wrong = probes.equals_plain(await probes.scores(shifted(by), SEQUENCES), plain, 1e-3)
-    caught(wrong, "the marks are right but stand one position too " + says.rpartition(" ")[2])
+    caught(wrong, "the scores are right but stand one position too " + says.rpartition(" ")[2])
 
 
 async def test_a_uniform_teacher_is_caught() -> None:
@@ -183,13 +183,13 @@ async def test_a_truncated_context_is_caught(seen: int) -> None:
 
 async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
     finding, noise = await probes.repeatable(in_company(), SEQUENCES, 1e-3)
-    caught(finding, "marked otherwise in company than alone")
+    caught(finding, "scored differently in a batch than alone")
     assert noise == pytest.approx(0.1, abs=1e-5)
 
 
 async def test_a_teacher_that_returns_fewer_marks_than_tokens_is_caught() -> None:
     finding, _ = await probes.repeatable(changed(lambda scores: scores[1:]), SEQUENCES, 1e-3)
-    caught(finding, "[7, 7, 7, 7] marks for [8, 8, 8, 8] tokens")
+    caught(finding, "[7, 7, 7, 7] scores for [8, 8, 8, 8] tokens")
 
 
 async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
@@ -283,7 +283,7 @@ def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
 
     found = objective_figures(truncated, STUDENT, TEACHER, TOKENS, 5)
     assert found.self_loss < 1e-6
-    caught(probes.self_teacher(found.self_loss, found.self_gradient), "does not rest at the teacher")
+    caught(probes.self_teacher(found.self_loss, found.self_gradient), "minimum is not at the teacher")
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------

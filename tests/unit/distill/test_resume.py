@@ -10,8 +10,15 @@ from typing import Any, get_args
 import pytest
 
 from distill.config import RunConfig
-from distill.launch.resume import BY_CONTENT, REFUSED, TAKES_EFFECT, compare, content, decide
-from distill.launch.run_folder import RunFolder
+from distill.launch.run_folder import (
+    BY_CONTENT,
+    REFUSED,
+    TAKES_EFFECT,
+    RunFolder,
+    compare,
+    content,
+    decide,
+)
 from distill.loading import load_run_dir, merge, validate
 from distill.prompts.held_out import split_table
 from distill.prompts.sources import TableSource
@@ -66,7 +73,7 @@ def test_every_field_of_the_configuration_is_decided_about_once() -> None:
     known = set().union(*tables)
     assert sum(map(len, tables)) == len(known), "a key is in two tables"
     sections = {"teachers.*", "evaluation", "trainer.lora", "objective.task"}
-    assert declared - known == set(), "decide in distill/launch/resume.py what a resume does with these"
+    assert declared - known == set(), "decide in distill/launch/run_folder.py what a resume does with these"
     assert {key for key in known - declared - sections if not key.startswith("content.")} == set()
 
 
