@@ -1,8 +1,7 @@
 """A run's folder: its lock, its recorded configuration, and what of that may change on `--resume`.
 
-A test holds the tables of keys complete. A changed key takes effect, or is refused, or is judged by its
-content: prompts, held-out prompts and DeepSpeed's configuration are compared themselves (`content`), wherever
-they come from. `*`: a teacher's name.
+A changed key takes effect, or is refused, or is judged by its content: prompts, held-out prompts and
+DeepSpeed's configuration are compared themselves (`content`), wherever they come from.
 """
 
 from __future__ import annotations
@@ -67,10 +66,9 @@ class RunFolder:
         return folder
 
     def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
-        """Write config.json, an earlier one that differs kept as config.N.json; a line for every change.
+        """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
 
-        `content`: see the function. Raises ConfigError, and writes nothing, when a resumed
-        run must not change so.
+        Raises ConfigError, and writes nothing, when a resumed run must not change so.
         """
         path, lines = self.path / "config.json", []
         record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
@@ -145,74 +143,49 @@ def _take_lock(path: Path) -> IO[str]:
 
 # --- resume
 
-
-def _keys(names: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(f"{section}.{name}" for section, all_ in names.items() for name in all_.split())
-
-
-TAKES_EFFECT: Final = _keys(
-    {
-        "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
-        "min_free_disk_gib",
-        "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
-        "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
-        "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
-        "idle_unload_seconds",
-        "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
-        "on_max_tokens max_attempts",
-        "buffer": "max_staleness order score_batch fsync",
-        "buffer.late": "type seconds hard_limit half_life",
-        "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
-        "repeats bad_answers",
-        "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
-        "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
-        "keep_checkpoints threads init_timeout_seconds",
-        "content": "deepspeed",
-        "weights": "transport publish_every anchor_share keep_anchors codec kv_on_swap timeout_seconds",
-        "weights.store": "type path bucket prefix create url options",
-        "evaluation": "every batch metric patience threads device",
-        "evaluation.placement": "urls host port devices env",
-        "preflight": "sequences score_tolerance mismatch_tolerance longest",
-        "tracking": "wandb project entity tags",
-        "controller": "host port url trainer",
-    }
-)
-BY_CONTENT: Final = frozenset({"evaluation"}) | _keys(
-    {
-        "student": "chat_template",
-        "prompts": "type path field source_field answer_field template name split revision",
-        "trainer": "deepspeed overrides",
-        "evaluation": "prompts",
-    }
-)
-_REASONS: Final[dict[str, dict[str, str]]] = {
-    "the journal's rollouts and the order of the prompts depend on it": {
-        "run": "name seed",
-        "rollout": "per_prompt batch",
-    },
-    "the checkpoint was trained from it": {"student": "path revision"},
-    "rollouts in the journal were scored by it": {
-        "teachers": "*",
-        "teachers.*": "path revision chat_template follow_student_every route route_by prompt_transform",
-    },
-    "rewards in the journal were given by it": {"prompts": "reward_fn task options"},
-    "rollouts in the journal were sampled and cut by it, and evaluations are compared at it": {
-        "rollout": "max_tokens temperature top_p stop_token_ids"
-    },
-    "it is what the weights so far were optimised for": {
-        "objective": "type k beta alpha coefficient teacher_coefficients rho_cap drop_rho_outside discount "
-        "on_policy max_supervised_tokens teacher_temperature task",
-        "objective.task": "baseline rho_cap",
-    },
-    "weights and optimizer in the checkpoint have that form": {
-        "trainer": "lora",
-        "trainer.lora": "rank alpha dropout target_modules",
-        "content.deepspeed": "optimizer.type bf16 fp16",
-    },
-    "other prompts would be trained on, some of them held out or trained on before": {"content": "prompts"},
-    "evaluations before and after would use different prompts": {"content": "held_out"},
+_TAKES_EFFECT: Final = {
+    "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
+    "min_free_disk_gib",
+    "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
+    "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
+    "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
+    "idle_unload_seconds",
+    "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
+    "on_max_tokens max_attempts",
+    "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
+    "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
+    "keep_checkpoints threads init_timeout_seconds",
+    "evaluation": "every batch metric patience threads device placement",
+    "content": "deepspeed",
 }
-REFUSED: Final = {key: reason for reason, names in _REASONS.items() for key in _keys(names)}
+_SAME_CONTENT: Final = {
+    "student": "chat_template",
+    "prompts": "type path field source_field answer_field template name split revision",
+    "trainer": "deepspeed overrides",
+    "evaluation": "prompts",
+}
+_FORM: Final = "weights and optimizer in the checkpoint have that form"
+_REFUSED: Final = {
+    "run": "the journal's rollouts and the order of the prompts depend on it",
+    "student": "the checkpoint was trained from it",
+    "teachers": "rollouts in the journal were scored by it",
+    "prompts": "rewards in the journal were given by it",
+    "rollout": "rollouts in the journal were sampled by it, and evaluations are compared at it",
+    "objective": "the weights so far were optimised for it",
+    "trainer": _FORM,
+    **{f"content.deepspeed.{key}": _FORM for key in ("optimizer.type", "bf16", "fp16")},
+    "content.prompts": "other prompts would be trained on, some of them held out or trained on before",
+    "content.held_out": "evaluations before and after would use different prompts",
+}
+DECISIONS: Final = {
+    **{f"{part}.{name}": "takes effect" for part, names in _TAKES_EFFECT.items() for name in names.split()},
+    **{f"{part}.{name}": "same content" for part, names in _SAME_CONTENT.items() for name in names.split()},
+    **{key: f"refused: {reason}" for key, reason in _REFUSED.items()},
+    **dict.fromkeys(("buffer", "guard", "weights", "preflight", "tracking", "controller"), "takes effect"),
+    "evaluation": "same content",
+}
+"""Key, or section, → what a resume does with a change of it. The nearest key decides, so that a key which is
+not listed is refused with its section. `*`: a teacher's name."""
 
 
 def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
@@ -243,13 +216,11 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     lines, refused = [], []
     for path, old, new in _differences(before, now):
-        key, decision = ".".join(path).removeprefix("content."), decide(path)
-        reason = REFUSED.get(decision)
-        if path[0] == "content" and path[1:] in (("prompts",), ("held_out",)) and None in (old, new):
+        if path in (("content", "prompts"), ("content", "held_out")) and None in (old, new):
             continue
-        said = "takes effect" if decision in TAKES_EFFECT else "same content"
-        line = f"{key}: {old!s:.80} -> {new!s:.80}"
-        refused.append(f"{line} (refused: {reason})") if reason else lines.append(f"{line} ({said})")
+        decision = decide(path)
+        line = f"{'.'.join(path).removeprefix('content.')}: {old!s:.80} -> {new!s:.80} ({decision})"
+        (refused if decision.startswith("refused") else lines).append(line)
     if refused:
         raise ConfigError(
             "\n".join(["the run cannot be resumed with these changes:", *refused])
@@ -259,13 +230,12 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def decide(path: tuple[str, ...]) -> str:
-    """The key of the tables that decides about a changed one: itself, or what it is inside of."""
+    """What a resume does with a change of the key at `path`: one of DECISIONS."""
     parts = [*path[:1], "*", *path[2:]] if path[0] == "teachers" else [*path]
-    for length in range(len(parts), 0, -1):
-        key = ".".join(parts[:length])
-        if key in TAKES_EFFECT or key in BY_CONTENT or key in REFUSED:
-            return key
-    raise AssertionError(f"{'.'.join(path)} is in none of the tables")
+    keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(
+        (DECISIONS[key] for key in keys if key in DECISIONS), "refused: the run's records depend on it"
+    )
 
 
 def _differences(
