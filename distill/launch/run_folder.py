@@ -214,7 +214,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     What one record lacks (a newer field, prompts without an evaluator) is not compared with the other's.
     """
-    lines, refused = [], []
+    lines: list[str] = []
+    refused: list[str] = []
     for path, old, new in _differences(before, now):
         if path in (("content", "prompts"), ("content", "held_out")) and None in (old, new):
             continue

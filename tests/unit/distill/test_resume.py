@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from distill.config import RunConfig
+from distill.launch.run import run
 from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, decide
 from distill.loading import load_run_dir, merge, validate
 from distill.prompts.held_out import split_table
@@ -200,3 +204,24 @@ def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
         folder.keep(other, given)
     assert (tmp_path / "x/config.json").read_text() == before
     assert not (tmp_path / "x/config.2.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("summary", "steps"),
+    [({"completed": False, "steps": 2}, 3), ({"problems": ["x"]}, 3), ({"error": "x"}, 3), ({}, 4)],
+    ids=["stopped", "ended with a problem", "failed", "more steps are wanted"],
+)
+def test_a_finished_run_is_complete_and_any_other_goes_on(
+    tmp_path: Path, summary: dict[str, Any], steps: int
+) -> None:
+    finished = {"completed": True, "steps": 3, "problems": [], "error": None}
+    missing, said = {"path": str(tmp_path / "none")}, io.StringIO()
+    made = config(tmp_path, run={"steps": steps}, student=missing)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished | summary))
+    with pytest.raises(ConfigError, match="does not exist"):
+        asyncio.run(run(made, resume=True))
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished))
+    done = run(config(tmp_path), resume=True, console=Console(file=said, width=200))
+    assert asyncio.run(done) == finished
+    assert "already complete: 3 steps; raise run.steps to train on" in said.getvalue()
