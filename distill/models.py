@@ -52,13 +52,13 @@ def student_limit(config: RunConfig) -> int:
     Raises ConfigError for a max-model-len that is no number.
     """
     own = context_length(config.student)
-    asked = config.student.flags().get("max-model-len", own)
-    if not isinstance(asked, int):
+    given = config.student.flags().get("max-model-len", own)
+    if not isinstance(given, int):
         raise ConfigError(
-            f"student.engine_args has max-model-len = {asked!r}, and prompts are measured against it: write "
+            f"student.engine_args has max-model-len = {given!r}, and prompts are measured against it: write "
             "the number of tokens"
         )
-    return min(own, asked) if asked > 0 else own
+    return min(own, given) if given > 0 else own
 
 
 def longest_sequence(config: RunConfig) -> int:

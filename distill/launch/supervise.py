@@ -131,7 +131,7 @@ class Child:
         return self.phase is Phase.ENDED
 
     @property
-    def startable(self) -> bool:
+    def restartable(self) -> bool:
         """Whether another start may help: after a kill, on a taken port, or when it had reported for work."""
         reported = self.spec.url is None and self.spec.joined()
         taken = _PORT_TAKEN.search(_text(self.log_path, self._log_begins))
@@ -159,7 +159,7 @@ class Child:
 class Supervisor:
     """All child processes of a launcher.
 
-    `restarts`: deaths that are mended, all children together. `first_pause`: seconds between a child's first
+    `restarts`: most restarts, all children together. `first_pause`: seconds between a child's first
     death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `health_seconds`:
     /health without an answer for so long means that a server that answered before hangs; 0: never.
     """
@@ -318,8 +318,8 @@ class Supervisor:
         )
 
     async def _restart(self, child: Child) -> None:
-        """Pause and start again. Raises ChildFailed when the death is not to be mended."""
-        if self._deadline is not None and not child.startable:
+        """Pause and start again. Raises ChildFailed when the run must end instead."""
+        if self._deadline is not None and not child.restartable:
             raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
         pause = self._spend(child)
         child.spec.died()

@@ -44,8 +44,8 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding for a terminal."""
-        mark = "ok    " if self.problem is None else "FAILED"
-        return f"{mark} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
+        verdict = "ok    " if self.problem is None else "FAILED"
+        return f"{verdict} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
 
 
 def _finding(check: str, passed: bool, figure: str, problem: str) -> Finding:
@@ -182,7 +182,7 @@ async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: 
         first == place,
         f"token {place} of {count} was replaced, the first score that changes is {first}",
         f"scores stand {abs(first - place)} position(s) too {side}, so every token would be credited with "
-        "another's: mend the teacher; score t must be log q of token t given the tokens before it",
+        "another's: fix the teacher; score t must be log q of token t given the tokens before it",
     )
 
 
@@ -271,7 +271,7 @@ def scores_match(gap: float, tolerance: float) -> Finding:
         gap <= tolerance,
         f"mean difference {gap:.2g} nats of at most {tolerance:g}",
         "hidden states or top-k of the teacher do not belong to its sampled log-probabilities: they are "
-        "shifted, or its head is another one; mend the teacher, or set wire_dtype to float32",
+        "shifted, or its head is another one; fix the teacher, or set wire_dtype to float32",
     )
 
 

@@ -1,4 +1,4 @@
-"""Preflight over tiny real models in this process: what is asked of whom, and that one failure stops all."""
+"""Preflight over tiny real models in this process: which checks run, and that one failure stops all."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
     ]  # fmt: skip
 
 
-async def test_another_vocabulary_is_said_before_any_score_is_asked_for(models: Path) -> None:
+async def test_another_vocabulary_is_reported_before_any_score_is_requested(models: Path) -> None:
     config = configure(models)
     stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
     said = await findings(config, live.Engines({"t": stranger}, Evaluator(config)))

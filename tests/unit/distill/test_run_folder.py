@@ -1,4 +1,4 @@
-"""Who may use a run's folder, what is written into it, and which ports are handed out."""
+"""The lock and the records of a run's folder, and the ports that a launcher hands out."""
 
 from __future__ import annotations
 
