@@ -302,33 +302,19 @@ class RunConfig(Settings):
     """A whole run."""
 
     run: RunConfigSection
-    """Name, length and supervision."""
     student: StudentConfig
-    """Model that is trained, and replicas that generate with it."""
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
-    """Models that score, by name."""
     prompts: PromptsConfig
-    """Source of the prompts."""
     rollout: RolloutConfig
-    """Sampling of completions."""
     buffer: BufferConfig = BufferConfig()
-    """Staleness, order and durability of rollouts."""
     objective: ObjectiveConfig = Full()
-    """Loss."""
     guard: GuardConfig = GuardConfig()
-    """Limits that stop a diverging run."""
     trainer: TrainerSettings
-    """Optimizer, ranks and checkpoints."""
     weights: WeightsConfig = WeightsConfig()
-    """Transport of new versions to the replicas."""
     evaluation: EvaluationConfig | None = EvaluationConfig()
-    """Held-out evaluation; `evaluation = false`: none."""
     preflight: PreflightConfig = PreflightConfig()
-    """Tolerances of the checks before training."""
     tracking: TrackingConfig = TrackingConfig()
-    """Weights & Biases."""
     controller: ControllerConfig = ControllerConfig()
-    """Address of the controller."""
 
     @property
     def run_dir(self) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
@@ -109,6 +110,13 @@ def sections(annotation: Any) -> list[type[Settings]]:
     return [found for part in get_args(annotation) for found in sections(part)]
 
 
+def summary(section: type[Settings]) -> str:
+    """What a section is for: its docstring without the leading "[name]: "."""
+    text = " ".join((section.__doc__ or "").split())
+    said = text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
+    return said[0].upper() + said[1:]
+
+
 def _explain(detail: ErrorDetails) -> str:
     """One problem: the key as it stands in the file, the value, the rule, and the key's documentation."""
     *place, last = map(str, detail["loc"] or ("",))
@@ -116,12 +124,19 @@ def _explain(detail: ErrorDetails) -> str:
     key, field = ".".join([*keys, last]), section.model_fields.get(last) if section else None
     if detail["type"] == "extra_forbidden" and section:
         return f"{key} is not a known key{_nearest(last, section)}"
-    about = (field.description or "").split("\n\n")[0].replace("\n", " ").rstrip(".") if field else ""
+    about = _about(field) if field else ""
     if detail["type"] == "missing":
         return f"{key} is missing: {about or 'it has no default'}"
     given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
     rule = detail["msg"].removeprefix("Value error, ")
     return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}" + (f" ({about})" if about else "")
+
+
+def _about(field: FieldInfo) -> str:
+    """What a key is for, in a line; of a section, what it is for."""
+    inner = sections(field.annotation)
+    text = field.description or (summary(inner[0]) if len(inner) == 1 else "")
+    return text.split("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
 def _nearest(key: str, section: type[Settings]) -> str:

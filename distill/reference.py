@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config import RunConfig
-from distill.loading import sections
+from distill.loading import sections, summary
 from sync.settings import Settings
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -50,7 +50,7 @@ def _section(name: str, field: FieldInfo) -> list[str]:
         kind = choice.model_fields.get("type")
         if kind is not None and len(choices) > 1:
             parts += [f"### type = {_literal(kind)}", ""]
-        parts += [_summary(choice), "", *_table(choice, name, shown), ""]
+        parts += [summary(choice), "", *_table(choice, name, shown), ""]
     return parts
 
 
@@ -71,7 +71,7 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
             tag = choice.model_fields.get("type")
             suffix = f", type = {_literal(tag)}" if tag is not None else ""
             table = _table(choice, f"{prefix}.{name}", shown)
-            nested += ["", f"### [{prefix}.{name}]{suffix}", "", _summary(choice), "", *table]
+            nested += ["", f"### [{prefix}.{name}]{suffix}", "", summary(choice), "", *table]
     return rows + nested
 
 
@@ -108,12 +108,6 @@ def _default(field: FieldInfo) -> str:
             return f'type = "{kind}"' if kind else "its defaults"
         case default:
             return f"`{json.dumps(default, default=str)}`"
-
-
-def _summary(section: type[Settings]) -> str:
-    text = " ".join((section.__doc__ or "").split())
-    said = text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
-    return said[0].upper() + said[1:]
 
 
 def _cell(text: str) -> str:

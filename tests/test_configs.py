@@ -58,7 +58,7 @@ def test_every_field_of_every_section_says_what_it_is() -> None:
     assert {RunConfig, TrainerConfig, ReplicaConfig} <= classes
     silent = [
         f"{one.__name__}.{name}"
-        for one in classes
+        for one in classes - {RunConfig}  # its fields are sections, and their classes say what they are
         for name, field in one.model_fields.items()
         if name != "type" and not field.description
     ]
