@@ -69,11 +69,10 @@ def quickstart(
     """Make two tiny models, distil one into the other on this machine's CPU, and show the result."""
     from distill import quickstart as steps
 
-    console = Console()
-    config, making = steps.prepare(seed, overrides, console)
+    config, making = steps.prepare(seed, overrides, Console())
     if not resume:
         steps.make_room(config)
-    _run(config, resume, console, {"making": making}, json_file)
+    _run(config, resume, json_file, {"making": making})
 
 
 @app.command(rich_help_panel=RUNS)
@@ -82,7 +81,7 @@ def run(config: Config, overrides: Overrides, resume: Resume = False, json_file:
 
     Example: distill run configs/single_node.toml --set run.steps=100
     """
-    _run(load_config(config, overrides), resume, Console(), {}, json_file)
+    _run(load_config(config, overrides), resume, json_file)
 
 
 @app.command(rich_help_panel=RUNS)
@@ -117,13 +116,14 @@ def preflight(
 
 
 def _run(
-    config: RunConfig, resume: bool, console: Console, seconds: dict[str, float], json_file: Path | None
+    config: RunConfig, resume: bool, json_file: Path | None, seconds: dict[str, float] | None = None
 ) -> None:
     import asyncio
 
     from distill.launch.run import run as launch
 
     _log_to_stderr()
+    console = Console()
     summary = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
     write_figures(json_file, summary)
     _show(console, config, summary)
@@ -167,7 +167,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
     settings = load_config(config, overrides)
     check_all_joined(settings)
-    _run(settings, resume, Console(), {}, json_file)
+    _run(settings, resume, json_file)
 
 
 @app.command(rich_help_panel=ROLES)

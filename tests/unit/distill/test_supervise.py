@@ -251,6 +251,17 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await supervisor.stop(5)
 
 
+async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
+    await supervisor.start()
+    await supervisor.ready(60)
+    child = supervisor.children["flaky"]
+    first = child.process
+    os.killpg(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
+    await supervisor.stop(5)
+
+
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
     child = supervisor.children["flaky"]
