@@ -1,15 +1,16 @@
-"""From a TOML file and `--set` overrides to a RunConfig, or to one message that says what to change."""
+"""Read a TOML file and `--set` overrides into a RunConfig, or say in one message what to change."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
@@ -102,21 +103,40 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def sections(annotation: Any) -> list[type[Settings]]:
+    """The sections that an annotation admits: several for a union, none for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections(part)]
+
+
+def summary(section: type[Settings]) -> str:
+    """What a section is for: its docstring without the leading "[name]: "."""
+    text = " ".join((section.__doc__ or "").split())
+    said = text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
+    return said[0].upper() + said[1:]
+
+
 def _explain(detail: ErrorDetails) -> str:
-    *place, last = detail["loc"] or ("",)
-    found = list(_models_along(place))
-    written = [str(part) for part, is_tag in found if not is_tag] + [str(last)]
-    key, section = ".".join(written), _model_at(place)
+    """One problem: the key as it stands in the file, the value, the rule, and the key's documentation."""
+    *place, last = map(str, detail["loc"] or ("",))
+    keys, section = _walk(place)
+    key, field = ".".join([*keys, last]), section.model_fields.get(last) if section else None
     if detail["type"] == "extra_forbidden" and section:
-        return f"{key} is not a known key{_nearest(str(last), section)}"
+        return f"{key} is not a known key{_nearest(last, section)}"
+    about = _about(field) if field else ""
     if detail["type"] == "missing":
-        return f"{key} is missing: {_doc(section, str(last)) or 'it has no default'}"
-    free = not secrets.FREE_FORM.isdisjoint(map(str, place))
-    given = repr(secrets.hide(detail["input"], str(last) if free else ""))
-    said = detail["msg"].removeprefix("Value error, ")
-    rule = said[0].lower() + said[1:]
-    about = _doc(section, str(last))
-    return f"{key} = {given:.120}: {rule}" + (f" ({about})" if about else "")
+        return f"{key} is missing: {about or 'it has no default'}"
+    given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
+    rule = detail["msg"].removeprefix("Value error, ")
+    return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}" + (f" ({about})" if about else "")
+
+
+def _about(field: FieldInfo) -> str:
+    """What a key is for, in a line; of a section, what it is for."""
+    inner = sections(field.annotation)
+    text = field.description or (summary(inner[0]) if len(inner) == 1 else "")
+    return text.split("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
 def _nearest(key: str, section: type[Settings]) -> str:
@@ -127,50 +147,23 @@ def _nearest(key: str, section: type[Settings]) -> str:
     return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(known)}"
 
 
-def _doc(section: type[Settings] | None, key: str) -> str:
-    field = section.model_fields.get(key) if section else None
-    return (field.description or "").split("\n\n")[0].replace("\n", " ").rstrip(".") if field else ""
-
-
-def _model_at(place: Sequence[int | str]) -> type[Settings] | None:
-    """The settings class whose keys stand at `place`; None where there is none."""
-    here: Any = RunConfig
+def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
+    """The keys of a pydantic location, without its tags of unions, and the section that they lead to."""
+    here: list[type[Settings]] = [RunConfig]
+    keys: list[str] = []
+    named = False
     for part in place:
-        here = _step(here, part)
-    return here if isinstance(here, type) and issubclass(here, Settings) else None
-
-
-def _models_along(place: Sequence[int | str]) -> Iterator[tuple[int | str, bool]]:
-    """Every part of `place`, and whether it is only pydantic's name of a union's member."""
-    here: Any = RunConfig
-    for part in place:
-        yield part, isinstance(here, tuple)
-        here = _step(here, part)
-
-
-def _step(here: Any, part: int | str) -> Any:
-    """What stands behind `part` in `here`: a settings class, a tuple of them (a union), or a type."""
-    if isinstance(here, tuple):
-        return next((member for member in here if part in _tags(member)), None)
-    if isinstance(here, type) and issubclass(here, Settings):
-        field = here.model_fields.get(str(part))
-        return _settings_in(field.annotation) if field else None
-    if get_origin(here) is dict:
-        return _settings_in(get_args(here)[1])
-    return None
-
-
-def _tags(member: type[Settings]) -> tuple[Any, ...]:
-    return get_args(member.model_fields["type"].annotation) if "type" in member.model_fields else ()
-
-
-def _settings_in(annotation: Any) -> Any:
-    members = [member for member in get_args(annotation) if member is not type(None)]
-    classes = [member for member in members if isinstance(member, type) and issubclass(member, Settings)]
-    if get_origin(annotation) is dict or not classes:
-        nested = [_settings_in(member) for member in members if get_args(member)]
-        return annotation if get_origin(annotation) is dict or not nested else nested[0]
-    return classes[0] if len(classes) == 1 else tuple(classes)
+        if len(here) > 1:
+            here = [one for one in here if part in get_args(one.model_fields["type"].annotation)]
+            continue
+        keys.append(part)
+        if named:  # such as a teacher's name
+            named = False
+            continue
+        field = here[0].model_fields.get(part) if here else None
+        annotation = field.annotation if field else None
+        here, named = sections(annotation), get_origin(annotation) is dict
+    return keys, here[0] if len(here) == 1 and not named else None
 
 
 def _absolute(settings: S) -> S:

@@ -1,15 +1,16 @@
-"""docs/configuration.md, written from the configuration classes: `python -m distill.reference`."""
+"""Write docs/configuration.md from the configuration classes: `python -m distill.reference`."""
 
 from __future__ import annotations
 
-import types
+import json
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config import RunConfig
+from distill.loading import sections, summary
 from sync.settings import Settings
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -17,12 +18,12 @@ _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
 known one, every value is checked before anything is started, and `--set section.key=value` on the command
-line goes over the file. Relative paths are taken from the folder in which the command is given. Secrets
-belong into the environment: `DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY`
-and `TEACHER_API_KEY`, for teachers behind an `engine_url` ([operations](operations.md#secrets)).
+line overrides the file. Relative paths start at the working directory. Secrets belong in the environment:
+`DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY` and `TEACHER_API_KEY`, for
+teachers behind an `engine_url` ([operations](operations.md#secrets)).
 
-A field that DeepSpeed or vLLM knows and this page does not goes through `trainer.deepspeed`,
-`trainer.overrides` and `student.engine_args` unchanged.
+Options of DeepSpeed and vLLM that are not listed here go through `trainer.deepspeed`, `trainer.overrides` and
+`student.engine_args` unchanged.
 
 This page is written by `python -m distill.reference` from the classes that check the file.
 """
@@ -37,11 +38,10 @@ def page() -> str:
 
 
 def _section(name: str, field: FieldInfo) -> list[str]:
-    title = (
-        f"[teachers.NAME]{chr(10)}{chr(10)}One such section for each teacher." if name == "teachers" else None
-    )
-    choices = _settings_in(field.annotation)
-    parts = [f"## {title or f'[{name}]'}", ""]
+    choices = sections(field.annotation)
+    parts = [f"## [{name}]", ""]
+    if name == "teachers":
+        parts = ["## [teachers.NAME]", "", "One such section per teacher.", ""]
     if len(choices) > 1:
         left_out = "Required" if field.is_required() else f"Left out: {_default(field)}"
         parts += [f"One of {len(choices)} kinds, named by `type`. {left_out}.", ""]
@@ -50,7 +50,7 @@ def _section(name: str, field: FieldInfo) -> list[str]:
         kind = choice.model_fields.get("type")
         if kind is not None and len(choices) > 1:
             parts += [f"### type = {_literal(kind)}", ""]
-        parts += [_summary(choice), "", *_table(choice, name, shown), ""]
+        parts += [summary(choice), "", *_table(choice, name, shown), ""]
     return parts
 
 
@@ -61,7 +61,7 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
     for name, field in section.model_fields.items():
         if name == "type":
             continue
-        inner = _settings_in(field.annotation)
+        inner = sections(field.annotation)
         kind = " or ".join(f"`[{prefix}.{name}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
         rows.append(f"| `{name}` | {kind} | {_default(field)} | {_cell(field.description or '')} |")
         for choice in inner:
@@ -71,35 +71,26 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
             tag = choice.model_fields.get("type")
             suffix = f", type = {_literal(tag)}" if tag is not None else ""
             table = _table(choice, f"{prefix}.{name}", shown)
-            nested += ["", f"### [{prefix}.{name}]{suffix}", "", _summary(choice), "", *table]
+            nested += ["", f"### [{prefix}.{name}]{suffix}", "", summary(choice), "", *table]
     return rows + nested
 
 
-def _settings_in(annotation: Any) -> list[type[Settings]]:
-    """The configuration classes that an annotation admits."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    if get_origin(annotation) is Literal:
-        return []
-    return [found for part in get_args(annotation) for found in _settings_in(part)]
-
-
 def _type(annotation: Any) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _type(get_args(annotation)[0])
-    if origin is Literal:
-        return " / ".join(repr(value).replace("'", '"') for value in get_args(annotation))
-    if origin in (Union, types.UnionType):
-        parts = [_type(part) for part in get_args(annotation) if part is not type(None)]
-        return " or ".join(parts)
-    if origin in (list, tuple):
-        return f"list of {_type(get_args(annotation)[0])}"
-    if origin is dict:
-        return "table"
-    return {"str": "string", "Path": "path", "bool": "true / false"}.get(
-        annotation.__name__, annotation.__name__
-    )
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    match get_origin(annotation):
+        case None:
+            name: str = annotation.__name__
+            return {"str": "string", "Path": "path", "bool": "true / false"}.get(name, name)
+        case origin if origin is Literal:
+            return " / ".join(map(json.dumps, parts))
+        case origin if origin is dict:
+            return "table"
+        case origin if origin in (list, tuple):
+            return f"list of {_type(parts[0])}"
+        case origin if origin is Annotated:
+            return _type(parts[0])
+        case _:
+            return " or ".join(map(_type, parts))
 
 
 def _literal(field: FieldInfo) -> str:
@@ -107,26 +98,16 @@ def _literal(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
-        return "required"
-    if field.default is None:
-        return "none"
-    if isinstance(field.default, Settings):
-        kind = getattr(field.default, "type", None)
-        return f'type = "{kind}"' if kind else "its defaults"
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    return (
-        f"`{field.default!r}`".replace("'", '"') if isinstance(field.default, str) else f"`{field.default}`"
-    )
-
-
-def _summary(section: type[Settings]) -> str:
-    text = " ".join((section.__doc__ or "").split())
-    if not text.startswith("[") or ": " not in text:
-        return text
-    said = text.split(": ", 1)[1]
-    return said[0].upper() + said[1:]
+    match field.default:
+        case default if default is PydanticUndefined:
+            return "required"
+        case None:
+            return "none"
+        case Settings() as default:
+            kind = getattr(default, "type", None)
+            return f'type = "{kind}"' if kind else "its defaults"
+        case default:
+            return f"`{json.dumps(default, default=str)}`"
 
 
 def _cell(text: str) -> str:

@@ -196,7 +196,7 @@ def bind_alone(host: str, port: int) -> socket.socket:
 
 
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.ports`.
+    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`.
 
     Raises ConfigError when another server listens there.
     """

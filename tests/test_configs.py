@@ -14,7 +14,7 @@ import yaml
 
 from distill.cli.main import app
 from distill.config import RunConfig
-from distill.launch.single_role import check_all_joined
+from distill.launch.roles import check_all_joined
 from distill.loading import load
 from student_trainer.config import TrainerConfig
 from sync.settings import ReplicaConfig, Settings
@@ -57,7 +57,7 @@ def test_every_field_of_every_section_says_what_it_is() -> None:
     assert {RunConfig, TrainerConfig, ReplicaConfig} <= classes
     silent = [
         f"{one.__name__}.{name}"
-        for one in classes
+        for one in classes - {RunConfig}  # its fields are sections, and their classes say what they are
         for name, field in one.model_fields.items()
         if name != "type" and not field.description
     ]

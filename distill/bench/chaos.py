@@ -34,8 +34,8 @@ from typing import Any
 from distill import quickstart
 from distill.bench.faults import keep, mount
 from distill.bench.kill_target import CONTROLLER, KillTarget, kind_of
+from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
 from distill.bench.runner import Figures, markdown
-from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit

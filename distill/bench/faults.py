@@ -27,9 +27,7 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.launch import run
-from distill.launch.ports import Ports
-from distill.launch.roles import Plan, plan_servers, trainer_child
-from distill.launch.run_folder import RunFolder
+from distill.launch.roles import Plan, Ports, plan_servers, trainer_child
 from distill.launch.supervise import ChildSpec
 from sync.errors import ConfigError
 
@@ -181,17 +179,17 @@ def main() -> None:
 
     relays: list[Relays] = []
 
-    def planned(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
-        relays.append(Relays(folder.path / FAULTS))
-        plan = plan_servers(config, folder, token, ports)
+    def planned(config: RunConfig, token: str | None, ports: Ports) -> Plan:
+        relays.append(Relays(config.run_dir / FAULTS))
+        plan = plan_servers(config, token, ports)
         urls = {child.url: relays[0].before(child.name, child.url) for child in plan.children if child.url}
         plan.replicas = {name: urls.get(url, url) for name, url in plan.replicas.items()}
         plan.teachers = {name: [urls.get(url, url) for url in all_] for name, all_ in plan.teachers.items()}
         plan.evaluator = urls.get(plan.evaluator or "", plan.evaluator)
         return plan
 
-    def trainer(config: RunConfig, folder: RunFolder, url: str, token: str | None) -> ChildSpec:
-        return trainer_child(config, folder, relays[0].before("controller", url), token)
+    def trainer(config: RunConfig, url: str, token: str | None) -> ChildSpec:
+        return trainer_child(config, relays[0].before("controller", url), token)
 
     vars(run).update(plan_servers=planned, trainer_child=trainer)
     command_line()

@@ -22,15 +22,15 @@ import httpx
 import psutil
 
 from distill.bench.faults import CUT, FAULTS, MALFORMED, fill, free
-from distill.launch.process_tree import (
+from distill.bench.process_tree import (
     DEEPSPEED,
     ENGINE_OF,
     descendants,
-    guarded_role,
     helpers,
     lives,
     role_processes,
 )
+from distill.launch.guardian import guarded_role
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
 from sync.errors import DistillError

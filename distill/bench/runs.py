@@ -20,13 +20,13 @@ from typing import Any, Final, NamedTuple, TypedDict
 import numpy as np
 import psutil
 
+from distill.bench.process_tree import descendants, role_processes
 from distill.bench.runner import Figures, cores, crossing
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.models import Weights, build
 from distill.evaluation.service import follow
-from distill.launch.process_tree import descendants, role_processes
+from distill.launch.run import claim_of
 from distill.loading import load_run_dir
-from distill.preflight.machine import claim_of
 from sync.errors import DistillError
 from sync.jsonl import read_lines
 from sync.wire import Version

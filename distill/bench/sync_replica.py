@@ -27,8 +27,7 @@ from distill.bench.runner import Figures, serving
 from distill.bench.sync_stores import CONTEXT, LARGE, RUN, TOY, Kind, Shape, Versions, make
 from distill.config import StudentConfig
 from distill.launch import student
-from distill.launch.ports import Ports
-from distill.launch.roles import url_of
+from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.errors import DistillError

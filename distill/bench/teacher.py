@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 
 from distill.bench.fuzz import Request, flood, fuzz
+from distill.bench.process_tree import role_processes
 from distill.bench.runner import Figures, Work, interleaved, serving
-from distill.launch.ports import Ports
-from distill.launch.process_tree import role_processes
+from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
 from sync.replica.plugin import PLUGIN
 from sync.wire import ScoreRequest, ScoreSequence, TeacherGenerateRequest, TeacherPrompt, Want, pack

@@ -272,7 +272,7 @@ def faster_precision(cache: TrialCache, python: Path, folder: Path, size: Size) 
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
-    from distill.preflight.checks import longest_sequence
+    from distill.models import longest_sequence
     from distill.prompts.sources import open_prompts
     from distill.prompts.stream import PromptStream
     from teacher_service.describe import load_tokenizer

@@ -13,27 +13,40 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
-from distill.cli import replicas as cli_replicas
 from distill.cli import sync as cli_sync
-from distill.cli.guarded import guarded
-from distill.cli.options import Config, Controller, JsonFile, Overrides, Resume, RunDir, write_figures
+from distill.cli.options import (
+    Config,
+    Controller,
+    JsonFile,
+    Overrides,
+    Resume,
+    RunDir,
+    guarded,
+    load_config,
+    write_figures,
+)
 from sync.errors import DistillError
 from sync.secrets import redact, redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
+    from sync.wire import Message
 
 HELP = {"help_option_names": ["-h", "--help"]}
+RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
 app = typer.Typer(
     name="distill",
-    help="On-policy distillation: the student writes, the teacher marks every token, all of it at once.",
+    help="On-policy distillation: the student generates, the teacher scores every token, the trainer learns "
+    "from the scores; all of it at once.\n\nStart with `distill quickstart`, or with a file of configs/: "
+    "`distill preflight CONFIG`, then `distill run CONFIG`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-app.add_typer(cli_bench.app, name="bench")
-app.add_typer(cli_replicas.app, name="replicas")
-app.add_typer(cli_sync.app, name="sync")
+replicas = typer.Typer(help="List, add and remove student replicas of a live run.", no_args_is_help=True)
+app.add_typer(cli_sync.app, name="sync", rich_help_panel=RESULTS)
+app.add_typer(replicas, name="replicas", rich_help_panel=ROLES)
+app.add_typer(cli_bench.app, name="bench", rich_help_panel=TESTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,12 +56,77 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(guarded(lambda: app(words)))
 
 
-def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
-    from distill.loading import load
+# --- runs -------------------------------------------------------------------------------------------------
 
-    config = load(path, overrides)
-    redact_process()  # once more, for what the configuration holds
-    return config
+
+@app.command(rich_help_panel=RUNS)
+def quickstart(
+    overrides: Overrides,
+    seed: Annotated[int, typer.Option(help="Seed of models, prompts and training.")] = 0,
+    resume: Resume = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Make two tiny models, distil one into the other on this machine's CPU, and show the result."""
+    from distill import quickstart as steps
+
+    config, making = steps.prepare(seed, overrides, Console())
+    if not resume:
+        steps.make_room(config)
+    _run(config, resume, json_file, {"making": making})
+
+
+@app.command(rich_help_panel=RUNS)
+def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+    """Run a configuration: start every role, distil, evaluate, write a model folder.
+
+    Example: distill run configs/single_node.toml --set run.steps=100
+    """
+    _run(load_config(config, overrides), resume, json_file)
+
+
+@app.command(rich_help_panel=RUNS)
+def preflight(
+    config: Config,
+    overrides: Overrides,
+    engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it.")] = False,
+    tokens_per_second: Annotated[float, typer.Option(help="Generation rate assumed for disk use.")] = 1000,
+) -> None:
+    """Check models, tokenizers, prompts, ports and disk of a run; train nothing.
+
+    Example: distill preflight configs/single_node.toml --engines
+    """
+    from distill.launch.run import check_machine, rehearse
+    from distill.preflight import machine
+    from distill.preflight.checks import check
+
+    settings = load_config(config, overrides)
+    split = check(settings)
+    check_machine(settings)
+    needed = machine.estimate(settings, tokens_per_second)
+    warning = machine.check_room(settings, needed)
+    for line in [*machine.lines(settings, needed, tokens_per_second), *([warning] if warning else [])]:
+        typer.echo(line)
+    if engines:
+        import asyncio
+
+        _log_to_stderr()
+        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
+    rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
+    typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+
+
+def _run(
+    config: RunConfig, resume: bool, json_file: Path | None, seconds: dict[str, float] | None = None
+) -> None:
+    import asyncio
+
+    from distill.launch.run import run as launch
+
+    _log_to_stderr()
+    console = Console()
+    summary = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
+    write_figures(json_file, summary)
+    _show(console, config, summary)
 
 
 def _log_to_stderr() -> None:
@@ -57,48 +135,8 @@ def _log_to_stderr() -> None:
     )
 
 
-# --- whole runs -------------------------------------------------------------------------------------------
-
-
-@app.command()
-def quickstart(
-    overrides: Overrides,
-    seed: Annotated[int, typer.Option(help="Of models, prompts and training")] = 0,
-    resume: Resume = False,
-    json_file: JsonFile = None,
-) -> None:
-    """Make two tiny models, distil one into the other, and show what came of it."""
-    from distill import quickstart as steps
-
-    console = Console()
-    config, making = steps.prepare(seed, overrides, console)
-    if not resume:
-        steps.make_room(config)
-    summary = _run(config, resume, console, {"making": making})
-    write_figures(json_file, summary)
-    _show(console, config, summary)
-
-
-@app.command()
-def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
-    """Run a configuration: start every role, distil, evaluate, leave a model folder."""
-    console, settings = Console(), _load(config, overrides)
-    summary = _run(settings, resume, console, {})
-    write_figures(json_file, summary)
-    _show(console, settings, summary)
-
-
-def _run(config: RunConfig, resume: bool, console: Console, seconds: dict[str, float]) -> dict[str, Any]:
-    import asyncio
-
-    from distill.launch.run import run as launch
-
-    _log_to_stderr()
-    return asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
-
-
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
-    """Print what came of a run. Raises DistillError with what is wrong with its end."""
+    """Print the result of a run. Raises DistillError with what is wrong with its end."""
     from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after", title=None)
@@ -119,124 +157,140 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
         raise DistillError("\n".join(summary["problems"]))
 
 
-# --- single roles -----------------------------------------------------------------------------------------
+# --- roles on several machines ----------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
+def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+    """Run the controller alone; every other role is reached by the URLs in its configuration."""
+    from distill.launch.roles import check_all_joined
+
+    settings = load_config(config, overrides)
+    check_all_joined(settings)
+    _run(settings, resume, json_file)
+
+
+@app.command(rich_help_panel=ROLES)
 def student(
-    config: Config, overrides: Overrides, index: Annotated[int, typer.Option(help="Which replica")] = 0
+    config: Config,
+    overrides: Overrides,
+    index: Annotated[int, typer.Option(help="Index of the replica; 0 is the first.")] = 0,
 ) -> None:
-    """Serve one student replica; its URL goes into student.urls of the controller's configuration."""
-    from distill.launch import single_role as alone
+    """Serve one student replica; put its URL into student.urls of the controller's file."""
+    from distill.launch import roles
 
-    alone.replace_process(alone.student(_load(config, overrides), index))
+    roles.replace_process(roles.serve_student(load_config(config, overrides), index))
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
 def teacher(
     config: Config,
     overrides: Overrides,
-    name: Annotated[str, typer.Option(help="Which of [teachers.NAME]; needed when there are several")] = "",
-    index: Annotated[int, typer.Option(help="Which of its processes")] = 0,
+    name: Annotated[str, typer.Option(help="NAME of its section teachers.NAME, if there are several.")] = "",
+    index: Annotated[int, typer.Option(help="Index of its process; 0 is the first.")] = 0,
 ) -> None:
-    """Serve one teacher; its URL goes into teachers.NAME.urls of the controller's configuration."""
-    from distill.launch import single_role as alone
+    """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
+    from distill.launch import roles
 
-    alone.replace_process(alone.teacher(_load(config, overrides), name, index))
+    roles.replace_process(roles.serve_teacher(load_config(config, overrides), name, index))
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
 def evaluator(config: Config, overrides: Overrides) -> None:
-    """Serve the evaluator; its URL goes into evaluation.placement.urls of the controller's configuration."""
-    from distill.launch import single_role as alone
+    """Serve the evaluator; put its URL into evaluation.placement.urls of the controller's file."""
+    from distill.launch import roles
 
-    alone.replace_process(alone.evaluator(_load(config, overrides)))
+    roles.replace_process(roles.serve_evaluator(load_config(config, overrides)))
 
 
-@app.command()
-def train(
-    config: Config,
-    overrides: Overrides,
+@app.command(rich_help_panel=ROLES)
+def train(config: Config, overrides: Overrides, controller: Controller) -> None:
+    """Run the trainer for a controller whose file says controller.trainer = "external"."""
+    from distill.launch import roles
+
+    roles.replace_process(roles.train(load_config(config, overrides), controller))
+
+
+@replicas.command("ls")
+def list_replicas(controller: Controller) -> None:
+    """List name, phase, version, completions in flight and URL of every replica."""
+    _replicas(controller, "", None)
+
+
+@replicas.command("add")
+def add_replica(
+    url: Annotated[str, typer.Argument(help="URL that `distill student` serves.", metavar="URL")],
+    controller: Controller,
+    name: Annotated[str, typer.Option(help="Name; default: the next free student-N.")] = "",
+) -> None:
+    """Add a replica; it loads the newest version before it gets prompts."""
+    from sync.wire import ReplicaJoins
+
+    _replicas(controller, "/join", ReplicaJoins(url=url, name=name or None))
+
+
+@replicas.command("remove")
+def remove_replica(
+    name: Annotated[str, typer.Argument(help="Name that `distill replicas ls` shows.", metavar="NAME")],
     controller: Controller,
 ) -> None:
-    """Train; the controller's configuration has controller.trainer = "external"."""
-    from distill.launch import single_role as alone
+    """Remove a replica; its unfinished prompts are requeued, its process keeps running."""
+    from sync.wire import ReplicaLeaves
 
-    alone.replace_process(alone.trainer(_load(config, overrides), controller))
-
-
-@app.command()
-def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
-    """Run the controller alone: every other role is joined by URL."""
-    from distill.launch.single_role import check_all_joined
-
-    console, settings = Console(), _load(config, overrides)
-    check_all_joined(settings)
-    summary = _run(settings, resume, console, {})
-    write_figures(json_file, summary)
-    _show(console, settings, summary)
+    _replicas(controller, "/leave", ReplicaLeaves(name=name))
 
 
-# --- looking at things ------------------------------------------------------------------------------------
+def _replicas(controller: str, action: str, body: Message | None) -> None:
+    """Ask a live controller, and print its replicas."""
+    from sync.client import BlockingPeer, token_from_environment
+    from sync.wire import Replicas
+
+    peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
+    try:
+        found = peer.call(f"/v1/replicas{action}", body, Replicas)
+    finally:
+        peer.close()
+    for one in found.replicas:
+        version = one.version or "the model folder"
+        typer.echo(f"{one.name:<12} {one.phase:<11} {version!s:<16} {one.in_flight:>5} in flight  {one.url}")
 
 
-@app.command()
-def preflight(
-    config: Config,
-    overrides: Overrides,
-    engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it")] = False,
-    tokens_per_second: Annotated[float, typer.Option(help="Generated, assumed for the disk it needs")] = 1000,
-) -> None:
-    """Check models, tokenizers, prompts, ports and disk of a run; start nothing unless asked to."""
-    from distill.preflight import disk
-    from distill.preflight.checks import check
-    from distill.preflight.machine import check_machine, rehearse
-
-    settings = _load(config, overrides)
-    split = check(settings)
-    check_machine(settings)
-    needed = disk.estimate(settings, tokens_per_second)
-    for line in [*disk.lines(settings, needed, tokens_per_second), disk.check_room(settings, needed)]:
-        typer.echo(line) if line else None
-    if engines:
-        import asyncio
-
-        _log_to_stderr()
-        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
-    rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
-    typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+# --- results ----------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def evaluate(
     config: Config,
     overrides: Overrides,
-    model: Annotated[Path | None, typer.Option(help="Student to evaluate; default: the config's")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: student.path.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Exact reverse KL and pass rate of a model folder against the configuration's teachers."""
+    """Measure exact reverse KL and pass rate of a model folder against the run's teachers.
+
+    Example: distill evaluate configs/single_node.toml --model runs/NAME/final
+    """
     from distill.evaluation.models import evaluate_folder
 
-    figures = evaluate_folder(_load(config, overrides), model)
+    figures = evaluate_folder(load_config(config, overrides), model)
     for name, value in figures.items():
         typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
     write_figures(json_file, figures)
 
 
-app.command()(cli_sync.export)
+app.command(rich_help_panel=RESULTS)(cli_sync.export)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def report(run_dir: RunDir) -> None:
-    """Draw report.png of a run anew, finished or not."""
+    """Draw report.png of a run, finished or not."""
     from distill.metrics.plot import draw
 
     typer.echo(draw(run_dir))
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Check a run's guarantees from its journal, the trainer's ledger and the checkpoints."""
+    """Check a run's guarantees against its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
     from distill.run_log.audit import VIOLATIONS
@@ -257,17 +311,19 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
         raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(found.violations)}")
 
 
-@app.command()
+@app.command(rich_help_panel=TESTS)
 def chaos(
     overrides: Overrides,
-    config: Annotated[Path | None, typer.Argument(help="Default: quickstart", metavar="CONFIG")] = None,
-    events: Annotated[int, typer.Option(min=1, help="Faults, all kinds together")] = 24,
-    kinds: Annotated[str, typer.Option(help="Of faults")] = "kill,stop,slow,cut,malformed,disk",
-    seed: Annotated[int, typer.Option(help="Of targets and moments")] = 0,
-    disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled")] = 1.0,
+    config: Annotated[
+        Path | None, typer.Argument(help="Default: the quickstart's.", metavar="CONFIG")
+    ] = None,
+    events: Annotated[int, typer.Option(min=1, help="Number of faults, all kinds together.")] = 24,
+    kinds: Annotated[str, typer.Option(help="Kinds of faults.")] = "kill,stop,slow,cut,malformed,disk",
+    seed: Annotated[int, typer.Option(help="Seed of targets and moments.")] = 0,
+    disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled.")] = 1.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Inject faults of every kind into a real run at random moments, and audit what they cost."""
+    """Inject faults of every kind into a real run at random moments, and audit the result."""
     from distill.bench import chaos as bench
 
     chosen = bench.chosen(kinds)
@@ -282,9 +338,9 @@ def chaos(
         raise DistillError("a guarantee was broken: see the lines above")
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def version() -> None:
-    """Versions of this package and of those that decide results."""
+    """Print the versions of this package and of those that decide results."""
     from distill.metrics.summary import versions
 
     for name, number in versions().items():

@@ -1,32 +1,25 @@
-"""What several commands share: their arguments, and the figures that they write."""
+"""What the commands share: arguments, the figures that they write, and how every command ends."""
 
 from __future__ import annotations
 
+import signal
+import threading
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-Config = Annotated[Path, typer.Argument(help="TOML file of the run", metavar="CONFIG")]
-RunDir = Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN_DIR")]
-Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Over the file, as often as needed: run.steps=10",
-        default_factory=list,
-        show_default=False,
-    ),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too")]
-Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist", metavar="TARGET")]
-Published = Annotated[str, typer.Option("--version", help="Such as L000-v00000120; default: the newest")]
-Controller = Annotated[
-    str, typer.Option(help="URL of the run's controller", metavar="URL", callback=lambda url: _checked(url))
-]
-Unmerged = Annotated[bool, typer.Option("--adapter", help="Do not merge an adapter")]
+from sync.errors import ConfigError, DataError, DistillError, Interrupted
+from sync.secrets import redact, redact_process
+
+if TYPE_CHECKING:
+    from distill.config import RunConfig
+
+EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
 def _checked(controller: str) -> str:
@@ -35,10 +28,80 @@ def _checked(controller: str) -> str:
     return checked_url(controller, "--controller")
 
 
+Config = Annotated[Path, typer.Argument(help="TOML file of the run.", metavar="CONFIG")]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a run, such as runs/NAME.", metavar="RUN_DIR")]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the file; repeatable: --set run.steps=10.",
+        default_factory=list,
+        show_default=False,
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE too.")
+]
+Controller = Annotated[
+    str, typer.Option(help="URL of the run's controller.", metavar="URL", callback=lambda url: _checked(url))
+]
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a command; its secrets are kept out of everything this process says."""
+    from distill.loading import load
+
+    config = load(path, overrides)
+    redact_process()
+    return config
+
+
 def write_figures(path: Path | None, figures: Any) -> None:
-    """Write what a command found to the file of `--json`; None: it was not given."""
+    """Write a command's figures to the file of `--json`; None: it was not given."""
     if path is not None:
         from sync.durable import write_json
 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Run a command and return its exit status; the one place where errors meant for people become text."""
+    console = Console(stderr=True)
+    try:
+        with _sigterm_raises():
+            command()
+    except DistillError as error:
+        console.print(redact(f"distill: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
+        if isinstance(error, Interrupted):
+            return EXIT_STOPPED
+        return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
+    except (KeyboardInterrupt, CancelledError):  # the latter: a run that was told to stop twice
+        console.print("distill: stopped", style="red")
+        return EXIT_STOPPED
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
+    return 0
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM unwind the command as Ctrl-C does, so that it ends what it started; a second one kills it.
+
+    A run handles the signal itself while it lasts.
+    """
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""`distill sync …`: look after the published versions of a run."""
+"""`distill sync …`: the published versions of a run."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.options import JsonFile, Published, RunDir, Target, Unmerged, write_figures
+from distill.cli.options import JsonFile, RunDir, write_figures
 from sync.errors import DistillError
 
-app = typer.Typer(help="Look after the published versions of a run.", no_args_is_help=True)
+app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
 
 
 @app.command("ls")
 def ls(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """List every published version; fails when something in the store cannot be read."""
+    """List every published version; fail when something in the store is unreadable."""
     from distill.published import listing
 
     found = listing(run_dir)
     write_figures(json_file, found)
-    odd = [one for one in found if "problem" in one]
     for one in (one for one in found if "problem" not in one):
         base = f"on {one['base']}" if one["base"] else ""
         mark = "  latest" if one["latest"] else ""
         typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
-    _tell(odd)
+    _report([one for one in found if "problem" in one])
 
 
 @app.command("verify")
 def verify(
     run_dir: RunDir,
-    engines: Annotated[bool, typer.Option("--engines", help="Prove it with two vLLM replicas")] = False,
-    versions: Annotated[int, typer.Option(help="Random versions of that proof", min=1)] = 50,
+    engines: Annotated[bool, typer.Option("--engines", help="Verify through two vLLM replicas.")] = False,
+    versions: Annotated[int, typer.Option(help="Random versions to send with --engines.", min=1)] = 50,
     json_file: JsonFile = None,
 ) -> None:
-    """Read every version back as a replica would; or prove with engines that random versions arrive whole."""
+    """Read every version back as a replica would, or send random versions to real replicas."""
     if engines:
         _prove(run_dir, versions, json_file)
         return
@@ -67,28 +66,28 @@ def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
         typer.echo(line)
     write_figures(json_file, figures(proof))
     if not proof.holds:
-        raise DistillError("the weights did not arrive as they left: see above")
+        raise DistillError("the replicas' weights differ from the published ones: see above")
 
 
 @app.command("gc")
 def gc(
     run_dir: RunDir,
-    grace_seconds: Annotated[float, typer.Option(help="Spare what became superfluous since then")] = 3600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed")] = False,
+    grace_seconds: Annotated[float, typer.Option(help="Keep what was in use so recently.")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Remove versions that no reader needs; fails when something was left because it cannot be read."""
+    """Remove versions that no reader needs; fail when something unreadable was left."""
     from distill.published import collection
 
     done = collection(run_dir, grace_seconds, dry_run)
     verb = "would remove" if dry_run else "removed"
     typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
     write_figures(json_file, done)
-    _tell(done["odd"])
+    _report(done["odd"])
 
 
-def _tell(odd: list[dict[str, Any]]) -> None:
-    """Name what cannot be used. Raises DistillError when there is any."""
+def _report(odd: list[dict[str, Any]]) -> None:
+    """Print what is unusable. Raises DistillError when there is any."""
     for one in odd:
         typer.echo(f"{one['name']}  {one['problem']}")
     if odd:
@@ -98,8 +97,16 @@ def _tell(odd: list[dict[str, Any]]) -> None:
 
 
 @app.command()
-def export(run_dir: RunDir, target: Target, version: Published = "", adapter: Unmerged = False) -> None:
-    """Write a published version as a Hugging Face folder; an adapter is merged into its base."""
+def export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to create.", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest.")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter, unmerged.")] = False,
+) -> None:
+    """Write a published version as a Hugging Face folder; merge an adapter into its base.
+
+    Example: distill export runs/NAME model --version L000-v00000120
+    """
     from distill.published import export_version
 
     typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")

@@ -24,8 +24,7 @@ import numpy as np
 
 from distill.config import StudentConfig
 from distill.launch import student
-from distill.launch.ports import Ports
-from distill.launch.roles import url_of
+from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
 from sync.errors import DataError, RemoteError, Unreachable

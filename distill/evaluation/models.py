@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.evaluation import LanguageModel, Limits, evaluate
 from distill.evaluation.reference_forward import probe
-from distill.preflight.checks import longest_sequence
+from distill.models import longest_sequence
 from distill.prompts.sources import NOTHING_HELD_OUT, open_prompts
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource

@@ -28,8 +28,11 @@ import sys
 import termios
 import time
 from collections.abc import Collection
-from pathlib import Path
+from typing import Final
 
+import psutil
+
+MODULE: Final = "distill.launch.guardian"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.1
 ORPHAN_GRACE_SECONDS = 3.0
@@ -112,15 +115,21 @@ def _reap(child: int) -> int | None:
 def kill_descendants() -> None:
     """Kill every process below this one; returns when none is left. Call only as the subreaper."""
     while True:
-        for pid in children_of(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                child.kill()
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+# --- in the launcher
+
+
+def child_pids() -> set[int]:
+    """Process ids of the children of this process, zombies too."""
+    return {child.pid for child in psutil.Process().children()}
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -129,55 +138,36 @@ def adopt_orphans(adopt: bool = True) -> None:
         prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def kill_adopted(own: Collection[int], guardian: str) -> int:
+def kill_adopted(own: Collection[int]) -> int:
     """Kill and collect the children of this process that it adopted, and theirs; how many there were.
 
-    `own`: children that it started itself; so are those with `guardian` among their words, and those of its
-    session: a guardian begins one of its own, and nothing below it can come back to this one.
+    `own`: children that it started itself; so are guardians, and those of its session: a guardian begins one
+    of its own, and nothing below it can come back to this one.
     """
     killed: set[int] = set()
-    while adopted := [
-        pid
-        for pid in children_of(os.getpid())
-        if pid not in own and _elsewhere(pid) and guardian.encode() not in _words(pid)
-    ]:
-        for pid in adopted:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        killed.update(adopted)
+    while adopted := [one for one in psutil.Process().children() if one.pid not in own and _is_adopted(one)]:
+        for process in adopted:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                process.wait()
+        killed.update(process.pid for process in adopted)
     return len(killed)
 
 
-def _words(pid: int) -> list[bytes]:
-    """Command line of a process; empty when it is gone."""
+def _is_adopted(child: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def _elsewhere(pid: int) -> bool:
-    """Whether a process is of another session than this one."""
-    try:
-        return os.getsid(pid) != os.getsid(0)
+        return os.getsid(child.pid) != os.getsid(0) and guarded_role(child) is None
     except ProcessLookupError:
         return False
 
 
-def children_of(parent: int) -> list[int]:
-    """Processes whose parent is `parent`, zombies too, read from /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(entry.name))
-    return found
+def guarded_role(process: psutil.Process) -> str | None:
+    """Role whose guardian a process is; None: it is none, or gone."""
+    try:
+        line = process.cmdline()
+    except psutil.Error:
+        return None
+    return line[line.index(MODULE) + 1] if MODULE in line[:-1] else None
 
 
 if __name__ == "__main__":

@@ -1,30 +1,78 @@
-"""What each role of a run is started with, and where it is then found."""
+"""The processes of a run: command line, environment and address of every role.
+
+`plan_servers` plans a whole run; the functions at the end prepare one role that is joined to a controller by
+URLs. Files that a role is started with go to roles/ in the run's folder of this machine.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 from distill.config import RunConfig
 from distill.launch import student
-from distill.launch.ports import Ports
-from distill.launch.run_folder import RunFolder
+from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.published import subscription
+from distill.models import check_folder
+from distill.preflight.checks import check_following, check_secrets
+from distill.preflight.machine import check_processor, runs_vllm
 from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
 from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK
-from sync.settings import ModelSource, Placement, ReplicaConfig
+from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone, check_bind
+from sync.settings import ModelSource, Placement
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
+
+
+class Ports:
+    """Hands out ports, none twice. Use inside `with` for as long as servers are started on them.
+
+    A port is held from its choice on, by a socket that never listens. A server of the same user joins it with
+    SO_REUSEPORT (`sync.server.join_port`); for everybody else it is in use, also during a restart.
+    """
+
+    def __init__(self, keep_through_exec: bool = False) -> None:
+        """`keep_through_exec`: hold them until the program ends that replaces this one."""
+        self._held: list[socket.socket] = []
+        self._keep = keep_through_exec
+
+    def take(self, host: str, port: int, key: str) -> int:
+        """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
+        try:
+            held = bind_alone(host, port)
+        except (OSError, OverflowError) as error:
+            problem = (
+                f"{key}: cannot listen on {host} port {port} ({error}): choose an address of this machine"
+            )
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                problem = f"{key}: port {port} of {host} is in use: choose another one, or 0 for any free one"
+            raise ConfigError(problem) from None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        number = int(held.getsockname()[1])
+        if self._keep:
+            os.set_inheritable(held.detach(), True)
+        else:
+            self._held.append(held)
+        return number
+
+    def __enter__(self) -> Ports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
 
 
 @dataclass
@@ -39,27 +87,35 @@ class Plan:
     children: list[ChildSpec] = field(default_factory=list)
 
 
-def plan_servers(config: RunConfig, folder: RunFolder, token: str | None, ports: Ports) -> Plan:
-    """Replicas, teachers and the evaluator; files for those that are started here are written.
+def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
+    """Plan replicas, teachers and the evaluator, and write the files that those started here read.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
-    plan = Plan()
-    for name, url, child in _students(config, folder, ports):
-        plan.replicas[name] = url
-        plan.children += child
-    for name, url, child in _teachers(config, folder, ports):
-        plan.teachers.setdefault(name, []).append(url)
-        plan.children += child
-    for url, child in _evaluator(config, folder, ports):
-        plan.evaluator = url
-        plan.children += child
+    plan, place, evaluation = Plan(), config.student, config.evaluation
+    students = [] if place.urls else [student_child(config, i, ports) for i in range(place.replicas)]
+    plan.replicas = {f"student-{i}": url for i, url in enumerate(place.urls or _urls(students))}
+    plan.children += students
+    for name, teacher in config.teachers.items():
+        here = (
+            [] if teacher.urls else [teacher_child(config, name, i, ports) for i in range(teacher.replicas)]
+        )
+        plan.teachers[name] = teacher.urls or _urls(here)
+        plan.children += here
+    if evaluation is not None:
+        evaluators = [] if evaluation.placement.urls else [evaluator_child(config, ports)]
+        plan.evaluator = (evaluation.placement.urls or _urls(evaluators))[0]
+        plan.children += evaluators
     plan.children = [_in_run(child, config, token) for child in plan.children]
     return plan
 
 
+def _urls(children: list[ChildSpec]) -> list[str]:
+    return [child.url for child in children if child.url]
+
+
 def token_of(config: RunConfig) -> str | None:
-    """The bearer token of a run: the environment's, else one that is made for it when all of it is here."""
+    """The bearer token of a run: the environment's, else a new one when every role is on this machine."""
     return token_from_environment() or (secrets.token_urlsafe(32) if _is_local(config) else None)
 
 
@@ -73,14 +129,65 @@ def _is_local(config: RunConfig) -> bool:
     return not external and not any(p.urls for p in placements) and all(map(is_loopback, hosts))
 
 
-def trainer_config(config: RunConfig, controller_url: str) -> TrainerConfig:
-    """What the trainer's ranks are started with."""
-    source = {name: getattr(config.student, name) for name in ModelSource.model_fields}
-    return TrainerConfig(
+def _in_run(child: ChildSpec, config: RunConfig, token: str | None) -> ChildSpec:
+    """With the run's token, and its sockets on loopback where all of the run is."""
+    near = NCCL_ON_LOOPBACK if _is_local(config) else {}
+    return replace(child, env={**near, **child.env, **({TOKEN_VARIABLE: token} if token else {})})
+
+
+# --- one process
+
+
+def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
+    """Replica `index`."""
+    name, place = f"student-{index}", config.student
+    port = _port(place, index, "student", ports)
+    settings = config.subscriber(name)
+    write_role(config.run_dir, name, settings)
+    argv, env = student.command(place, settings, index, place.host, port)
+    return ChildSpec(name, argv, env, url=url_of(place.host, port))
+
+
+def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> ChildSpec:
+    """Process `index` of the teacher called `name`."""
+    place, run = config.teachers[name], config.run
+    port = _port(place, index, f"teachers.{name}", ports)
+    label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
+    argv = _module("teacher_service", write_role(config.run_dir, f"teacher-{name}", place), place.host, port)
+    env = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
+    if place.follow_student_every is not None:
+        env |= config.subscriber(f"teacher-{name}-{index}").environment()
+    if place.idle_unload_seconds is not None and run.max_loaded_teachers is not None:
+        env |= GpuSlotsConfig(
+            folder=config.run_dir / "gpu_slots", slots=run.max_loaded_teachers
+        ).environment()
+    argv += ["--name", name, "--index", str(index)]
+    return ChildSpec(label, argv, env, url=url_of(place.host, port))
+
+
+def evaluator_child(config: RunConfig, ports: Ports) -> ChildSpec:
+    """The evaluator."""
+    assert config.evaluation is not None, "there is one only with an evaluation"
+    place = config.evaluation.placement
+    port = _port(place, 0, "evaluation.placement", ports)
+    path = write_role(config.run_dir, EVALUATOR, config)
+    argv = _module("distill.evaluation.service", path, place.host, port)
+    env = _environment(place, 0, EVALUATOR) | hidden.environment(config.model_dump(mode="json"))
+    return ChildSpec(EVALUATOR, argv, env, url=url_of(place.host, port))
+
+
+def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> ChildSpec:
+    """The trainer of a run that this launcher starts."""
+    return _in_run(trainer_process(config, controller_url), config, token)
+
+
+def trainer_process(config: RunConfig, controller_url: str) -> ChildSpec:
+    """The deepspeed launcher of all ranks; exit status 0 is its orderly end."""
+    settings = TrainerConfig(
         run=config.run.name,
         run_dir=config.run_dir,
         controller_url=controller_url,
-        student=ModelSource(**source),
+        student=ModelSource(**{name: getattr(config.student, name) for name in ModelSource.model_fields}),
         objective=config.objective,
         trainer=config.trainer,
         weights=config.weights,
@@ -89,47 +196,8 @@ def trainer_config(config: RunConfig, controller_url: str) -> TrainerConfig:
         seed=config.run.seed,
         heartbeat_seconds=look_seconds(config.run.health_timeout_seconds),
     )
-
-
-def trainer_child(config: RunConfig, folder: RunFolder, controller_url: str, token: str | None) -> ChildSpec:
-    """The deepspeed launcher of all ranks; its exit status 0 is an orderly end."""
-    settings = trainer_config(config, controller_url)
-    argv, env = trainer_launch.command(settings, folder.write_role(TRAINER, settings))
-    return _in_run(ChildSpec(TRAINER, argv, env, ends=True), config, token)
-
-
-def replica_config(config: RunConfig, index: int) -> ReplicaConfig:
-    """What replica `index` must know besides vLLM's arguments."""
-    return subscription(config, f"student-{index}")
-
-
-def student_child(config: RunConfig, index: int, host: str, port: int) -> ChildSpec:
-    """Replica `index` on host:port."""
-    argv, env = student.command(config.student, replica_config(config, index), index, host, port)
-    return ChildSpec(f"student-{index}", argv, env, url=url_of(host, port))
-
-
-def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: str, port: int) -> ChildSpec:
-    """Process `index` of the teacher called `name`, whose TeacherConfig is at `path`."""
-    place = config.teachers[name]
-    argv = _module("teacher_service", path, host, port) + ["--name", name, "--index", str(index)]
-    label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
-    environment = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
-    if place.follow_student_every is not None:
-        environment |= subscription(config, f"teacher-{name}-{index}").environment()
-    if place.idle_unload_seconds is not None and config.run.max_loaded_teachers is not None:
-        slots = GpuSlotsConfig(folder=config.run_dir / "seats", slots=config.run.max_loaded_teachers)
-        environment |= slots.environment()
-    return ChildSpec(label, argv, environment, url=url_of(host, port))
-
-
-def evaluator_child(config: RunConfig, path: Path, host: str, port: int) -> ChildSpec:
-    """The evaluator whose RunConfig, this one, is at `path`."""
-    assert config.evaluation is not None, "there is one only with an evaluation"
-    argv = _module("distill.evaluation.service", path, host, port)
-    env = _environment(config.evaluation.placement, 0, EVALUATOR)
-    env |= hidden.environment(config.model_dump(mode="json"))
-    return ChildSpec(EVALUATOR, argv, env, url=url_of(host, port))
+    argv, env = trainer_launch.command(settings, write_role(config.run_dir, TRAINER, settings))
+    return ChildSpec(TRAINER, argv, env, ends=True)
 
 
 def url_of(host: str, port: int) -> str:
@@ -138,45 +206,8 @@ def url_of(host: str, port: int) -> str:
     return f"http://{reachable}:{port}"
 
 
-Started = tuple[str, str, list[ChildSpec]]
-"""Name, URL, and the process to start for it (none: it runs already)."""
-
-
-def _students(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[Started]:
-    place = config.student
-    for index, url in enumerate(place.urls):
-        yield f"student-{index}", url, []
-    for index in range(0 if place.urls else place.replicas):
-        port = ports.take(place.host, place.port + index if place.port else 0, "student.port")
-        child = student_child(config, index, place.host, port)
-        folder.write_role(child.name, replica_config(config, index))
-        yield child.name, str(child.url), [child]
-
-
-def _teachers(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[Started]:
-    for name, place in config.teachers.items():
-        for url in place.urls:
-            yield name, url, []
-        if place.urls:
-            continue
-        path = folder.write_role(f"teacher-{name}", place)
-        for index in range(place.replicas):
-            port = ports.take(place.host, place.port + index if place.port else 0, f"teachers.{name}.port")
-            child = teacher_child(config, name, index, path, place.host, port)
-            yield name, str(child.url), [child]
-
-
-def _evaluator(config: RunConfig, folder: RunFolder, ports: Ports) -> Iterator[tuple[str, list[ChildSpec]]]:
-    if config.evaluation is None:
-        return
-    place = config.evaluation.placement
-    if place.urls:
-        yield place.urls[0], []
-        return
-    path = folder.write_role(EVALUATOR, config)
-    port = ports.take(place.host, place.port, "evaluation.placement.port")
-    child = evaluator_child(config, path, place.host, port)
-    yield str(child.url), [child]
+def _port(place: Placement, index: int, key: str, ports: Ports) -> int:
+    return ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
 
 
 def _module(module: str, path: Path, host: str, port: int) -> list[str]:
@@ -185,18 +216,70 @@ def _module(module: str, path: Path, host: str, port: int) -> list[str]:
 
 def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
     near = ON_LOOPBACK if is_loopback(place.host) else {}
-    environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **near, **place.env}
-    if place.devices:
-        if index >= len(place.devices):
-            raise ConfigError(
-                f"{label}: devices has {len(place.devices)} entries and this is process {index}: "
-                "give one entry for each"
-            )
-        environment["CUDA_VISIBLE_DEVICES"] = place.devices[index]
-    return environment
+    own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**own, **near, **place.env, **student.visible_devices(place, index, label)}
 
 
-def _in_run(child: ChildSpec, config: RunConfig, token: str | None) -> ChildSpec:
-    """With the run's token, and its sockets on loopback where all of the run is."""
-    near = NCCL_ON_LOOPBACK if _is_local(config) else {}
-    return replace(child, env={**near, **child.env, **({TOKEN_VARIABLE: token} if token else {})})
+# --- a role on its own: `distill student | teacher | evaluator | train`
+
+
+def replace_process(child: ChildSpec) -> NoReturn:
+    """Become this process; never returns."""
+    os.execvpe(child.argv[0], list(child.argv), {**os.environ, **child.env})
+
+
+def serve_student(config: RunConfig, index: int) -> ChildSpec:
+    """Replica `index`, listening as [student] says."""
+    check_folder(config.student, "student")
+    check_processor("student")
+    check_secrets(config)
+    return student_child(config, index, _ports(config.student))
+
+
+def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
+    """Process `index` of teacher `name`; "" stands for the only one."""
+    if not name and len(config.teachers) == 1:
+        (name,) = config.teachers
+    if name not in config.teachers:
+        raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
+    place = config.teachers[name]
+    check_secrets(config)
+    check_folder(place, f"teachers.{name}")
+    if runs_vllm(place):
+        check_processor(f"teachers.{name}")
+    check_following(config, name)
+    return teacher_child(config, name, index, _ports(place))
+
+
+def serve_evaluator(config: RunConfig) -> ChildSpec:
+    """The evaluator, listening as [evaluation.placement] says."""
+    if config.evaluation is None:
+        raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
+    return evaluator_child(config, _ports(config.evaluation.placement))
+
+
+def train(config: RunConfig, controller_url: str) -> ChildSpec:
+    """The deepspeed launcher of all ranks, talking to the controller at that URL."""
+    check_folder(config.student, "student")
+    check_secrets(config)
+    return trainer_process(config, controller_url)
+
+
+def check_all_joined(config: RunConfig) -> None:
+    """Raise ConfigError unless every role of the controller's configuration is reached by URL."""
+    missing = [] if config.student.urls else ["student.urls"]
+    missing += [f"teachers.{name}.urls" for name, teacher in config.teachers.items() if not teacher.urls]
+    if config.evaluation is not None and not config.evaluation.placement.urls:
+        missing.append("evaluation.placement.urls (or evaluation = false)")
+    if config.controller.trainer != "external":
+        missing.append('controller.trainer = "external"')
+    if missing:
+        raise ConfigError(
+            f"`distill control` starts no other role: set {', '.join(missing)}, or use `distill run`"
+        )
+
+
+def _ports(place: Placement) -> Ports:
+    """Ports that the process which replaces this one goes on holding."""
+    check_bind(place.host, token_from_environment())
+    return Ports(keep_through_exec=True)

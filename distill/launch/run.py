@@ -1,20 +1,23 @@
-"""Runs a whole configuration: starts every role, joins them, and leaves nothing behind.
+"""Run a configuration: start every role, connect them, and leave nothing behind.
 
     check ─▶ lock the folder ─▶ start all roles at once ─▶ controller runs ─▶ stop roles ─▶ summary, report
 
-A stop signal asks the controller; the trainer finishes its step, saves a checkpoint and leaves; what is still
-there when run.grace_seconds are over is killed. A second signal kills at once.
+On a stop signal the trainer finishes its step, saves a checkpoint and leaves; what is still there when
+run.grace_seconds are over is killed. A second signal kills at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,38 +26,37 @@ from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.client import HttpEvaluator
 from distill.interfaces import Components, Hooks, Quarantined
-from distill.launch.ports import Ports
-from distill.launch.resume import content
-from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
-from distill.launch.run_folder import GIB, RunFolder
+from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
+from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import Supervisor
 from distill.metrics.plot import draw
 from distill.metrics.summary import complete
 from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
-from distill.preflight import checks as preflight
-from distill.preflight import disk
+from distill.preflight import checks, machine
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal
+from distill.run_log.records import Opened
+from distill.run_log.segments import read_all
 from student_trainer.objectives.needs import needs, student_topk
 from sync.claims import Claim
+from sync.client import token_from_environment
 from sync.durable import write_json
 from sync.errors import Interrupted, RemoteError
 from sync.jsonl import JsonLines
-from sync.wire import EvalReport, Version
+from sync.wire import EvalReport, RunIdentity, Version
 from teacher_service.client import TeacherClient
-from teacher_service.router import Router
-from teacher_service.transform import load_transforms
+from teacher_service.router import Router, load_transforms
 
 log = logging.getLogger(__name__)
 
 STOP_SHARE = 0.7
-"""Of the grace period that belongs to the trainer's step and checkpoint; the rest to TERM and KILL."""
-DISK_SECONDS = 5.0
-"""Between two looks at the free space."""
+"""Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
+REHEARSAL_GRACE_SECONDS = 10.0
+DISK_POLL_SECONDS = 5.0
 
 
 async def run(
@@ -64,27 +66,33 @@ async def run(
     console: Console | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Run to the end; what is written to summary.json. Raises DistillError; nothing is left running.
+    """Run to the end; returns what is written to summary.json. Raises DistillError; nothing is left running.
 
-    `seconds`: what was done beforehand and how long it took; it is added to the total.
+    `seconds`: duration of each step before this one; added to the total.
     """
     began, console = time.monotonic(), console or Console(stderr=True)
-    split = preflight.check(config)
-    if warning := disk.check_room(config, disk.estimate(config)):
-        console.print(warning, markup=False, highlight=False, soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if resume and (done := _finished(config)):
+        say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
+        return done
+    split = checks.check(config)
+    if warning := machine.check_room(config, machine.estimate(config)):
+        say(warning)
     token = token_of(config)
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
-            console.print(f"resumed with {line}", markup=False, highlight=False, soft_wrap=True)
-        plan = plan_servers(config, folder, token, ports)
-        launcher = _Launcher(config, folder, plan, split, token, console)
+            say(f"resumed with {line}")
+        launcher = _Launcher(config, folder, plan_servers(config, token, ports), split, token, console)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
             await asyncio.to_thread(draw, folder.path)
     if summary["error"]:
-        raise RemoteError(f"{summary['error']}; mend it, then go on with --resume")
+        raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
     if launcher.stopped_by:
         saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
         raise Interrupted(
@@ -92,6 +100,34 @@ async def run(
             + "; ".join([f"{folder.path} {saved}: go on with --resume", *summary["problems"]])
         )
     return summary
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of a run that made all its steps and ended well; None: there is something left to do."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())
+        ended_well = summary["completed"] and not summary["error"] and not summary["problems"]
+        if ended_well and summary["steps"] >= config.run.steps:
+            return summary
+    return None
+
+
+class _Clients:
+    """Clients of the servers of a plan."""
+
+    def __init__(self, config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> None:
+        self.teachers = {
+            name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()
+        }
+        self.replicas = {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()}
+        self.evaluator = HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None
+        self.transforms = load_transforms(config.teachers)
+
+    async def aclose(self) -> None:
+        closing = [teacher.aclose() for teacher in self.teachers.values()]
+        closing += [replica.aclose() for replica in self.replicas.values()]
+        closing += [self.evaluator.aclose()] if self.evaluator else []
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 class _Launcher:
@@ -106,35 +142,34 @@ class _Launcher:
         token: str | None,
         console: Console,
     ) -> None:
-        self._config, self._folder, self._token = config, folder, token
-        self._joined, self.stopped_by, self._split = False, "", split
+        self._config, self._folder, self._token, self._split = config, folder, token, split
+        self._joined, self.stopped_by = False, ""
         self._stop_deadline = float("inf")
-        self._back_to: list[Version | None] = []
-        """The checkpoint to begin at after a rollback, until a trainer has; else empty."""
+        self._roll_back_to: list[Version | None] = []
+        """Checkpoint at which the next trainer begins, after a rollback and until it has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config.run.steps, console)
         self._spans = JsonLines(folder.path / "timeline.jsonl")
         self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
         self._claim = Claim()
-        self._teachers = {
-            name: TeacherClient(name, urls, token, claim=self._claim) for name, urls in plan.teachers.items()
-        }
-        self._parts = self._make_parts(plan, split)
-        self._controller = Controller(config, self._parts, self._hooks(), token)
+        self._clients = _Clients(config, plan, token, self._claim)
+        self._controller = Controller(config, self._components(), self._hooks(), token)
         self._controller.withhold()
         children = list(plan.children)
         if config.controller.trainer == "launch":
-            child = trainer_child(config, folder, self._controller.url, token)
-            forget = self._controller.heartbeats.forget
             children.append(
-                replace(child, joined=lambda: self._joined, prepare=self._before_trainer, died=forget)
+                replace(
+                    trainer_child(config, self._controller.url, token),
+                    joined=lambda: self._joined,
+                    prepare=self._before_trainer,
+                    died=self._controller.heartbeats.forget,
+                    left=self._controller.trainer_left,
+                )
             )
+        health_seconds = config.run.health_timeout_seconds
         self._supervisor = Supervisor(
-            children,
-            folder.logs,
-            config.run.restarts,
-            health_seconds=config.run.health_timeout_seconds,
+            children, folder.logs, config.run.restarts, health_seconds=health_seconds
         )
 
     async def run(self) -> dict[str, Any]:
@@ -150,7 +185,8 @@ class _Launcher:
                 sink.close()
             self._spans.close()
             self._quarantine.close()
-            await self._close_peers()
+            joined_later = [one.engine.aclose() for one in self._controller.pool.replicas.values()]
+            await asyncio.gather(self._clients.aclose(), *joined_later, return_exceptions=True)
 
     async def _supervised(self) -> dict[str, Any]:
         """Controller, children and their supervision side by side, until the controller is done."""
@@ -177,23 +213,22 @@ class _Launcher:
     async def _supervise(self) -> None:
         seconds = self._config.run.start_seconds
         await self._supervisor.ready(seconds)
-        await self._supervisor.watch(seconds, self._left)
-
-    def _left(self, child: str) -> None:
-        if child == TRAINER:
-            self._controller.trainer_left()
+        await self._supervisor.watch(seconds)
 
     async def _trainer_end(self) -> None:
-        """Give the trainer time to leave by itself, once it has said its last word; none before its first."""
+        """Give a trainer that has joined time to leave by itself."""
         if self._joined and TRAINER in self._supervisor.children:
             grace = self._config.run.grace_seconds * STOP_SHARE
             left = max(0.0, min(grace, self._stop_deadline - time.monotonic()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._supervisor.ended(TRAINER), left)
+                await asyncio.wait_for(self._supervisor.children[TRAINER].exit(), left)
 
     async def _preflight(self) -> None:
         """Let training begin when the engines agree, and go on when the first step does too."""
-        await live.check_engines(self._config, self._split, self._engines(), self._say)
+        # the trainer's first step stands for the replicas
+        clients = self._clients
+        engines = live.Engines(clients.teachers, clients.evaluator, transforms=clients.transforms)
+        await live.check_engines(self._config, self._split, engines, self._say)
         self._controller.allow()
         findings = await self._first_step
         for finding in findings:
@@ -203,43 +238,30 @@ class _Launcher:
     def _say(self, finding: Finding) -> None:
         self._display.say(finding.line)
 
-    def _engines(self) -> live.Engines:
-        evaluator = self._parts.evaluator
-        return live.Engines(
-            self._teachers,
-            evaluator if isinstance(evaluator, HttpEvaluator) else None,
-            transforms=self._parts.transforms or {},
-        )
-
     async def _watch_disk(self) -> None:
         """Start no rollouts while a disk of the run is nearly full."""
         held, least = False, self._config.run.min_free_disk_gib
         while True:
-            await asyncio.sleep(DISK_SECONDS)
+            await asyncio.sleep(DISK_POLL_SECONDS)
             where, free = self._folder.fullest()
-            full = free / GIB < least
+            full = free / machine.GIB < least
             if full and not held:
-                self._controller.hold(
-                    "disk", f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
-                )
+                reason = f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
+                self._controller.hold("disk", reason)
             elif held and not full:
                 self._controller.release("disk")
             held = full
 
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """The first stop signal asks, the second one kills."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        """Stop in an orderly way on the first stop signal, at once on the second."""
         this = asyncio.current_task()
-
-        def force() -> None:
-            self._supervisor.kill()
-            if this is not None:
-                this.cancel()
+        assert this is not None, "runs in a task"
 
         def stop(number: signal.Signals) -> None:
             if self.stopped_by:
-                force()
+                self._supervisor.kill()
+                this.cancel()
                 return
             self.stopped_by = number.name
             self._display.say(f"{number.name}: finishing the step, saving a checkpoint (again: stop at once)")
@@ -248,43 +270,38 @@ class _Launcher:
             self._stop_deadline = time.monotonic() + seconds
             loop.call_later(seconds, self._controller.trainer_left)
 
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    def _make_parts(self, plan: Plan, split: PromptSplit) -> Components:
-        config = self._config
+    def _components(self) -> Components:
+        config, split, clients = self._config, self._split, self._clients
         return Components(
-            replicas={name: self._replica(url) for name, url in plan.replicas.items()},
-            teachers=dict(self._teachers),
+            replicas=dict(clients.replicas),
+            teachers=dict(clients.teachers),
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
-            connect=self._replica,
+            connect=lambda url: HttpReplica(url, self._token, self._claim),
             student_topk=student_topk(config.objective),
             vocab_size=split.vocab_size,
-            evaluator=HttpEvaluator(plan.evaluator, self._token, claim=self._claim)
-            if plan.evaluator
-            else None,
+            evaluator=clients.evaluator,
             reward_fn=split.reward_fn,
-            transforms=load_transforms(config.teachers),
+            transforms=clients.transforms,
             claim=self._claim,
         )
-
-    def _replica(self, url: str) -> HttpReplica:
-        return HttpReplica(url, self._token, self._claim)
 
     def _hooks(self) -> Hooks:
         config = self._config
 
         def opened(_: object) -> None:
             self._joined = True
-            self._back_to.clear()
+            self._roll_back_to.clear()
 
         def quarantined(one: Quarantined) -> None:
             self._quarantine.write(one)
@@ -295,34 +312,71 @@ class _Launcher:
                 self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
-            found = {
-                "reverse_kl": report.reverse_kl,
-                "pass_rate": report.pass_rate,
-                "truncated": report.truncated,
-                "best": best,
-            }
-            log_all(
-                self._sinks, report.version.step, {f"eval/{name}": value for name, value in found.items()}
-            )
+            figures = {name: getattr(report, name) for name in ("reverse_kl", "pass_rate", "truncated")}
+            found = {f"eval/{name}": value for name, value in {**figures, "best": best}.items()}
+            log_all(self._sinks, report.version.step, found)
 
         return Hooks(
             step=step,
             evaluated=evaluated,
             opened=opened,
             quarantined=quarantined,
-            set_back=self._back_to.append if config.controller.trainer == "launch" else None,
+            set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
             stuck=lambda name: self._supervisor.kill_child(name),
             span=self._spans.write,
         )
 
     def _before_trainer(self) -> None:
         self._joined = False
-        for version in self._back_to:
+        for version in self._roll_back_to:
             self._folder.set_back(version)
 
-    async def _close_peers(self) -> None:
-        closing = [peer.aclose() for peer in self._teachers.values()]
-        closing += [one.engine.aclose() for one in self._controller.pool.replicas.values()]
-        if isinstance(self._parts.evaluator, HttpEvaluator):
-            closing.append(self._parts.evaluator.aclose())
-        await asyncio.gather(*closing, return_exceptions=True)
+
+# --- preflight
+
+
+def check_machine(config: RunConfig) -> None:
+    """Check ports, devices and tokens of what is started here, and the disk of the run's folder.
+
+    Raises ConfigError with what `distill run` would say.
+    """
+    machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
+    with _temporary(config) as moved, Ports() as ports:
+        plan_servers(moved, token_from_environment(), ports)
+        if config.controller.port:
+            ports.take(config.controller.host, config.controller.port, "controller.port")
+
+
+async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
+    """Start every server, check the engines, and stop them; nothing is trained, no file stays.
+
+    The trainer is not started: a plain forward pass of the student stands in for it, and a run compares the
+    trainer itself at its first step. Raises ConfigError when a check failed, ChildFailed when a server did.
+    """
+    token = token_of(config)
+    with _temporary(config) as moved, Ports() as ports:
+        plan = plan_servers(moved, token, ports)
+        supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
+        clients = _Clients(moved, plan, token, claim_of(config))
+        try:
+            await supervisor.start()
+            await supervisor.ready(moved.run.start_seconds)
+            engines = live.Engines(clients.teachers, clients.evaluator, clients.replicas, clients.transforms)
+            await live.check_engines(moved, split, engines, say)
+        finally:
+            await clients.aclose()
+            await supervisor.stop(REHEARSAL_GRACE_SECONDS)
+
+
+def claim_of(config: RunConfig) -> Claim:
+    """The run as its servers know it; one that has not begun has no id and claims no server."""
+    journal = config.run_dir / "journal"
+    _, _, first = next(read_all(journal), (0, 0, None)) if journal.is_dir() else (0, 0, None)
+    return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
+
+
+@contextlib.contextmanager
+def _temporary(config: RunConfig) -> Iterator[RunConfig]:
+    """The configuration in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
+        yield config.model_copy(update={"run": config.run.model_copy(update={"folder": Path(root)})})

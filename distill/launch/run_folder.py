@@ -1,4 +1,8 @@
-"""A run's folder: who may use it, and what is written into it before anything is started."""
+"""A run's folder: its lock, its recorded configuration, and what of that may change on `--resume`.
+
+A changed key takes effect, or is refused, or is judged by its content: prompts, held-out prompts and
+DeepSpeed's configuration are compared themselves (`content`), wherever they come from.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,23 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
+
+import msgspec
+from blake3 import blake3
 
 from distill.config import RunConfig
-from distill.launch.resume import compare
 from distill.loading import load_run_dir
+from distill.preflight.machine import check_disk
+from distill.prompts.sources import PromptSplit, sample_prompts
 from student_trainer.checkpoint_files import saved
+from student_trainer.deepspeed_json import deepspeed_config
 from sync import durable, secrets
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.wire import Version
-
-GIB = 1 << 30
 
 
 class RunFolder:
@@ -30,7 +38,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: RunConfig, resume: bool) -> RunFolder:
-        """Make or re-enter the run's folder.
+        """Create a run's folder, or enter the one to resume.
 
         Raises ConfigError when another process holds it, when it holds a run and `resume` is false (or none
         and `resume` is true), and when its disk is too full.
@@ -58,10 +66,9 @@ class RunFolder:
         return folder
 
     def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
-        """Write config.json, an earlier one that differs kept as config.N.json; a line for every change.
+        """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
 
-        `content`: see `distill.launch.resume.content`. Raises ConfigError, and writes nothing, when a resumed
-        run must not change so.
+        Raises ConfigError, and writes nothing, when a resumed run must not change so.
         """
         path, lines = self.path / "config.json", []
         record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
@@ -69,23 +76,15 @@ class RunFolder:
             kept = json.loads(path.read_text())
             if self._resumed:
                 before = load_run_dir(self.path).model_dump(mode="json")
-                lines = compare(before | {"content": kept.get("content", record["content"])}, record)
-                if "content" not in kept:
-                    lines.append(
-                        "prompts that cannot be compared: an older version recorded no digest of them"
-                    )
+                lines = compare(before | {"content": kept["content"]}, record)
             if kept != record:
                 number = len([*self.path.glob("config.*.json")])
                 durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
         durable.write_json(path, record, mode=0o600)
         return lines
 
-    def write_role(self, name: str, settings: Settings) -> Path:
-        """See `write_role`."""
-        return write_role(self.path, name, settings)
-
     def fullest(self) -> tuple[Path, int]:
-        """The part of the folder whose disk has the fewest free bytes, and how many."""
+        """The part of the folder on the fullest disk, and the free bytes there."""
         parts = [self.path, *(self.path / name for name in ("journal", "checkpoints", "store"))]
         return min(
             ((part, shutil.disk_usage(part).free) for part in parts if part.is_dir()),
@@ -93,7 +92,10 @@ class RunFolder:
         )
 
     def set_back(self, to: Version | None) -> None:
-        """Remove the checkpoints after `to` (None: all), so that a trainer resumes there. None must run."""
+        """Remove the checkpoints after `to` (None: all), so that the next trainer resumes there.
+
+        No trainer may run meanwhile.
+        """
         folder = self.path / "checkpoints"
         if to is None:
             (folder / "latest").unlink(missing_ok=True)
@@ -114,18 +116,8 @@ class RunFolder:
         self.close()
 
 
-def check_disk(path: Path, min_free_gib: float) -> None:
-    """Raise ConfigError when the disk of `path` has less free space than that."""
-    free = shutil.disk_usage(path).free / GIB
-    if free < min_free_gib:
-        raise ConfigError(
-            f"{path} has {free:.2f} GiB free, run.min_free_disk_gib asks for {min_free_gib:g}: "
-            "free some space, or set run.folder to another disk"
-        )
-
-
 def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
-    """What a role is started with, as JSON in a run's folder; it finds the secrets in its environment."""
+    """Write what a role is started with as JSON; the role finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     durable.write_json(path, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
@@ -147,3 +139,112 @@ def _take_lock(path: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+# --- resume
+
+_TAKES_EFFECT: Final = {
+    "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
+    "min_free_disk_gib",
+    "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
+    "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
+    "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
+    "idle_unload_seconds",
+    "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
+    "on_max_tokens max_attempts",
+    "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
+    "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
+    "keep_checkpoints threads init_timeout_seconds",
+    "evaluation": "every batch metric patience threads device placement",
+    "content": "deepspeed",
+}
+_SAME_CONTENT: Final = {
+    "student": "chat_template",
+    "prompts": "type path field source_field answer_field template name split revision",
+    "trainer": "deepspeed overrides",
+    "evaluation": "prompts",
+}
+_FORM: Final = "weights and optimizer in the checkpoint have that form"
+_REFUSED: Final = {
+    "run": "the journal's rollouts and the order of the prompts depend on it",
+    "student": "the checkpoint was trained from it",
+    "teachers": "rollouts in the journal were scored by it",
+    "prompts": "rewards in the journal were given by it",
+    "rollout": "rollouts in the journal were sampled by it, and evaluations are compared at it",
+    "objective": "the weights so far were optimised for it",
+    "trainer": _FORM,
+    **{f"content.deepspeed.{key}": _FORM for key in ("optimizer.type", "bf16", "fp16")},
+    "content.prompts": "other prompts would be trained on, some of them held out or trained on before",
+    "content.held_out": "evaluations before and after would use different prompts",
+}
+DECISIONS: Final = {
+    **{f"{part}.{name}": "takes effect" for part, names in _TAKES_EFFECT.items() for name in names.split()},
+    **{f"{part}.{name}": "same content" for part, names in _SAME_CONTENT.items() for name in names.split()},
+    **{key: f"refused: {reason}" for key, reason in _REFUSED.items()},
+    **dict.fromkeys(("buffer", "guard", "weights", "preflight", "tracking", "controller"), "takes effect"),
+    "evaluation": "same content",
+}
+"""Key, or section, → what a resume does with a change of it. The nearest key decides, so that a key which is
+not listed is refused with its section. `*`: a teacher's name."""
+
+
+def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
+    """Digests of what a run trains on and with, wherever it comes from; of endless prompts, of a sample."""
+    endless = not hasattr(split.train, "__len__")
+    rows = sample_prompts(split._replace(held_out=[])) if endless else split.train
+    deepspeed = deepspeed_config(config.trainer)
+    deepspeed["optimizer"]["params"].pop("lr")  # trainer.lr says it
+    return {
+        "prompts": _digest(rows, "the first of endless" if endless else ""),
+        "held_out": _digest(split.held_out) if split.held_out else None,
+        "deepspeed": deepspeed,
+    }
+
+
+def _digest(prompts: Any, which: str = "") -> str:
+    """Number and BLAKE3 of prompts, with answers and sources."""
+    state, count = blake3(), len(prompts)
+    for index in range(count):
+        state.update(msgspec.msgpack.encode(prompts[index]))
+    return " ".join(filter(None, [which, f"{count} prompts,", state.hexdigest(length=16)]))
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for every key that changed between two records of a run. Raises ConfigError for a refused one.
+
+    What one record lacks (a newer field, prompts without an evaluator) is not compared with the other's.
+    """
+    lines: list[str] = []
+    refused: list[str] = []
+    for path, old, new in _differences(before, now):
+        if path in (("content", "prompts"), ("content", "held_out")) and None in (old, new):
+            continue
+        decision = decide(path)
+        line = f"{'.'.join(path).removeprefix('content.')}: {old!s:.80} -> {new!s:.80} ({decision})"
+        (refused if decision.startswith("refused") else lines).append(line)
+    if refused:
+        raise ConfigError(
+            "\n".join(["the run cannot be resumed with these changes:", *refused])
+            + "\nundo them, or start a new run under another run.name"
+        )
+    return lines
+
+
+def decide(path: tuple[str, ...]) -> str:
+    """What a resume does with a change of the key at `path`: one of DECISIONS."""
+    parts = [*path[:1], "*", *path[2:]] if path[0] == "teachers" else [*path]
+    keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(
+        (DECISIONS[key] for key in keys if key in DECISIONS), "refused: the run's records depend on it"
+    )
+
+
+def _differences(
+    before: Any, now: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Path and both values of what differs; a table that one side lacks is one difference."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), (*path, key))
+    elif before != now:
+        yield path, before, now

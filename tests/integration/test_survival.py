@@ -15,7 +15,7 @@ import pytest
 from tiny_run import BATCH, CHECKPOINT_EVERY, NAME, command
 
 from distill.bench.kill_target import KillTarget
-from distill.launch.process_tree import DEEPSPEED, ENGINE_OF
+from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.records import LineageOpened
@@ -100,7 +100,7 @@ def test_no_process_outlives_a_launcher_or_a_guardian(survivor: Survivor) -> Non
 @pytest.mark.parametrize("role", ["student-0", "teacher-only", EVALUATOR])
 def test_a_server_that_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor, role: str) -> None:
     assert survivor.said.count(f"{role}: /health has not answered for run.health_timeout_seconds = 20 s") == 1
-    kills = survivor.said.count(f"{role} is killed, to be started again")
+    kills = survivor.said.count(f"{role} is killed, to be restarted")
     assert kills >= (2 if role == "student-0" else 1), "the student's once more for its engine"
 
 
@@ -109,7 +109,7 @@ def test_a_trainer_without_all_heartbeats_is_told_and_killed(survivor: Survivor)
         len(re.findall(r"no heartbeat of trainer rank [01] for run.health_timeout_seconds", survivor.said))
         == 1
     )
-    assert survivor.said.count("trainer is killed, to be started again") == 1
+    assert survivor.said.count("trainer is killed, to be restarted") == 1
 
 
 def test_a_server_whose_engine_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor) -> None:

@@ -215,7 +215,7 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
             wrong = probes.equals_plain(await probes.scores(client.score, options), plain, 1e-3)
     finally:
         broken.end(signal.SIGKILL)
-    assert "a sequence of 64 tokens came back with 0 of 24 marks" in cut.line
+    assert "a sequence of 64 tokens came back with 0 of 24 scores" in cut.line
     assert cut.problem is not None
     assert wrong.problem is not None
     assert "see that the teacher's process serves the path and revision" in wrong.problem

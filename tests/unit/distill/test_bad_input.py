@@ -16,7 +16,7 @@ import pytest
 from distill.cli.main import main
 from distill.launch.run_folder import RunFolder
 from distill.loading import load
-from distill.preflight import processor
+from distill.preflight import machine
 from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]
@@ -77,8 +77,8 @@ def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) ->
 def test_a_processor_that_vllm_cannot_run_on_is_refused_by_what_it_lacks(
     distill: Distill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older = processor.cpuinfo().replace(" avx2 ", " ").replace(" f16c ", " ")
-    monkeypatch.setattr(processor, "cpuinfo", lambda: older)
+    older = machine.cpuinfo().replace(" avx2 ", " ").replace(" f16c ", " ")
+    monkeypatch.setattr(machine, "cpuinfo", lambda: older)
     message = distill(name="preflight")
     assert "this processor lacks avx2, f16c, and the CPU build of vLLM, which student runs, needs" in message
 
@@ -332,7 +332,7 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
 
 def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
     message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
-    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot write" in message
+    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot generate" in message
 
 
 def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:

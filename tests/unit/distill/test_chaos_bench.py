@@ -16,7 +16,7 @@ import pytest
 from distill.bench import chaos
 from distill.bench.chaos import ALL, DISK, KINDS, _targets, chosen, figures, holds, table
 from distill.bench.kill_target import CONTROLLER, Tail, kind_of
-from distill.launch.process_tree import DEEPSPEED, descendants, role_processes
+from distill.bench.process_tree import DEEPSPEED, descendants, role_processes
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.run_log.audit import AuditReport
 from sync.errors import ConfigError, DistillError

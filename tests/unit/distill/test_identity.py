@@ -18,13 +18,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
-from distill.cli.guarded import guarded
 from distill.cli.main import _show
+from distill.cli.options import guarded
 from distill.conclusion import end_problems
 from distill.evaluation.client import HttpEvaluator
 from distill.interfaces import Hooks, Quarantined
+from distill.launch.run import claim_of
 from distill.metrics.summary import complete
-from distill.preflight.machine import claim_of
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check
 from distill.run_log.journal import Location

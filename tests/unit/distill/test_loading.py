@@ -39,10 +39,13 @@ def problem(override: str) -> str:
         ("trainer.lora.rnk=3", "my.toml: trainer.lora.rnk is not a known key: did you mean 'rank'?"),
         (
             "run.awake_teachers=1",
-            "run.awake_teachers is not a known key: it is now called 'max_loaded_teachers'",
+            "my.toml: run.awake_teachers is not a known key: it is now called 'max_loaded_teachers'",
         ),
-        ("rollout.stragglers=1", "rollout.stragglers is not a known key: it is now called 'on_timeout'"),
-        ("weights.road=1", "weights.road is not a known key: it is now called 'transport'"),
+        (
+            "rollout.stragglers=1",
+            "my.toml: rollout.stragglers is not a known key: it is now called 'on_timeout'",
+        ),
+        ("weights.road=1", "my.toml: weights.road is not a known key: it is now called 'transport'"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, expected: str) -> None:

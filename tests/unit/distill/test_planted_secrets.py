@@ -12,7 +12,6 @@ import pytest
 
 from distill.config import RunConfig
 from distill.launch import roles
-from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.loading import load, load_run_dir
 from distill.metrics.trackers import Wandb
@@ -91,10 +90,10 @@ def files(folder: Path) -> dict[Path, bytes]:
 def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_its_own(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RunFolder.open(config, resume=False) as folder, Ports() as ports:
+    with RunFolder.open(config, resume=False) as folder, roles.Ports() as ports:
         folder.keep(config, {"deepspeed": deepspeed_config(config.trainer)})
-        plan = roles.plan_servers(config, folder, "the run's token", ports)
-        trainer = roles.trainer_child(config, folder, "http://me:pl4nted-10@127.0.0.1:9", None)
+        plan = roles.plan_servers(config, "the run's token", ports)
+        trainer = roles.trainer_child(config, "http://me:pl4nted-10@127.0.0.1:9", None)
     written = files(config.run_dir)
     assert {path.name for path in written} >= {
         "config.json",

@@ -1,4 +1,4 @@
-"""Preflight over tiny real models in this process: what is asked of whom, and that one failure stops all."""
+"""Preflight over tiny real models in this process: which checks run, and that one failure stops all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from distill.bench.in_memory import MemoryReplica
 from distill.config import RunConfig
 from distill.evaluation.models import build as build_evaluator
-from distill.launch import single_role as alone
+from distill.launch import roles
 from distill.loading import validate
 from distill.preflight import checks as preflight
 from distill.preflight import engines as live
@@ -125,13 +125,13 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
     said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
     assert failed(said) == []
     assert [one.check.removeprefix("teacher t: ") for one in said] == [
-        "length", "same tokenizer", "same chat template", "marks", "length", "scores repeat", "not uniform",
-        "not shifted", "context is whole", "equals a plain forward pass", "a self-teacher gives 0",
-        "the gradient depends on the teacher",
+        "length", "same tokenizer", "same chat template", "capabilities", "length", "scores repeat",
+        "not uniform", "not shifted", "context is whole", "equals a plain forward pass",
+        "a self-teacher gives 0", "the gradient depends on the teacher",
     ]  # fmt: skip
 
 
-async def test_another_vocabulary_is_said_before_any_score_is_asked_for(models: Path) -> None:
+async def test_another_vocabulary_is_reported_before_any_score_is_requested(models: Path) -> None:
     config = configure(models)
     stranger = Teacher(config, tokenizer_fingerprint="0" * 96)
     said = await findings(config, live.Engines({"t": stranger}, Evaluator(config)))
@@ -159,14 +159,14 @@ async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> No
 async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
     config = configure(models)
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
-    assert failed(said) == ["teacher t: marks"]
+    assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "full" needs hidden' in said[-2].line
 
 
 async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
     config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
-    assert failed(said) == ["teacher t: marks"]
+    assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "topk" needs write' in said[-2].line
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "write"])}, None))
     assert failed(said) == []  # entropy is missing, and is only measured
@@ -180,7 +180,7 @@ async def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_said(mode
     assert failed(said) == []
     can = [score_hidden for score_hidden in teacher.engine_info.can if score_hidden != "temperature"]
     said = await findings(config, live.Engines({"t": Teacher(config, can=can)}, None))
-    assert failed(said) == ["teacher t: marks"]
+    assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "full" needs temperature' in said[-2].line
 
 
@@ -284,7 +284,7 @@ def test_the_best_version_by_pass_rate_needs_a_judge(tmp_path: Path, models: Pat
         trainer={"deepspeed": str(json_file)},
         evaluation={"metric": "pass_rate"},
     )
-    with pytest.raises(ConfigError, match=r'nobody judges prompts of type "jsonl": set prompts\.reward_fn'):
+    with pytest.raises(ConfigError, match=r'prompts of type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(config)
 
 
@@ -297,7 +297,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).held_out
     adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
-    for check in (preflight.check, lambda config: alone.teacher(config, "t", 0)):
+    for check in (preflight.check, lambda config: roles.serve_teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
     off = {"evaluation": False, "weights": {"transport": "broadcast"}}

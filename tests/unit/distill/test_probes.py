@@ -1,6 +1,6 @@
 """Every probe passes a sound teacher and catches the set-up it is there for; teachers are in memory.
 
-The teacher is a function of the whole prefix, so that what a model would do (a token alters all later marks)
+The teacher is a function of the whole prefix, so that what a model would do (a token alters all later scores)
 holds. Broken ones are made from it by changing what comes in or what goes out.
 """
 
@@ -62,7 +62,7 @@ def teacher(source: Callable = whole_prefix) -> Score:
 
 
 def changed(alter: Callable[[np.ndarray], np.ndarray]) -> Score:
-    """The sound teacher, with `alter` done to the marks [T] of every sequence."""
+    """The sound teacher, with `alter` done to the scores [T] of every sequence."""
     sound = teacher()
 
     async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
@@ -77,7 +77,7 @@ def changed(alter: Callable[[np.ndarray], np.ndarray]) -> Score:
 
 
 def shifted(by: int) -> Score:
-    """Mark t is that of token t + by; the one that has no token is -1."""
+    """Score t is that of token t + by; the one that has no token is -1."""
     if by > 0:
         return changed(lambda scores: np.append(scores[by:], [-1.0] * by))
     return changed(lambda scores: np.append([-1.0] * -by, scores[:by]))
@@ -95,7 +95,7 @@ def uniform() -> Score:
 
 
 def in_company() -> Score:
-    """A server whose batches leak: the second sequence of a request is marked otherwise than alone."""
+    """A server whose batches leak: the second sequence of a request is scored otherwise than alone."""
     sound = teacher()
 
     async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
@@ -167,7 +167,7 @@ async def test_a_shifted_teacher_is_caught(by: int, says: str) -> None:
     caught(await probes.not_shifted(shifted(by), SEQUENCES[0], V, 0.0), says)
     plain = await probes.scores(teacher(), SEQUENCES)
     wrong = probes.equals_plain(await probes.scores(shifted(by), SEQUENCES), plain, 1e-3)
-    caught(wrong, "the marks are right but stand one position too " + says.rpartition(" ")[2])
+    caught(wrong, "the scores are right but stand one position too " + says.rpartition(" ")[2])
 
 
 async def test_a_uniform_teacher_is_caught() -> None:
@@ -183,13 +183,13 @@ async def test_a_truncated_context_is_caught(seen: int) -> None:
 
 async def test_a_teacher_that_leaks_between_sequences_is_caught() -> None:
     finding, noise = await probes.repeatable(in_company(), SEQUENCES, 1e-3)
-    caught(finding, "marked otherwise in company than alone")
+    caught(finding, "scored differently in a batch than alone")
     assert noise == pytest.approx(0.1, abs=1e-5)
 
 
-async def test_a_teacher_that_returns_fewer_marks_than_tokens_is_caught() -> None:
+async def test_a_teacher_that_returns_fewer_scores_than_tokens_is_caught() -> None:
     finding, _ = await probes.repeatable(changed(lambda scores: scores[1:]), SEQUENCES, 1e-3)
-    caught(finding, "[7, 7, 7, 7] marks for [8, 8, 8, 8] tokens")
+    caught(finding, "[7, 7, 7, 7] scores for [8, 8, 8, 8] tokens")
 
 
 async def test_a_swapped_vocabulary_is_caught_by_its_scores() -> None:
@@ -283,7 +283,7 @@ def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
 
     found = objective_figures(truncated, STUDENT, TEACHER, TOKENS, 5)
     assert found.self_loss < 1e-6
-    caught(probes.self_teacher(found.self_loss, found.self_gradient), "does not rest at the teacher")
+    caught(probes.self_teacher(found.self_loss, found.self_gradient), "minimum is not at the teacher")
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------
@@ -299,6 +299,6 @@ async def test_a_rollout_engine_of_other_weights_is_caught() -> None:
     caught(probes.rollouts_match(probes.mismatch(p, hot), 0.02, "p"), "does not sample from the weights")
 
 
-def test_dense_marks_of_other_positions_are_caught() -> None:
+def test_dense_scores_of_other_positions_are_caught() -> None:
     assert probes.scores_match(0.0004, 0.1).problem is None
     caught(probes.scores_match(2.0, 0.1), "they are shifted, or its head is another one")

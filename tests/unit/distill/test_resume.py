@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from distill.config import RunConfig
-from distill.launch.resume import BY_CONTENT, REFUSED, TAKES_EFFECT, compare, content, decide
-from distill.launch.run_folder import RunFolder
+from distill.launch.run import run
+from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, decide
 from distill.loading import load_run_dir, merge, validate
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
@@ -58,30 +61,34 @@ def mro(annotation: Any) -> Any:
     return [mro(one) for one in get_args(annotation)]
 
 
-def test_every_field_of_the_configuration_is_decided_about_once() -> None:
+def test_the_decisions_are_about_keys_of_the_configuration() -> None:
     declared = set(fields(RunConfig))
     assert {"trainer.lr", "teachers.*.path", "buffer.late.half_life", "objective.k"} <= declared
-    tables = [TAKES_EFFECT, BY_CONTENT, set(REFUSED)]
-    known = set().union(*tables)
-    assert sum(map(len, tables)) == len(known), "a key is in two tables"
-    sections = {"teachers.*", "evaluation", "trainer.lora", "objective.task"}
-    assert declared - known == set(), "decide in distill/launch/resume.py what a resume does with these"
-    assert {key for key in known - declared - sections if not key.startswith("content.")} == set()
+    keys = {key for key in DECISIONS if "." in key and not key.startswith("content.")}
+    assert keys - declared == {"evaluation.placement"}
+    sections = {key.partition(".")[0] for key in DECISIONS}
+    assert sections - {"content"} == set(RunConfig.model_fields), "every section has a decision"
 
 
 @pytest.mark.parametrize(
-    ("path", "key"),
+    ("path", "decision"),
     [
-        (("trainer", "lr"), "trainer.lr"),
-        (("teachers", "big", "path"), "teachers.*.path"),
-        (("teachers", "big"), "teachers.*"),
-        (("student", "engine_args", "max.model"), "student.engine_args"),
-        (("content", "deepspeed", "optimizer", "params", "eps"), "content.deepspeed"),
-        (("content", "deepspeed", "optimizer", "type"), "content.deepspeed.optimizer.type"),
+        (("trainer", "lr"), "takes effect"),
+        (("trainer", "lora", "rank"), "refused: weights and optimizer"),
+        (("teachers", "big", "path"), "refused: rollouts in the journal were scored"),
+        (("teachers", "big", "port"), "takes effect"),
+        (("teachers", "big"), "refused: rollouts in the journal were scored"),
+        (("student", "engine_args", "max.model"), "takes effect"),
+        (("content", "deepspeed", "optimizer", "params", "eps"), "takes effect"),
+        (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
+        (("run", "new_key"), "refused: the journal's rollouts"),
+        (("guard", "max_grad_norm"), "takes effect"),
     ],
 )
-def test_a_change_is_decided_by_the_nearest_key(path: tuple[str, ...], key: str) -> None:
-    assert decide(path) == key
+def test_the_nearest_key_decides_and_a_key_that_is_not_listed_is_refused(
+    path: tuple[str, ...], decision: str
+) -> None:
+    assert decide(path).startswith(decision)
 
 
 def record(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def test_what_may_change_is_said_and_taken(tmp_path: Path, more: dict[str, Any],
         ({"student": {"path": "other"}}, "student.path: s -> other (refused: the checkpoint was trained"),
         ({"teachers": {"t": {"path": "u"}}}, "teachers.t.path: t -> u (refused: rollouts in the journal"),
         ({"teachers": {"u": {"path": "u"}}}, "teachers.u: None -> {'urls': []"),
-        ({"objective": {"type": "topk", "k": 4}}, "objective.k: None -> 4 (refused: it is"),
+        ({"objective": {"type": "topk", "k": 4}}, "objective.k: None -> 4 (refused: the weights"),
         ({"rollout": {"max_tokens": 8}}, "rollout.max_tokens: 12 -> 8 (refused: rollouts"),
         ({"run": {"seed": 1}}, "run.seed: 0 -> 1 (refused"),
         ({"trainer": {"lora": {}}}, "trainer.lora: None -> {'rank': 32"),
@@ -196,3 +203,24 @@ def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
         folder.keep(other, given)
     assert (tmp_path / "x/config.json").read_text() == before
     assert not (tmp_path / "x/config.2.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("summary", "steps"),
+    [({"completed": False, "steps": 2}, 3), ({"problems": ["x"]}, 3), ({"error": "x"}, 3), ({}, 4)],
+    ids=["stopped", "ended with a problem", "failed", "more steps are wanted"],
+)
+def test_a_finished_run_is_complete_and_any_other_goes_on(
+    tmp_path: Path, summary: dict[str, Any], steps: int
+) -> None:
+    finished = {"completed": True, "steps": 3, "problems": [], "error": None}
+    missing, said = {"path": str(tmp_path / "none")}, io.StringIO()
+    made = config(tmp_path, run={"steps": steps}, student=missing)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished | summary))
+    with pytest.raises(ConfigError, match="does not exist"):
+        asyncio.run(run(made, resume=True))
+    (tmp_path / "x" / "summary.json").write_text(json.dumps(finished))
+    done = run(config(tmp_path), resume=True, console=Console(file=said, width=200))
+    assert asyncio.run(done) == finished
+    assert "already complete: 3 steps; raise run.steps to train on" in said.getvalue()

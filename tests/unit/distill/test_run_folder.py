@@ -1,4 +1,4 @@
-"""Who may use a run's folder, what is written into it, and which ports are handed out."""
+"""The lock and the records of a run's folder, and the ports that a launcher hands out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from distill.evaluation.service import keep_best
-from distill.launch.ports import Ports
-from distill.launch.run_folder import RunFolder, check_disk
+from distill.launch.roles import Ports
+from distill.launch.run_folder import RunFolder, write_role
 from distill.loading import load_run_dir, merge, validate
+from distill.preflight.machine import check_disk
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
 from sync.secrets import HIDDEN
@@ -77,7 +78,7 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     with RunFolder.open(settings, resume=False) as folder:
         folder.keep(settings, {})
         kept = json.loads((folder.path / "config.json").read_text())
-        role = folder.write_role("student", settings.student)
+        role = write_role(folder.path, "student", settings.student)
     assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}
     assert "s3cret" not in (tmp_path / "x" / "config.json").read_text()
     assert json.loads(role.read_text())["path"] == "s"

@@ -90,7 +90,7 @@ def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
         ({"engine_args": {"host": "0.0.0.0"}}, r"student\.host"),
         ({"engine_args": {"trust_remote_code": True}}, r"student\.trust_remote_code"),
         ({"engine_args": {"logprobs-mode": "raw_logprobs"}}, "processed_logprobs"),
-        ({"devices": ["0"], "index": 1}, "replica 1"),
+        ({"devices": ["0"], "index": 1}, "student-1: devices has 1 entries"),
         ({"host": "0.0.0.0"}, TOKEN_VARIABLE),
     ],
 )

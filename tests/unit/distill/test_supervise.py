@@ -251,6 +251,17 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await supervisor.stop(5)
 
 
+async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
+    await supervisor.start()
+    await supervisor.ready(60)
+    child = supervisor.children["flaky"]
+    first = child.process
+    os.killpg(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
+    await supervisor.stop(5)
+
+
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
     child = supervisor.children["flaky"]
@@ -260,23 +271,24 @@ async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path:
 
 
 async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("trainer", ["true"], ends=True)], tmp_path, 0)
-    await supervisor.start()
     left: list[str] = []
-    await supervisor.watch(10, left.append)
-    assert await supervisor.ended("trainer") == 0
+    spec = ChildSpec("trainer", ["true"], ends=True, left=lambda: left.append("trainer"))
+    supervisor = Supervisor([spec], tmp_path, 0)
+    await supervisor.start()
+    await supervisor.watch(10)
+    assert await supervisor.children["trainer"].exit() == 0
     assert left == ["trainer"]
     await supervisor.stop(1)
 
 
 async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(tmp_path: Path):
-    mark, left = tmp_path / "died once", asyncio.Queue[str]()
+    mark, left = tmp_path / "died once", asyncio.Event()
     once = ["sh", "-c", f"test -e '{mark}' && exit 0; touch '{mark}'; exit 1"]
-    children = [ChildSpec("trainer", once, ends=True), ChildSpec("server", SLEEPER)]
+    children = [ChildSpec("trainer", once, ends=True, left=left.set), ChildSpec("server", SLEEPER)]
     supervisor = Supervisor(children, tmp_path, 1, first_pause=0.01)
     await supervisor.start()
-    watching = asyncio.create_task(supervisor.watch(10, left.put_nowait))
-    assert await asyncio.wait_for(left.get(), 20) == "trainer"
+    watching = asyncio.create_task(supervisor.watch(10))
+    await asyncio.wait_for(left.wait(), 20)
     watching.cancel()
     await supervisor.stop(1)
 
@@ -378,7 +390,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     await asyncio.to_thread(until, lambda: stopped.process is not first and stopped.phase is Phase.READY)
     assert well.process is other
     said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is hung"
-    assert {said, "stopped is killed, to be started again"} <= set(caplog.messages)
+    assert {said, "stopped is killed, to be restarted"} <= set(caplog.messages)
     watching.cancel()
     await supervisor.stop(5)
 

@@ -13,7 +13,7 @@ import pytest
 
 CANCELLED = """
 import asyncio, sys
-from distill.cli.guarded import guarded
+from distill.cli.options import guarded
 async def stopped_twice():
     asyncio.current_task().cancel()
     await asyncio.sleep(60)
@@ -25,7 +25,7 @@ import subprocess, sys, time
 from pathlib import Path
 from distill.bench import runs
 from distill.bench.kill_target import KillTarget
-from distill.cli.guarded import guarded
+from distill.cli.options import guarded
 def killing():
     with KillTarget({SLEEP}, Path(sys.argv[1])) as target:
         target.start()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 
+from distill.launch.guardian import guarded_role
 from distill.launch.roles import TRAINER
-from distill.launch.supervise import GUARDIAN
 from student_trainer.launch import ranks_of
 
 DEEPSPEED, ENGINE_OF = "deepspeed launcher", "engine of "
@@ -57,15 +57,6 @@ def _children(parent: int) -> list[psutil.Process]:
         return list(psutil.Process(parent).children())
     except psutil.NoSuchProcess:
         return []
-
-
-def guarded_role(process: psutil.Process) -> str | None:
-    """Role whose guardian a process is; None: it is none."""
-    try:
-        line = process.cmdline()
-    except psutil.Error:
-        return None
-    return line[line.index(GUARDIAN) + 1] if GUARDIAN in line[:-1] else None
 
 
 def _is_engine(process: psutil.Process) -> bool:
