@@ -209,7 +209,7 @@ def _plain(setting: _Setting, items: list[Item], vocab_size: int) -> Turn:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from teacher_service.engines.packing import padded_ids
+    from teacher_service.engines.transformers import padded_ids
 
     torch.set_num_threads(setting.threads)
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, setting.dtype)).eval()
@@ -233,17 +233,15 @@ def _stock(
         yield {}
         return
     from teacher_service.config import TeacherConfig
-    from teacher_service.engines.http_engine import HttpEngine
-    from teacher_service.engines.vllm import ByUrl
+    from teacher_service.engines.vllm import VllmServer
 
-    upstream = HttpEngine(url)
-    engine = ByUrl(upstream, TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
+    engine = VllmServer(TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
 
     def turn(options: ScoreOptions) -> Turn:
         async def ask() -> int:
-            before = upstream.received_bytes
+            before = engine.received_bytes
             await asyncio.to_thread(engine.score, items, options)
-            return upstream.received_bytes - before
+            return engine.received_bytes - before
 
         return ask
 

@@ -130,7 +130,7 @@ def teacher_child(config: RunConfig, name: str, index: int, path: Path, host: st
     if place.follow_student_every is not None:
         environment |= followed(config, f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and config.run.max_loaded_teachers is not None:
-        slots = GpuSlotsConfig(folder=config.run_dir / "seats", slots=config.run.max_loaded_teachers)
+        slots = GpuSlotsConfig(folder=config.run_dir / "slots", slots=config.run.max_loaded_teachers)
         environment |= slots.environment()
     return ChildSpec(label, argv, environment, url=url_of(host, port))
 

@@ -46,8 +46,7 @@ from sync.claims import Claim
 from sync.errors import Interrupted, RemoteError
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
-from teacher_service.router import Router
-from teacher_service.transform import load_transforms
+from teacher_service.router import Router, load_transforms
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ def missing_scores(config: RunConfig, info: TeacherInfo) -> Finding:
         "topk": want.topk > 0,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
-        "write": config.objective.on_policy < 1,
+        "generate": config.objective.on_policy < 1,
         "temperature": want.temperature != 1.0,
     }
     lacking = [mark for mark, wanted in asked.items() if wanted and mark not in info.can]

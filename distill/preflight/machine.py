@@ -29,7 +29,7 @@ from sync.claims import Claim
 from sync.transport import token_from_environment
 from sync.wire import RunIdentity
 from teacher_service.client import TeacherClient
-from teacher_service.transform import load_transforms
+from teacher_service.router import load_transforms
 
 GRACE_SECONDS = 10.0
 """For the servers to end by themselves."""

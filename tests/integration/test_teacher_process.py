@@ -265,7 +265,7 @@ async def test_callers_ride_through_the_death_and_return_of_replicas(
         stop.set()
         assert await asking == before
         assert await client.score(sequences(40)) == before
-        assert client.replicas.retries > 0
+        assert client.retries > 0
 
 
 async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:

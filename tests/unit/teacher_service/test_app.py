@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.errors import Overloaded, RemoteError
 from sync.transport import Peer
@@ -36,7 +37,6 @@ from sync.wire import (
 )
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.table import TableEngine, random_table
 
 V = 11
 TABLE = random_table(V)
@@ -208,7 +208,7 @@ async def test_a_function_teacher_has_no_head(serve: Serve) -> None:
 
 
 def test_replies_keep_half_precision_only_for_lists() -> None:
-    from teacher_service.replies import scored
+    from teacher_service.messages import scored
 
     scores = EngineScores(
         np.array([-1.1], np.float32), np.array([[3]], np.int32), np.array([[-1.1]], np.float32)
@@ -306,7 +306,7 @@ async def test_an_engine_that_cannot_write_says_so(serve: Serve) -> None:
             self.engine_info = replace(self.engine_info, can=("topk",))
 
     async with serve(Dumb()) as url, Peer(url) as peer:
-        with pytest.raises(RemoteError, match="cannot give 'write'"):
+        with pytest.raises(RemoteError, match="cannot give 'generate'"):
             await peer.call("/v1/generate", writing([1]), TeacherGenerateReply)
 
 
@@ -314,7 +314,7 @@ async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> No
     engine = TableEngine(TABLE)
     prompts = writing(*[[1, 2]] * 10).prompts
     async with serve(engine) as url, TeacherClient("t", [url], request_tokens=20) as client:
-        texts = await client.write(prompts, 6, [5])
+        texts = await client.generate(prompts, 6, [5])
         assert client.counters.requests == 5
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
     assert all(isinstance(text, TeacherCompletion) for text in texts)

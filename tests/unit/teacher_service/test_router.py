@@ -10,8 +10,7 @@ import pytest
 
 from sync.errors import ConfigError, DataError
 from teacher_service.config import TeacherConfig
-from teacher_service.router import Router
-from teacher_service.transform import load_function, load_transforms
+from teacher_service.router import Router, load_function, load_transforms
 
 
 def teacher(*route: str) -> TeacherConfig:

@@ -294,7 +294,7 @@ def test_a_teacher_that_left_its_files_does_not_change_with_them(
 def texts_of(
     engine: TransformersEngine, engine_prompts: list[EnginePrompt], generation: GenerationParams
 ) -> list[EngineCompletion]:
-    *steps, texts = engine.write(engine_prompts, generation)
+    *steps, texts = engine.generate(engine_prompts, generation)
     assert steps.count(None) == len(steps) <= generation.max_tokens
     assert texts is not None
     return texts
