@@ -84,9 +84,7 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     service = TeacherService(
         engine,
         describe(options.name, engine.engine_info, tokenizer),
-        batch_tokens=config.batch_tokens,
-        queue_tokens=config.queue_tokens,
-        wire_dtype=config.wire_dtype,
+        config,
         end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         token=token,
         claim=claim,

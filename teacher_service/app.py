@@ -43,6 +43,7 @@ from sync.wire import (
 )
 from sync.wire.checks import Problem
 from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, QueuedRequest, Work
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item
 from teacher_service.messages import (
     BadRequest,
@@ -68,7 +69,7 @@ MAX_BODIES: Final = 1 << 29
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class _Asked(NamedTuple):
+class _Parsed(NamedTuple):
     """A request that was read and checked."""
 
     ids: list[str]
@@ -87,10 +88,8 @@ class TeacherService:
         self,
         engine: Engine,
         info: TeacherInfo,
+        config: TeacherConfig,
         *,
-        batch_tokens: int = 16384,
-        queue_tokens: int = 1 << 20,
-        wire_dtype: str = "float16",
         end_ids: Sequence[int] = (),
         token: str | None = None,
         claim: Claim | None = None,
@@ -100,9 +99,9 @@ class TeacherService:
         `claim`: of a teacher that follows a run; None: it may serve many.
         """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
-        self._engine, self._engine_info, self._queue_tokens = engine, engine.engine_info, queue_tokens
-        self._dtype: HalfOrSingle = "f2" if wire_dtype == "float16" else "f4"
-        self._batcher = Batcher(engine, batch_tokens, queue_tokens, self.metrics)
+        self._engine, self._engine_info, self._queue_tokens = engine, engine.engine_info, config.queue_tokens
+        self._dtype: HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
+        self._batcher = Batcher(engine, config.batch_tokens, config.queue_tokens, self.metrics)
         self._bodies = BodyLimit()
         routes = [
             Route("/v1/score", self._counted(self.score), methods=["POST"]),
@@ -158,22 +157,22 @@ class TeacherService:
         """POST /v1/generate"""
         return await self._answer(request, self._read_generate)
 
-    async def _answer(self, request: Request, read: Callable[[bytes], _Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[bytes], _Parsed]) -> Response:
         """Check, queue, wait, answer."""
         async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
-            asked = await asyncio.to_thread(read, body) if heavy else read(body)
-            work = [one for one in asked.admitted if isinstance(one, Work)]
-            queued = self._batcher.submit(work, len(asked.ids), asked.deadline)
+            parsed = await asyncio.to_thread(read, body) if heavy else read(body)
+            work = [one for one in parsed.admitted if isinstance(one, Work)]
+            queued = self._batcher.submit(work, len(parsed.ids), parsed.deadline)
             try:
                 await _wait(queued, request)
-                results = self._results(asked, queued.outcomes)
-                message = asked.reply(teacher=self.info.name, results=results)
+                results = self._results(parsed, queued.outcomes)
+                message = parsed.reply(teacher=self.info.name, results=results)
                 return await asyncio.to_thread(reply, message) if heavy else reply(message)
             finally:
                 self._batcher.release(queued)
 
-    def _read_score(self, body: bytes) -> _Asked:
+    def _read_score(self, body: bytes) -> _Parsed:
         message, info = decode(body, ScoreRequest), self._engine_info
         want = message.want
         check_score(message, info)
@@ -184,7 +183,7 @@ class TeacherService:
             for i, item in enumerate(items)
         ]
         self._check_tokens(admitted, "sequences")
-        return _Asked(
+        return _Parsed(
             [sequence.id for sequence in message.sequences],
             admitted,
             message.deadline,
@@ -192,7 +191,7 @@ class TeacherService:
             ScoreReply,
         )
 
-    def _read_generate(self, body: bytes) -> _Asked:
+    def _read_generate(self, body: bytes) -> _Parsed:
         message, info = decode(body, TeacherGenerateRequest), self._engine_info
         check_generate(message, info)
         ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
@@ -203,7 +202,7 @@ class TeacherService:
             for i, prompt in enumerate(prompts)
         ]
         self._check_tokens(admitted, "prompts")
-        return _Asked(
+        return _Parsed(
             [prompt.id for prompt in message.prompts],
             admitted,
             message.deadline,
@@ -218,16 +217,16 @@ class TeacherService:
                 413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer {what}"
             )
 
-    def _results(self, asked: _Asked, outcomes: Sequence[Outcome | None]) -> list[Any]:
+    def _results(self, parsed: _Parsed, outcomes: Sequence[Outcome | None]) -> list[Any]:
         """A result for each id. Raises Unreachable that the engine met."""
         results: list[Scored | TeacherCompletion | ScoreRefused] = []
-        for id_, admitted, outcome in zip(asked.ids, asked.admitted, outcomes, strict=True):
+        for id_, admitted, outcome in zip(parsed.ids, parsed.admitted, outcomes, strict=True):
             if isinstance(outcome, Unreachable):
                 raise outcome
             if isinstance(admitted, str) or isinstance(outcome, str):
                 results.append(ScoreRefused(id_, str(admitted if outcome is None else outcome)))
                 continue
-            result = asked.result(id_, admitted.item, outcome)
+            result = parsed.result(id_, admitted.item, outcome)
             if isinstance(result, Problem):
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))

@@ -221,11 +221,12 @@ class Batcher:
         """Run `function` between two calls of the engine."""
 
         def call() -> R:
-            self._began = time.monotonic()
+            began = self._began = time.monotonic()
             try:
                 return function()
             finally:
                 self._began = None
+                self._metrics.busy.inc(time.monotonic() - began)
 
         future = self._thread.submit(call)
         self._calls.add(future)
@@ -286,22 +287,18 @@ class Batcher:
         counts, tokens = [item.positions for item in items], sum(one.work.tokens for one in batch)
         started = time.monotonic()
         scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
-        seconds = time.monotonic() - started
-        rate = tokens / max(seconds, 1e-6)
+        rate = tokens / max(time.monotonic() - started, 1e-6)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         self._metrics.sequences.inc(len(batch))
         self._metrics.tokens.inc(tokens)
         self._metrics.positions.inc(sum(counts))
-        self._metrics.busy.inc(seconds)
         return scores
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
         """In slices of SLICE_SECONDS, for as long as somebody waits."""
         steps = self._engine.generate(*_items(batch))
         while any(one.request.live for one in batch):
-            started = time.monotonic()
             completions = await self.in_engine_thread(lambda: _slice(steps))
-            self._metrics.busy.inc(time.monotonic() - started)
             if completions is None:
                 continue
             if len(completions) != len(batch):

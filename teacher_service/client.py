@@ -167,7 +167,7 @@ class TeacherClient:
 
         limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
         parts = in_parts(sequences, [_tokens(one) for one in sequences], limit)
-        return await self._ask("/v1/score", ScoreReply, parts, request, deadline)
+        return await self._send_all("/v1/score", ScoreReply, parts, request, deadline)
 
     async def generate(
         self,
@@ -189,7 +189,7 @@ class TeacherClient:
             )
 
         parts = in_parts(prompts, [_tokens(one) + max_tokens for one in prompts], self._request_tokens)
-        return await self._ask("/v1/generate", TeacherGenerateReply, parts, request, deadline)
+        return await self._send_all("/v1/generate", TeacherGenerateReply, parts, request, deadline)
 
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""
@@ -206,7 +206,7 @@ class TeacherClient:
     async def _get(self, path: str) -> _Answer:
         return await self._exchange(path, None, 0, time.monotonic() + self._timeout)
 
-    async def _ask(
+    async def _send_all(
         self,
         path: str,
         reply: type[ScoreReply] | type[TeacherGenerateReply],
@@ -217,7 +217,7 @@ class TeacherClient:
         """Results of all parts, which travel at the same time, in order."""
         expires = time.monotonic() + (deadline or self._timeout)
 
-        async def ask(part: list[W], tokens: int) -> list[Any]:
+        async def send(part: list[W], tokens: int) -> list[Any]:
             started = time.monotonic()
             body = encode(request(part, max(0.001, expires - started)))
             answer = await self._exchange(path, body, tokens, expires)
@@ -225,7 +225,7 @@ class TeacherClient:
             results = decode(answer.body, reply).results
             if [one.id for one in results] != [one.id for one in part]:
                 raise WireError(
-                    f"teacher {self.name!r} answered {len(results)} results for others than asked"
+                    f"teacher {self.name!r} answered {len(results)} results for other ids than it was sent"
                 )
             counters = self.counters
             counters.requests += 1
@@ -236,7 +236,7 @@ class TeacherClient:
             counters.received_bytes += len(answer.body)
             return list(results)
 
-        tasks = [asyncio.ensure_future(ask(*part)) for part in parts]
+        tasks = [asyncio.ensure_future(send(*part)) for part in parts]
         try:
             return [one for results in await asyncio.gather(*tasks) for one in results]
         finally:

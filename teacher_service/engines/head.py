@@ -55,7 +55,7 @@ def find_head(model: Any, vocab_size: int) -> OutputHead:
     linear = model.get_output_embeddings()
     if linear is None or not hasattr(linear, "weight"):
         raise ConfigError(
-            f"{type(model).__name__} shows no output embedding: the transformers engine needs a causal "
+            f"{type(model).__name__} has no output embedding: the transformers engine needs a causal "
             'language model with a linear head; use engine = "vllm" for this one'
         )
     config = model.config.get_text_config()

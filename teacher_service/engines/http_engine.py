@@ -71,7 +71,7 @@ class HttpEngine:
             transport=transport,
         )
         try:
-            card = dict(self.ask("GET", "/v1/models")["data"][0])
+            card = dict(self.request("GET", "/v1/models")["data"][0])
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(
                 f"{self._url}/v1/models lists no model: is engine_url a completions server?"
@@ -94,7 +94,7 @@ class HttpEngine:
             max_topk=max_topk,
         )
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON answer.
 
         Raises DataError when the server refuses (4xx), Unreachable when it does not answer within
@@ -128,7 +128,7 @@ class HttpEngine:
             "max_tokens": 1,
             "temperature": 1.0,
         }
-        choices = self.ask("POST", "/v1/completions", body | extra)["choices"]
+        choices = self.request("POST", "/v1/completions", body | extra)["choices"]
         if len(choices) != len(items):
             raise DataError(f"{len(items)} prompts were sent, {len(choices)} choices came back")
         return sorted(choices, key=lambda choice: int(choice["index"]))
@@ -256,7 +256,7 @@ class SGLangServer(HttpEngine):
             body["top_logprobs_num"] = topk
         if unions:
             body["token_ids_logprob"] = [union.tolist() for union in unions]
-        answers = self.ask("POST", "/generate", body)
+        answers = self.request("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(items):
             raise DataError(f"{len(items)} sequences were sent, the answer is no list of as many")
         return [answer["meta_info"] for answer in answers]

@@ -116,7 +116,7 @@ class VllmServer(HttpEngine):
                 "prompt_logprob_start": item.first - 1,
             },
         }
-        text = self.ask("POST", "/inference/v1/generate", body).get("prompt_token_id_logprobs")
+        text = self.request("POST", "/inference/v1/generate", body).get("prompt_token_id_logprobs")
         if text is None:
             raise DataError("the server returns no prompt_token_id_logprobs: vLLM >= 0.32 on GPUs does")
         return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
@@ -149,7 +149,7 @@ class VllmServer(HttpEngine):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = self.ask("POST", "/v1/completions", body)["choices"][0]
+        choice = self.request("POST", "/v1/completions", body)["choices"][0]
         ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if not ids or values is None or len(ids) != len(values):
             raise DataError("the server returns no token_ids with log-probabilities: vLLM >= 0.11 does")

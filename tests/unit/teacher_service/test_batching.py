@@ -256,14 +256,14 @@ def submit_prompts(batcher: Batcher, *fills: int) -> QueuedRequest:
 async def test_scores_are_computed_while_a_completion_is_generated() -> None:
     engine = SteppingEngine()
     async with running(engine) as batcher:
-        written = submit_prompts(batcher, 1, 2)
+        completed = submit_prompts(batcher, 1, 2)
         for _ in range(3):
             await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert engine.stepped.is_set()
-        assert not written.done.is_set()
+        assert not completed.done.is_set()
         engine.finish.set()
-        await asyncio.wait_for(written.done.wait(), 60)
-        assert all(isinstance(outcome, EngineCompletion) for outcome in written.outcomes)
+        await asyncio.wait_for(completed.done.wait(), 60)
+        assert all(isinstance(outcome, EngineCompletion) for outcome in completed.outcomes)
 
 
 async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_completed() -> None:

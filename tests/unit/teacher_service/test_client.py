@@ -48,7 +48,7 @@ def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
 
 
 def right(given: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
-    """Whether every result is the table's mark on the sequence at its place."""
+    """Whether every result is the table's scores of the sequence at its place."""
     for sequence, result in zip(given, results, strict=True):
         ids = unpack(sequence.token_ids)
         assert isinstance(result, Scored)

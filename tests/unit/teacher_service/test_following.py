@@ -39,7 +39,7 @@ class Store:
 
 
 class Loads:
-    """Engines whose marks depend on the folder; counts those that were closed."""
+    """Engines whose scores depend on the folder; counts those that were closed."""
 
     def __init__(self) -> None:
         self.folders: list[str | None] = []

@@ -108,6 +108,6 @@ async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
     ):
         answer = await http.post("/v1/generate", content=encode(request))
     assert answer.status_code == 200
-    written, refused = msgspec.msgpack.decode(answer.content)["results"]
-    assert written["type"] == "TeacherCompletion"
+    completed, refused = msgspec.msgpack.decode(answer.content)["results"]
+    assert completed["type"] == "TeacherCompletion"
     assert reason in refused["error"]

@@ -120,7 +120,7 @@ def same(got: EngineScores, expected: EngineScores) -> None:
 @pytest.mark.parametrize(
     "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
 )
-def test_a_vllm_server_gives_the_tables_marks(options: ScoreOptions) -> None:
+def test_a_vllm_server_gives_the_tables_scores(options: ScoreOptions) -> None:
     engine = connected(VllmServer, Server())
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
     assert engine.head() is None
@@ -187,7 +187,7 @@ def test_a_length_beyond_the_servers_is_refused() -> None:
         connected(VllmServer, Server(), config)
 
 
-def test_answers_for_other_tokens_are_not_taken_for_marks() -> None:
+def test_answers_for_other_tokens_are_not_taken_for_scores() -> None:
     def retokenised(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return Server()(request)
@@ -240,7 +240,7 @@ def _entries(previous: int, ids: Any) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
 )
-def test_an_sglang_server_gives_the_tables_marks(options: ScoreOptions) -> None:
+def test_an_sglang_server_gives_the_tables_scores(options: ScoreOptions) -> None:
     server = SGLang()
     engine = connected(SGLangServer, server)
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
@@ -252,7 +252,7 @@ def test_an_sglang_server_gives_the_tables_marks(options: ScoreOptions) -> None:
     engine.close()
 
 
-def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_marked_all_the_same() -> None:
+def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_scored_all_the_same() -> None:
     engine = connected(SGLangServer, SGLang())
     last = [Item(np.array([3, V - 1, 2], np.int32), 1)]
     same(engine.score(last, ScoreOptions()), TRUTH.score(last, ScoreOptions()))
