@@ -1,4 +1,8 @@
-"""Controller ↔ teacher: sequences to mark and prompts to complete, and what comes back."""
+"""Controller ↔ teacher: sequences to score and prompts to complete, and what comes back.
+
+Letters in shapes: L tokens of a sequence, T its scored positions, P tokens of a prompt, K ids per position,
+H the teacher's hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,22 @@ from sync.wire.base import Array, Message
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a teacher returns per completion position; the sampled token's log-probability always comes."""
+    """What a teacher returns per position, besides the log-probability of the sampled token."""
 
     topk: int = 0
     """Ids and log-probabilities of the teacher's `topk` most likely tokens; 0: none."""
     entropy: bool = False
-    """Where the engine can tell it: no objective needs it."""
+    """Where the engine has it: no objective needs it."""
     hidden: bool = False
     """Last hidden states after the final norm, for exact objectives with `Head`."""
     prompt: bool = False
     """Score prompt positions too, from the second token on (T then counts them)."""
     temperature: float = 1.0
-    """Of the distribution that all marks but hidden states are of."""
+    """Of the distribution that everything but hidden states is of."""
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
-    """One sequence to mark."""
+    """One sequence to score."""
 
     id: str
     token_ids: Array
@@ -37,7 +41,7 @@ class ScoreSequence(msgspec.Struct, frozen=True):
 
 
 class ScoreRequest(Message, frozen=True):
-    """Mark these sequences."""
+    """Controller → teacher: score these sequences."""
 
     sequences: list[ScoreSequence]
     want: Want = Want()
@@ -46,7 +50,10 @@ class ScoreRequest(Message, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """A teacher's marks on one sequence, at the temperature that was asked for, nats, full support."""
+    """A teacher's scores of one sequence, at the temperature of the request, nats, full support.
+
+    None: not requested.
+    """
 
     id: str
     logprob: Array
@@ -60,7 +67,7 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     gathered: Array | None = None
     """f2 or f4 [T, K]: log q at gather_ids"""
     entropy: Array | None = None
-    """f4 [T]; None: not asked for, or the engine cannot tell"""
+    """f4 [T]; None: not requested, or the engine does not have it"""
     hidden: Array | None = None
     """bf16 or f4 [T, H]"""
 
@@ -71,29 +78,29 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
     id: str
     error: str
     unusable: bool = False
-    """Its engine's answer could not be used: the engine is at fault, not the sequence."""
+    """The engine's answer could not be used: the engine is at fault, not the sequence."""
 
 
 class ScoreReply(Message, frozen=True):
-    """The marks, or why there are none, one for each sequence asked."""
+    """Teacher → controller: the scores, or why there are none, one for each sequence."""
 
     teacher: str
     results: list[Scored | ScoreRefused]
-    """In the order asked."""
+    """In the order of the request."""
 
 
 class TeacherPrompt(msgspec.Struct, frozen=True):
-    """One completion for the teacher to write."""
+    """One prompt for the teacher to complete."""
 
     id: str
     token_ids: Array
     """i4 [P], P >= 1"""
     seed: int
-    """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever else is written beside it."""
+    """0 … 2^32 - 1; the same seed and prompt give the same completion, whatever the rest of its batch."""
 
 
 class TeacherGenerateRequest(Message, frozen=True):
-    """Complete every prompt by sampling from the teacher's whole vocabulary."""
+    """Controller → teacher: complete every prompt by sampling from the teacher's whole vocabulary."""
 
     prompts: list[TeacherPrompt]
     max_tokens: int
@@ -116,15 +123,15 @@ class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
 
 
 class TeacherGenerateReply(Message, frozen=True):
-    """The completions, or why there are none, one for each prompt asked."""
+    """Teacher → controller: the completions, or why there are none, one for each prompt."""
 
     teacher: str
     results: list[TeacherCompletion | ScoreRefused]
-    """In the order asked."""
+    """In the order of the request."""
 
 
 class TeacherInfo(Message, frozen=True):
-    """What a teacher is and what it can be asked for."""
+    """Teacher → controller: what it serves, and its capabilities."""
 
     name: str
     model: str
@@ -148,7 +155,7 @@ class TeacherInfo(Message, frozen=True):
 
 
 class Head(Message, frozen=True):
-    """Output head of a teacher: logits = cap(scale · (hidden · weightᵀ + bias))."""
+    """Teacher → controller → trainer: the output head, logits = cap(scale · (hidden · weightᵀ + bias))."""
 
     teacher: str
     weight: Array
