@@ -26,7 +26,7 @@ from teacher_service.config import TeacherConfig
 
 log = logging.getLogger("teacher_service")
 GRACE_SECONDS: Final = 1
-"""From a signal on: requests in work are answered for so long; callers ask another replica."""
+"""Requests under way are answered for so long after a signal; callers retry on another replica."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format=f"%(asctime)s %(levelname)s teacher {options.name}[{options.index}] %(name)s: %(message)s",
     )
     try:
-        config = read_settings(TeacherConfig, options.config)
-        serve(config, options.name, options.host or config.host, _port(options, config), options.index)
+        serve(read_settings(TeacherConfig, options.config), options)
     except DistillError as error:
         log.error("%s", error)
         return 2
@@ -59,14 +58,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _port(options: argparse.Namespace, config: TeacherConfig) -> int:
-    if options.port is not None:
-        return int(options.port)
-    return config.port + options.index if config.port else 0
-
-
-def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0) -> None:
-    """Load the engine and answer on host:port until SIGTERM or SIGINT."""
+def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
+    """Load the engine and answer until SIGTERM or SIGINT."""
+    host, index = options.host or config.host, options.index
+    port = options.port if options.port is not None else config.port and config.port + index
     token = token_from_environment()
     check_bind(host, token)
     if config.devices and "CUDA_VISIBLE_DEVICES" not in config.env:
@@ -78,34 +73,27 @@ def serve(config: TeacherConfig, name: str, host: str, port: int, index: int = 0
     from teacher_service.describe import describe, load_tokenizer
     from teacher_service.engines import build
 
-    setproctitle.setproctitle(f"distill teacher {name}[{index}]")
+    setproctitle.setproctitle(f"distill teacher {options.name}[{index}]")
     signal.signal(signal.SIGTERM, _leave)  # while loading; uvicorn takes over, and calls it again at its end
     tokenizer = load_tokenizer(config)
-    claim = _following(config)
+    claim = None  # a teacher may serve many runs, unless it follows one
+    if config.follow_student_every is not None:
+        claim = Claim(RunIdentity(ReplicaConfig.from_environment().run))
     engine = build(config, vocab_size(tokenizer), claim)
     service = TeacherService(
         engine,
-        describe(name, engine.engine_info, tokenizer),
-        batch_tokens=config.batch_tokens,
-        queue_tokens=config.queue_tokens,
-        wire_dtype=config.wire_dtype,
+        describe(options.name, engine.engine_info, tokenizer),
+        config,
         end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         token=token,
         claim=claim,
     )
-    log.info("%s: %s", name, service.info)
+    log.info("%s: %s", options.name, service.info)
     serve_app(service.app, host, port, GRACE_SECONDS)
 
 
-def _following(config: TeacherConfig) -> Claim | None:
-    """The run that a teacher which follows the student is configured for; None: it may serve many."""
-    if config.follow_student_every is None:
-        return None
-    return Claim(RunIdentity(ReplicaConfig.from_environment().run))
-
-
 def _leave(*_: object) -> None:
-    """End at once: what other threads are at (a model or a version being loaded) is not waited for."""
+    """End at once, without waiting for threads that load a model or read a version."""
     logging.shutdown()
     os._exit(0)
 

@@ -1,11 +1,11 @@
 """The teacher's HTTP routes (docs/architecture.md), over one engine.
 
-    POST /v1/score       ScoreRequest → ScoreReply
+    POST /v1/score   ScoreRequest → ScoreReply
     POST /v1/generate    TeacherGenerateRequest → TeacherGenerateReply
     GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
     GET  /health     200 while batches are computed        GET /metrics   Prometheus
 
-Every refusal is a 4xx with value, rule and remedy; sequences that cannot be marked are refused one by one in
+Every refusal is a 4xx with value, rule and remedy; sequences that cannot be scored are refused one by one in
 the reply. 429 carries Retry-After; 503 means that the process must be restarted.
 """
 
@@ -16,13 +16,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -30,7 +30,6 @@ from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
 from sync.server import RunGuard, TokenGuard, refuse, reply
 from sync.wire import (
-    Message,
     Scored,
     ScoreRefused,
     ScoreReply,
@@ -39,51 +38,46 @@ from sync.wire import (
     TeacherGenerateReply,
     TeacherGenerateRequest,
     TeacherInfo,
-    checks,
     decode,
 )
 from sync.wire.checks import Problem
-from teacher_service.admission import (
+from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, QueuedRequest, Work
+from teacher_service.config import TeacherConfig
+from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item
+from teacher_service.messages import (
     BadRequest,
+    HalfOrSingle,
     admit,
     admit_prompt,
+    check_generate,
     check_reply_size,
-    check_request,
-    check_write,
-    options_of,
+    check_score,
+    checked_completion,
+    checked_scores,
+    score_options,
 )
-from teacher_service.batching import STUCK_SECONDS, Batcher
-from teacher_service.body_limit import BodyGate
-from teacher_service.engines.base import (
-    Engine,
-    EngineCompletion,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-)
-from teacher_service.metrics import Metrics
-from teacher_service.replies import Small, scored, written
-from teacher_service.request_queue import QueuedRequest
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
 """Bodies longer than this are read and checked in a thread, so that the event loop answers others."""
+MAX_BODY: Final = 1 << 28
+"""Bytes of one request."""
+MAX_BODIES: Final = 1 << 29
+"""Bytes of all requests that are being read or answered."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-R = TypeVar("R")
 
 
-class _Work(NamedTuple):
-    """A request that was read: what of it is computed, and what its answer is."""
+class _Parsed(NamedTuple):
+    """A request that was read and checked."""
 
-    results: int
-    """Of the answer."""
-    sound: int
-    """Those that something is computed for."""
+    ids: list[str]
+    admitted: list[Work | str]
+    """What to compute for each id, or why nothing is."""
     deadline: float | None
-    submit: Callable[[], QueuedRequest]
-    reply: Callable[[Sequence[object]], Message]
+    result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
+    """(id, item or prompt, the engine's outcome) → the result."""
+    reply: type[ScoreReply] | type[TeacherGenerateReply]
 
 
 class TeacherService:
@@ -93,40 +87,33 @@ class TeacherService:
         self,
         engine: Engine,
         info: TeacherInfo,
+        config: TeacherConfig,
         *,
-        batch_tokens: int = 16384,
-        queue_tokens: int = 1 << 20,
-        wire_dtype: str = "float16",
         end_ids: Sequence[int] = (),
         token: str | None = None,
         claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: the tokenizer's ids that end a text, besides those that the engine knows.
+        """`end_ids`: the tokenizer's ids that end a completion, besides those that the engine knows.
 
         `claim`: of a teacher that follows a run; None: it may serve many.
         """
         self.info, self.metrics, self._end_ids = info, Metrics(), end_ids
-        self._engine, self._facts, self._queue_tokens = engine, engine.engine_info, queue_tokens
-        self._small: Small = "f2" if wire_dtype == "float16" else "f4"
-        self._batcher = Batcher(engine, batch_tokens, queue_tokens, self.metrics)
-        self._gate = BodyGate()
+        self._engine, self._engine_info, self._queue_tokens = engine, engine.engine_info, config.queue_tokens
+        self._dtype: HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
+        self._batcher = Batcher(engine, config.batch_tokens, config.queue_tokens, self.metrics)
+        self._bodies = BodyLimit()
         routes = [
             Route("/v1/score", self._counted(self.score), methods=["POST"]),
-            Route("/v1/generate", self._counted(self.write), methods=["POST"]),
+            Route("/v1/generate", self._counted(self.generate), methods=["POST"]),
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
             Route("/metrics", self.get_metrics),
         ]
+        claiming = ("/v1/score", "/v1/generate")
+        guard = Middleware(RunGuard, claim=claim, claiming=claiming, model=info.fingerprint)
         self.app = Starlette(
-            routes=routes,
-            lifespan=self._lifespan,
-            middleware=[
-                Middleware(TokenGuard, token=token),
-                Middleware(
-                    RunGuard, claim=claim, claiming=("/v1/score", "/v1/generate"), model=info.fingerprint
-                ),
-            ],
+            routes=routes, lifespan=self._lifespan, middleware=[Middleware(TokenGuard, token=token), guard]
         )
 
     @contextlib.asynccontextmanager
@@ -150,7 +137,7 @@ class TeacherService:
             except WireError as error:
                 response = refuse(400, str(error))
             except Unreachable as error:
-                response = refuse(503, f"what computes for this teacher is gone: {error}")
+                response = refuse(503, f"the server that computes for this teacher is gone: {error}")
             except Overloaded as error:
                 response = refuse(429, str(error), error.retry_after)
             self.metrics.requests.labels(response.status_code).inc()
@@ -159,143 +146,95 @@ class TeacherService:
 
         return answer
 
-    # --- routes -------------------------------------------------------------------------------------------
+    # --- scores and completions ---------------------------------------------------------------------------
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score"""
-        return await self._answer(request, self._scores)
+        return await self._answer(request, self._read_score)
 
-    async def write(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> Response:
         """POST /v1/generate"""
-        return await self._answer(request, self._texts)
+        return await self._answer(request, self._read_generate)
 
-    async def _answer(self, request: Request, read: Callable[[bytes], _Work]) -> Response:
-        """Admit, queue, wait, answer."""
-        async with self._gate.body(request) as body:
+    async def _answer(self, request: Request, read: Callable[[bytes], _Parsed]) -> Response:
+        """Check, queue, wait, answer."""
+        async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
-            work = await asyncio.to_thread(read, body) if heavy else read(body)
-            if not work.sound:
-                return reply(work.reply([None] * work.results))
-            ticket = work.submit()
+            parsed = await asyncio.to_thread(read, body) if heavy else read(body)
+            work = [one for one in parsed.admitted if isinstance(one, Work)]
+            queued = self._batcher.submit(work, len(parsed.ids), parsed.deadline)
             try:
-                await self._wait(ticket, request, work.deadline)
-                answer = work.reply(ticket.outcomes)
-                return await asyncio.to_thread(reply, answer) if heavy else reply(answer)
+                await _wait(queued, request)
+                results = self._results(parsed, queued.outcomes)
+                message = parsed.reply(teacher=self.info.name, results=results)
+                return await asyncio.to_thread(reply, message) if heavy else reply(message)
             finally:
-                self._batcher.release(ticket)
+                self._batcher.release(queued)
 
-    def _scores(self, body: bytes) -> _Work:
-        message = decode(body, ScoreRequest)
-        want, engine_info = message.want, self._facts
-        check_request(message, engine_info)
-        admitted = [admit(sequence, want, engine_info) for sequence in message.sequences]
-        items = [
-            (i, item, options_of(item, want, engine_info))
-            for i, item in enumerate(admitted)
-            if isinstance(item, Item)
+    def _read_score(self, body: bytes) -> _Parsed:
+        message, info = decode(body, ScoreRequest), self._engine_info
+        want = message.want
+        check_score(message, info)
+        items = [admit(sequence, want, info) for sequence in message.sequences]
+        check_reply_size([item for item in items if isinstance(item, Item)], want, info)
+        admitted = [
+            item if isinstance(item, str) else Work(i, item, score_options(item, want, info))
+            for i, item in enumerate(items)
         ]
-        check_reply_size([item for _, item, _ in items], want, engine_info)
-        self._check_tokens(sum(len(item.token_ids_L) for _, item, _ in items), "sequences")
-        ids = [sequence.id for sequence in message.sequences]
-
-        def make(id_: str, item: object, outcome: object) -> Scored | Problem | None:
-            if not (isinstance(item, Item) and isinstance(outcome, EngineScores)):
-                return None
-            answer, gather = scored(id_, outcome, self._small), options_of(item, want, engine_info).gather
-            wrong = checks.scored(
-                answer, item.positions, gather, want, engine_info.vocab_size, engine_info.hidden_size
-            )
-            return wrong or checks.without_bad_diagnostics(answer, item.positions)
-
-        return _Work(
-            results=len(ids),
-            sound=len(items),
-            deadline=message.deadline,
-            submit=lambda: self._batcher.submit(items, len(ids), message.deadline),
-            reply=lambda outcomes: ScoreReply(
-                teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
-            ),
+        self._check_tokens(admitted, "sequences")
+        return _Parsed(
+            [sequence.id for sequence in message.sequences],
+            admitted,
+            message.deadline,
+            lambda id_, item, scores: checked_scores(id_, item, scores, want, info, self._dtype),
+            ScoreReply,
         )
 
-    def _texts(self, body: bytes) -> _Work:
-        message = decode(body, TeacherGenerateRequest)
-        check_write(message, self._facts)
-        admitted = [admit_prompt(prompt, message.max_tokens, self._facts) for prompt in message.prompts]
-        engine_prompts = [
-            (i, engine_prompt)
-            for i, engine_prompt in enumerate(admitted)
-            if isinstance(engine_prompt, EnginePrompt)
-        ]
-        tokens = sum(
-            len(engine_prompt.token_ids_P) + message.max_tokens for _, engine_prompt in engine_prompts
-        )
-        self._check_tokens(tokens, "prompts")
+    def _read_generate(self, body: bytes) -> _Parsed:
+        message, info = decode(body, TeacherGenerateRequest), self._engine_info
+        check_generate(message, info)
         ends = tuple(sorted({*self._end_ids, *message.stop_token_ids}))
-        generation = GenerationParams(message.max_tokens, message.temperature, ends)
-        ids = [prompt.id for prompt in message.prompts]
-
-        def make(id_: str, _: object, outcome: object) -> TeacherCompletion | Problem | None:
-            if not isinstance(outcome, EngineCompletion):
-                return None
-            answer = written(id_, outcome)
-            return checks.teacher_completion(answer, message.max_tokens, self._facts.vocab_size) or answer
-
-        return _Work(
-            results=len(ids),
-            sound=len(engine_prompts),
-            deadline=message.deadline,
-            submit=lambda: self._batcher.submit_engine_prompts(
-                engine_prompts, generation, len(ids), message.deadline
-            ),
-            reply=lambda outcomes: TeacherGenerateReply(
-                teacher=self.info.name, results=self._results(ids, admitted, outcomes, make)
-            ),
+        params = GenerationParams(message.max_tokens, message.temperature, ends)
+        prompts = [admit_prompt(prompt, message.max_tokens, info) for prompt in message.prompts]
+        admitted = [
+            Work(i, prompt, params) if isinstance(prompt, EnginePrompt) else prompt
+            for i, prompt in enumerate(prompts)
+        ]
+        self._check_tokens(admitted, "prompts")
+        return _Parsed(
+            [prompt.id for prompt in message.prompts],
+            admitted,
+            message.deadline,
+            lambda id_, _, completion: checked_completion(id_, completion, message.max_tokens, info),
+            TeacherGenerateReply,
         )
 
-    def _check_tokens(self, tokens: int, what: str) -> None:
+    def _check_tokens(self, admitted: list[Work | str], what: str) -> None:
+        tokens = sum(one.tokens for one in admitted if isinstance(one, Work))
         if tokens > self._queue_tokens:
             raise BadRequest(
                 413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer {what}"
             )
 
-    async def _wait(self, ticket: QueuedRequest, request: Request, deadline: float | None) -> None:
-        """Until every outcome is there. Raises BadRequest when the caller gives up first."""
-        finished = asyncio.ensure_future(ticket.done.wait())
-        left = asyncio.ensure_future(request.receive())  # the body is read: only a disconnect can come
-        try:
-            await asyncio.wait({finished, left}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-            if ticket.missing:
-                why = "its caller left" if left.done() else f"its deadline of {deadline} s passed"
-                raise BadRequest(408, f"the request was given up because {why}: allow more time or send less")
-        finally:
-            finished.cancel()
-            left.cancel()
-
-    def _results(
-        self,
-        ids: Sequence[str],
-        admitted: Sequence[object],
-        outcomes: Sequence[object],
-        make: Callable[[str, object, object], R | Problem | None],
-    ) -> list[R | ScoreRefused]:
-        """What `make` makes of each item and its outcome, or why there is none, or why it cannot be used.
-
-        Raises Unreachable that an engine met.
-        """
-        results: list[R | ScoreRefused] = []
-        for id_, item, outcome in zip(ids, admitted, outcomes, strict=True):
+    def _results(self, parsed: _Parsed, outcomes: Sequence[Outcome | None]) -> list[Any]:
+        """A result for each id. Raises Unreachable that the engine met."""
+        results: list[Scored | TeacherCompletion | ScoreRefused] = []
+        for id_, admitted, outcome in zip(parsed.ids, parsed.admitted, outcomes, strict=True):
             if isinstance(outcome, Unreachable):
                 raise outcome
-            made = make(id_, item, outcome)
-            if isinstance(made, Problem):
-                log.error("the engine's answer for %s cannot be used: %s", id_, made)
-                results.append(ScoreRefused(id_, f"the engine's answer: {made}", unusable=True))
-            elif made is None:
-                results.append(ScoreRefused(id_, str(item if isinstance(item, str) else outcome)))
+            if isinstance(admitted, str) or isinstance(outcome, str):
+                results.append(ScoreRefused(id_, str(admitted if outcome is None else outcome)))
+                continue
+            result = parsed.result(id_, admitted.item, outcome)
+            if isinstance(result, Problem):
+                log.error("the engine's answer for %s cannot be used: %s", id_, result)
+                results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
             else:
-                results.append(made)
+                results.append(result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
+
+    # --- the other routes ---------------------------------------------------------------------------------
 
     async def get_info(self, _: Request) -> Response:
         """GET /v1/info"""
@@ -309,7 +248,7 @@ class TeacherService:
         head = self._engine.head()
         if head is None:
             raise BadRequest(
-                422, f'engine {self._facts.engine!r} shows no output head: use engine = "transformers"'
+                422, f'engine {self._engine_info.engine!r} gives no output head: use engine = "transformers"'
             )
         return reply(msgspec.structs.replace(head, teacher=self.info.name))
 
@@ -324,3 +263,57 @@ class TeacherService:
     async def get_metrics(self, _: Request) -> Response:
         """GET /metrics"""
         return PlainTextResponse(generate_latest(self.metrics.registry))
+
+
+async def _wait(queued: QueuedRequest, request: Request) -> None:
+    """Until every outcome is there. Raises BadRequest (408) when the caller gives up first."""
+    finished = asyncio.ensure_future(queued.done.wait())
+    left = asyncio.ensure_future(request.receive())  # the body is read: only a disconnect can come
+    try:
+        await asyncio.wait({finished, left}, timeout=queued.deadline, return_when=asyncio.FIRST_COMPLETED)
+        if queued.missing:
+            why = "its caller left" if left.done() else f"its deadline of {queued.deadline} s passed"
+            raise BadRequest(408, f"the request was dropped because {why}: allow more time or send less")
+    finally:
+        finished.cancel()
+        left.cancel()
+
+
+class BodyLimit:
+    """Reads request bodies within a bound on each, and on all that are being read or answered."""
+
+    def __init__(self, one: int = MAX_BODY, total: int = MAX_BODIES) -> None:
+        self._one, self._total, self._held = one, total, 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body; its bytes count from their arrival until the context ends.
+
+        A body over a bound is read to its end and thrown away, so that the caller gets its refusal instead of
+        a broken connection. Raises WireError (one body too long, caller left) or Overloaded (all together).
+        """
+        body, refusal = bytearray(), None
+        try:
+            async for chunk in request.stream():
+                if refusal is None:
+                    body += chunk
+                    self._held += len(chunk)
+                    if (refusal := self._refusal(len(body))) is not None:
+                        self._held -= len(body)
+                        body.clear()
+            if refusal is not None:
+                raise refusal
+            yield bytes(body)
+        except ClientDisconnect:
+            raise WireError("the caller left before its request was complete") from None
+        finally:
+            self._held -= len(body)
+
+    def _refusal(self, size: int) -> WireError | Overloaded | None:
+        if size > self._one:
+            return WireError(f"body is longer than {self._one} bytes: send fewer sequences a request")
+        if self._held > self._total:
+            return Overloaded(
+                f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0
+            )
+        return None

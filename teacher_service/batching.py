@@ -1,145 +1,244 @@
 """Continuous batching: sequences of all callers share forward passes, up to a token budget each.
 
-    submit ──▶ waiting (bounded, tokens) ──▶ batch (≤ batch_tokens, one `Asked`) ──▶ engine thread ──▶ results
+    submit ──▶ queue of items   ──▶ batch (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
+           └─▶ queue of prompts ──▶ batch (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
 
-One batch is computed at a time, in one worker thread, so the event loop stays free. A batch starts with the
-sequence that waited longest. What nobody waits for any more (deadline passed, caller gone) is not computed.
-Prompts to complete (`writing`) wait within the same bound and take turns with batches of scores.
+Both queues together are bounded in tokens. One call runs at a time, in one worker thread, so the event loop
+stays free; a batch of scores waits for one slice of generation at most, and the other way round. A batch
+starts with the oldest item. What nobody waits for any more (deadline passed, caller gone) is not computed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sync.errors import DataError, Overloaded, Unreachable
 from teacher_service.engines.base import (
     Engine,
+    EngineCompletion,
     EnginePrompt,
     EngineScores,
     GenerationParams,
     Item,
     ScoreOptions,
-    Writer,
+    Steps,
 )
-from teacher_service.metrics import Metrics
-from teacher_service.request_queue import Outcome, QueuedItem, QueuedRequest, RequestQueue
-from teacher_service.writing import GenerationQueue
+from teacher_service.isolate import isolate
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.05, 10.0)
-"""Least and most a caller is told to wait."""
-
+"""Least and most that a refused caller is told to wait."""
 STUCK_SECONDS: Final = 1800.0
 """Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
-"""How long a batch under way is waited for at the end."""
+"""How long the call under way is waited for at the end."""
+SLICE_SECONDS: Final = 0.1
+"""Generation continues for so long before scores get their turn; at least one step."""
 
+Outcome = EngineScores | EngineCompletion | str | Unreachable
+"""Of one item or prompt; str: why it has none, Unreachable: the server that computes is gone."""
 R = TypeVar("R")
 
 
-class Batcher:
-    """The queue before one engine. Order of use: `start`, then `submit` and `release`, then `stop`.
+class Metrics:
+    """Prometheus metrics of one process, in a registry of their own."""
 
-    A ticket's tokens count against `queue_tokens` from `submit` until `release`, so that neither waiting
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"teacher_{name}", text, labels, registry=registry)
+
+        self.requests = counter("requests", "Answers by HTTP status", ("status",))
+        self.sequences = counter("sequences", "Sequences scored")
+        self.refused = counter("refused_sequences", "Sequences that could not be scored")
+        self.tokens = counter("tokens", "Tokens of scored sequences, prompt and completion")
+        self.positions = counter("positions", "Positions scored")
+        self.generated = counter("generated_tokens", "Completion tokens generated")
+        self.dropped = counter("dropped_sequences", "Sequences and prompts dropped: nobody waited any more")
+        self.busy = counter("busy_seconds", "Time the engine computed")
+        self.held_tokens = Gauge(
+            "teacher_held_tokens", "Tokens queued or not yet answered", registry=registry
+        )
+        self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=registry)
+
+
+class Work(NamedTuple):
+    """One item to score or prompt to complete."""
+
+    slot: int
+    """Of its outcome in the request."""
+    item: Item | EnginePrompt
+    options: ScoreOptions | GenerationParams
+    """Only work with the same options shares a batch."""
+
+    @property
+    def tokens(self) -> int:
+        """What it counts towards `batch_tokens` and `queue_tokens`; of a prompt, with all it may become."""
+        if isinstance(self.item, Item):
+            return len(self.item.token_ids_L)
+        assert isinstance(self.options, GenerationParams), "prompts come with them"
+        return len(self.item.token_ids_P) + self.options.max_tokens
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """One caller's work; `done` is set once every outcome is there."""
+
+    outcomes: list[Outcome | None]
+    missing: int
+    tokens: int
+    deadline: float | None
+    """Seconds from arrival; None: none."""
+    arrived: float = field(default_factory=time.monotonic)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    released: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.missing:
+            self.done.set()
+
+    @property
+    def live(self) -> bool:
+        """Whether somebody still waits."""
+        in_time = self.deadline is None or time.monotonic() < self.arrived + self.deadline
+        return in_time and not self.released
+
+    def settle(self, slot: int, outcome: Outcome) -> None:
+        """Store one outcome."""
+        self.outcomes[slot] = outcome
+        self.missing -= 1
+        if not self.missing:
+            self.done.set()
+
+
+class _Queued(NamedTuple):
+    request: QueuedRequest
+    work: Work
+
+
+class _Queue:
+    """Items or prompts, the oldest first; only work with the same options shares a batch."""
+
+    def __init__(self, dropped: Counter) -> None:
+        self._queues: dict[Any, deque[_Queued]] = {}
+        self._dropped = dropped
+        self._added = asyncio.Event()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def put(self, queued: _Queued) -> None:
+        self._queues.setdefault(queued.work.options, deque()).append(queued)
+        self._added.set()
+
+    def drop_released(self) -> None:
+        """Drop everything whose caller has left."""
+        before = len(self)
+        queues = {key: deque(one for one in q if not one.request.released) for key, q in self._queues.items()}
+        self._queues = {options: queue for options, queue in queues.items() if queue}
+        self._dropped.inc(before - len(self))
+
+    async def take(self, budget: int) -> list[_Queued]:
+        """The oldest live work and what follows it with the same options, up to `budget` tokens.
+
+        At least one, whatever its tokens; waits for it.
+        """
+        while not self._drop_dead():
+            self._added.clear()
+            await self._added.wait()
+        queue = min(self._queues.values(), key=lambda queue: queue[0].request.arrived)
+        batch: list[_Queued] = []
+        while (first := self._first(queue)) and (not batch or first.work.tokens <= budget):
+            budget -= first.work.tokens
+            batch.append(queue.popleft())
+        return batch
+
+    def _drop_dead(self) -> bool:
+        """Drop dead work from the head of every queue; whether any is left."""
+        self._queues = {options: queue for options, queue in self._queues.items() if self._first(queue)}
+        return bool(self._queues)
+
+    def _first(self, queue: deque[_Queued]) -> _Queued | None:
+        while queue and not queue[0].request.live:
+            queue.popleft()
+            self._dropped.inc()
+        return queue[0] if queue else None
+
+
+class Batcher:
+    """The queues before one engine. Order of use: `start`, then `submit` and `release`, then `stop`.
+
+    A request's tokens count against `queue_tokens` from `submit` until `release`, so that neither queued
     sequences nor answers that are not yet sent can grow beyond the bound.
     """
 
     def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
-        self._items: RequestQueue[ScoreOptions, Item] = RequestQueue(metrics.dropped.inc)
-        self._drafts: RequestQueue[GenerationParams, EnginePrompt] = RequestQueue(metrics.dropped.inc)
-        self._generation_queue = GenerationQueue(engine, batch_tokens) if isinstance(engine, Writer) else None
-        self._held = 0
-        self._dead = 0
+        self._items, self._prompts = _Queue(metrics.dropped), _Queue(metrics.dropped)
+        self._held = self._dead = 0
         self._rate = 0.0
-        self._wake = asyncio.Event()
+        """Tokens per second of recent batches."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._calls: set[Future[Any]] = set()
         self._began: float | None = None
         """time.monotonic() at which the engine was called; None: it is idle."""
-        self._last: Future[Any] | None = None
-        """What was given to the engine's thread last."""
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to compute; needs a running event loop."""
-        self._task = asyncio.create_task(self._run(), name="batcher")
+        serving = (self._serve(self._items, self._score), self._serve(self._prompts, self._generate))
+        self._tasks = [asyncio.create_task(one) for one in serving]
 
     @property
     def healthy(self) -> bool:
-        """Whether batches are being computed, each within STUCK_SECONDS."""
+        """Whether batches are computed, each call within STUCK_SECONDS."""
         began = self._began
         stuck = began is not None and time.monotonic() - began > STUCK_SECONDS
-        return self._task is not None and not self._task.done() and not stuck
+        return bool(self._tasks) and not any(task.done() for task in self._tasks) and not stuck
 
-    async def stop(self, patience: float = STOP_SECONDS) -> bool:
-        """Compute no more, and wait `patience` seconds for the batch under way; whether it has ended."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    async def stop(self, seconds: float = STOP_SECONDS) -> bool:
+        """Compute no more, and wait `seconds` for the call under way; whether it has ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._last is None:
-            return True
-        await asyncio.wait({asyncio.wrap_future(self._last)}, timeout=patience)
-        return self._last.done()
+        calls = [asyncio.wrap_future(call) for call in self._calls]
+        return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
 
     async def in_engine_thread(self, function: Callable[[], R]) -> R:
-        """Run `function` between two batches."""
+        """Run `function` between two calls of the engine."""
 
         def call() -> R:
-            self._began = time.monotonic()
+            began = self._began = time.monotonic()
             try:
                 return function()
             finally:
                 self._began = None
+                self._metrics.busy.inc(time.monotonic() - began)
 
-        last = self._thread.submit(call)
-        self._last = last
-        return await asyncio.wrap_future(last)
+        future = self._thread.submit(call)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(future)
 
-    def submit(
-        self, items: Sequence[tuple[int, Item, ScoreOptions]], slots: int, deadline: float | None
-    ) -> QueuedRequest:
-        """Queue `items`: (index of the outcome, item, what is asked); `slots` counts the outcomes in all.
+    def submit(self, work: Sequence[Work], slots: int, deadline: float | None) -> QueuedRequest:
+        """Queue `work`; `slots` counts the outcomes of the request, those of no work included.
 
-        Raises Overloaded when the queue has no room for them.
+        Raises Overloaded when there is no room for it.
         """
-        sizes = [len(item.token_ids_L) for _, item, _ in items]
-        ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
-        for (index, item, options), size in zip(items, sizes, strict=True):
-            self._items.put(options, QueuedItem(ticket, index, item, size, now))
-        self._wake.set()
-        return ticket
-
-    def submit_engine_prompts(
-        self,
-        engine_prompts: Sequence[tuple[int, EnginePrompt]],
-        generation: GenerationParams,
-        slots: int,
-        deadline: float | None,
-    ) -> QueuedRequest:
-        """Queue `drafts`: (index of the outcome, draft), counted with all it may become; see `submit`."""
-        assert self._generation_queue is not None, "the engine cannot write"
-        sizes = [
-            len(engine_prompt.token_ids_P) + generation.max_tokens for _, engine_prompt in engine_prompts
-        ]
-        ticket, now = self._enter(sizes, slots, deadline), time.monotonic()
-        for (index, engine_prompt), size in zip(engine_prompts, sizes, strict=True):
-            self._drafts.put(generation, QueuedItem(ticket, index, engine_prompt, size, now))
-        self._wake.set()
-        return ticket
-
-    def _enter(self, sizes: Sequence[int], slots: int, deadline: float | None) -> QueuedRequest:
-        """A ticket for work of these sizes, in tokens. Raises Overloaded when there is no room for it."""
-        tokens = sum(sizes)
+        tokens = sum(one.tokens for one in work)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
                 f"{self._held} tokens wait and {tokens} more would pass queue_tokens = {self._queue_tokens}: "
@@ -148,85 +247,88 @@ class Batcher:
             )
         self._held += tokens
         self._metrics.held_tokens.set(self._held)
-        expires = time.monotonic() + (deadline or float("inf"))
-        return QueuedRequest([None] * slots, len(sizes), expires, tokens)
+        request = QueuedRequest([None] * slots, len(work), tokens, deadline)
+        for one in work:
+            queue = self._items if isinstance(one.item, Item) else self._prompts
+            queue.put(_Queued(request, one))
+        return request
 
-    def release(self, ticket: QueuedRequest) -> None:
-        """The caller has its answer, or has left: exactly once per ticket."""
-        ticket.gone = True
-        self._held -= ticket.tokens
-        self._dead += ticket.missing
-        if 2 * self._dead > len(self._items) + len(self._drafts):  # amortised: a storm of them costs little
-            self._dead = 0
-            self._items.forget_dead()
-            self._drafts.forget_dead()
+    def release(self, request: QueuedRequest) -> None:
+        """The caller has its answer, or has left: exactly once per request."""
+        request.released = True
+        self._held -= request.tokens
         self._metrics.held_tokens.set(self._held)
+        self._dead += request.missing
+        if 2 * self._dead > len(self._items) + len(self._prompts):  # amortised: a storm of them costs little
+            self._dead = 0
+            self._items.drop_released()
+            self._prompts.drop_released()
 
     def _retry_after(self, tokens: int) -> float:
         over = self._held + tokens - self._queue_tokens
         low, high = RETRY_SECONDS
         return min(high, max(low, over / self._rate)) if self._rate else 1.0
 
-    async def _run(self) -> None:
+    async def _serve(
+        self, queue: _Queue, run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]]
+    ) -> None:
+        """Compute batch after batch; an item that the engine fails on fails alone."""
         while True:
-            scored = await self._score_batch()
-            written = await self._write_slice()
-            if not scored and not written:
-                self._wake.clear()
-                await self._wake.wait()
+            batch = await queue.take(self._batch_tokens)
+            try:
+                outcomes = await isolate(batch, run, _failed, never=(Unreachable,))
+            except Unreachable as error:
+                outcomes = [error] * len(batch)
+            for queued, outcome in zip(batch, outcomes, strict=True):
+                queued.request.settle(queued.work.slot, outcome)
 
-    async def _score_batch(self) -> bool:
-        """Mark the next batch; whether there was one."""
-        if (taken := self._items.take(self._batch_tokens)) is None:
-            return False
-        options, batch = taken
+    async def _score(self, batch: Sequence[_Queued]) -> list[EngineScores]:
+        items, options = _items(batch)
+        counts, tokens = [item.positions for item in items], sum(one.work.tokens for one in batch)
         started = time.monotonic()
-        outcomes = await self.in_engine_thread(functools.partial(self._compute, batch, options))
-        for waiting, outcome in zip(batch, outcomes, strict=True):
-            waiting.ticket.settle(waiting.index, outcome)
-        self._observe(batch, time.monotonic() - started)
-        return True
-
-    async def _write_slice(self) -> bool:
-        """Write on for a while; whether there was anything to write."""
-        if self._generation_queue is None or not self._generation_queue.ready(self._drafts):
-            return False
-        started = time.monotonic()
-        outcomes = await self.in_engine_thread(self._generation_queue.advance)
-        self._metrics.busy.inc(time.monotonic() - started)
-        if outcomes is not None:
-            self._metrics.written.inc(self._generation_queue.settle(outcomes))
-        return True
-
-    def _compute(self, batch: list[QueuedItem[Item]], options: ScoreOptions) -> list[Outcome]:
-        """Outcomes of a batch, in order; runs in the engine's thread."""
-        try:
-            scores = self._engine.score([w.work for w in batch], options)
-            return split(scores, [w.work.positions for w in batch])
-        except Unreachable as error:
-            return [error] * len(batch)
-        except Exception as error:  # noqa: BLE001 (an engine may fail in any way: the batch is halved, the cause told)
-            return self._after_failure(batch, options, error)
-
-    def _after_failure(
-        self, batch: list[QueuedItem[Item]], options: ScoreOptions, error: Exception
-    ) -> list[Outcome]:
-        """Each half on its own, so that a sequence that cannot be marked fails alone."""
-        if len(batch) > 1:
-            middle = len(batch) // 2
-            return self._compute(batch[:middle], options) + self._compute(batch[middle:], options)
-        log.error("a sequence of %d tokens failed", len(batch[0].work.token_ids_L), exc_info=error)
-        return [f"the engine failed on this sequence: {type(error).__name__}: {error}"]
-
-    def _observe(self, batch: list[QueuedItem[Item]], seconds: float) -> None:
-        tokens = sum(w.tokens for w in batch)
-        rate = tokens / max(seconds, 1e-6)
+        scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
+        rate = tokens / max(time.monotonic() - started, 1e-6)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
-        self._metrics.batch(len(batch), tokens, sum(w.work.positions for w in batch), seconds)
+        self._metrics.sequences.inc(len(batch))
+        self._metrics.tokens.inc(tokens)
+        self._metrics.positions.inc(sum(counts))
+        return scores
+
+    async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
+        """In slices of SLICE_SECONDS, for as long as somebody waits."""
+        steps = self._engine.generate(*_items(batch))
+        while any(one.request.live for one in batch):
+            completions = await self.in_engine_thread(lambda: _slice(steps))
+            if completions is None:
+                continue
+            if len(completions) != len(batch):
+                raise DataError(f"the engine gave {len(completions)} completions for {len(batch)} prompts")
+            self._metrics.generated.inc(sum(len(one.token_ids_T) for one in completions))
+            return completions
+        return ["nobody waits for it any more"] * len(batch)
 
 
-def split(scores: EngineScores, counts: Sequence[int]) -> list[Outcome]:
-    """Marks of a batch cut into those of its items. Raises DataError for columns of another length."""
+def _items(batch: Sequence[_Queued]) -> tuple[list[Any], Any]:
+    """What the engine gets: items or prompts, and the options that they share."""
+    return [queued.work.item for queued in batch], batch[0].work.options
+
+
+def _failed(queued: _Queued, error: Exception) -> Outcome:
+    what = "sequence" if isinstance(queued.work.item, Item) else "prompt"
+    log.error("a %s of %d tokens failed", what, queued.work.tokens, exc_info=error)
+    return f"the engine failed on this {what}: {type(error).__name__}: {error}"
+
+
+def _slice(steps: Steps) -> list[EngineCompletion] | None:
+    """The completions, once there are; None: SLICE_SECONDS have passed."""
+    end = time.monotonic() + SLICE_SECONDS
+    while (completions := next(steps)) is None and time.monotonic() < end:
+        pass
+    return completions
+
+
+def split(scores: EngineScores, counts: Sequence[int]) -> list[EngineScores]:
+    """Scores of a batch cut into those of its items. Raises DataError for columns of another length."""
     ends = np.cumsum(counts, dtype=np.int64).tolist()
     columns = {name: value for name in EngineScores.__slots__ if (value := getattr(scores, name)) is not None}
     for name, value in columns.items():

@@ -15,8 +15,8 @@ class TeacherConfig(ModelSource, Placement):
 
     engine: Literal["transformers", "vllm", "sglang", "openai"] = "transformers"
     """transformers: everything. vllm: for teachers that need its parallelism. sglang: a server's own route,
-    sampled token, top-k and given ids (not run against a real SGLang). openai: any server that returns prompt
-    log-probabilities, sampled token only."""
+    sampled token, top-k and given ids (not run against a real SGLang). openai: any server that echoes the
+    prompt with log-probabilities, sampled token only."""
     engine_url: Url | None = None
     """A server that runs already, for "vllm", "sglang" and "openai"; None: in this process (vllm only)."""
     replicas: int = Field(1, ge=1)
@@ -34,7 +34,7 @@ class TeacherConfig(ModelSource, Placement):
     head_chunk: int = Field(1024, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
     queue_tokens: int = Field(1 << 20, ge=1)
-    """Tokens that may wait; beyond it a caller is told to come back (429)."""
+    """Tokens queued or not yet answered; beyond it a request is refused with 429 and Retry-After."""
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
     engine_args: dict[str, Any] = {}
@@ -42,15 +42,15 @@ class TeacherConfig(ModelSource, Placement):
     threads: int | None = Field(None, ge=1)
     """torch's threads; None: its default."""
     idle_unload_seconds: float | None = Field(None, gt=0)
-    """Time without work after which engine "transformers" gives its memory back, until work comes; for
-    teachers that share a machine. None: never."""
+    """Time without work after which engine "transformers" unloads its model, until work comes; for teachers
+    that share a machine. None: never."""
     follow_student_every: int | None = Field(None, ge=1)
-    """Published steps after which this teacher takes over the student's weights (self-distillation; engine
+    """Published steps after which this teacher loads the student's weights (self-distillation; engine
     "transformers", objectives without hidden states); it begins with those of `path`. None: never."""
     route: list[str] = []
     """Data sources whose samples go to this teacher; with no `route_by` either: every source that no other
     teacher takes."""
     route_by: str | None = None
-    """A "module:function" that tells of a data source whether this teacher takes it; None: `route` alone."""
+    """A "module:function" from a data source to whether this teacher takes it; None: `route` alone."""
     prompt_transform: str | None = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""

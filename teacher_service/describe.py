@@ -1,4 +1,4 @@
-"""What a teacher says about itself: its engine's description and its tokenizer's fingerprints."""
+"""A teacher's tokenizer, and its TeacherInfo: engine, fingerprints of model and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sync.wire import TeacherInfo
 from teacher_service.engines.base import EngineInfo
 
 _SAMPLES: Final = 64
-"""Blocks that are read of each weight file for a fingerprint, evenly spaced: another training changes all."""
+"""Blocks read of each weight file for a fingerprint, evenly spaced: other weights differ in all of them."""
 _BLOCK: Final = 4096
 """Bytes of each."""
 
@@ -38,43 +38,32 @@ def load_tokenizer(source: ModelSource) -> Any:
         )
         raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
     if source.chat_template is not None:
-        tokenizer.chat_template = _read(source.chat_template)
+        try:
+            tokenizer.chat_template = Path(source.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
     return tokenizer
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"chat_template {path!r} cannot be read: {error}") from error
 
 
 def describe(name: str, engine_info: EngineInfo, tokenizer: Any) -> TeacherInfo:
     """TeacherInfo of the teacher called `name`, whose model folder is read for its fingerprint."""
+    shared = ("model", "revision", "dtype", "engine", "vocab_size", "hidden_size", "max_length")
     return TeacherInfo(
         name=name,
-        model=engine_info.model,
-        revision=engine_info.revision,
-        dtype=engine_info.dtype,
-        engine=engine_info.engine,
-        vocab_size=engine_info.vocab_size,
-        hidden_size=engine_info.hidden_size,
-        max_length=engine_info.max_length,
         tokenizer_fingerprint=fingerprint(tokenizer),
         chat_template_fingerprint=chat_template_fingerprint(tokenizer),
         fingerprint=_model_fingerprint(engine_info),
         can=list(engine_info.can),
+        **{field: getattr(engine_info, field) for field in shared},
     )
 
 
 def _model_fingerprint(engine_info: EngineInfo) -> str:
     """BLAKE3 hex over the model's name and samples of its weight files, where it is a folder here."""
-    hasher = blake3(
-        repr((engine_info.model, engine_info.revision, engine_info.dtype, engine_info.engine)).encode()
-    )
-    for path in sorted(
-        path for path in Path(engine_info.model).glob("*") if path.suffix in (".safetensors", ".bin")
-    ):
+    names = (engine_info.model, engine_info.revision, engine_info.dtype, engine_info.engine)
+    hasher = blake3(repr(names).encode())
+    folder = Path(engine_info.model)
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size
         hasher.update(f"\0{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

@@ -1,12 +1,15 @@
-"""Several teachers: which one marks a sample, by the sample's data source."""
+"""Which teacher scores a sample, by its data source; and functions that a configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DataError
 from teacher_service.config import TeacherConfig
-from teacher_service.transform import load_function, own_code
 
 
 class Router:
@@ -19,17 +22,19 @@ class Router:
         self._default: str | None = None
         for name, config in teachers.items():
             if config.route_by is not None:
-                self._takers[name] = _taker(config.route_by, f"teachers.{name}.route_by")
+                field = f"teachers.{name}.route_by"
+                self._takers[name] = _named(
+                    config.route_by, field, bool, "return whether it takes the source"
+                )
             elif not config.route:
-                self._claim_rest(name)
+                self._set_default(name)
             for source in config.route:
-                self._claim(source, name)
+                if (other := self._by_source.setdefault(source, name)) != name:
+                    raise ConfigError(
+                        f"route: source {source!r} goes to {other!r} and to {name!r}: name it once"
+                    )
 
-    def _claim(self, source: str, name: str) -> None:
-        if (other := self._by_source.setdefault(source, name)) != name:
-            raise ConfigError(f"route: source {source!r} goes to {other!r} and to {name!r}: name it once")
-
-    def _claim_rest(self, name: str) -> None:
+    def _set_default(self, name: str) -> None:
         if self._default is not None:
             raise ConfigError(
                 f"teachers {self._default!r} and {name!r} both have no `route`: only one may take the rest, "
@@ -63,11 +68,58 @@ class Router:
             self.route(source)
 
 
-def _taker(name: str, field: str) -> Callable[[str], bool]:
+def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable[..., Sequence[int]]]:
+    """Teacher's name → its prompt transform, for those that have one. Raises ConfigError.
+
+    A transform raises DataError for a prompt that the user's function gives no token ids for.
+    """
+    return {
+        name: _named(
+            teacher.prompt_transform,
+            f"teachers.{name}.prompt_transform",
+            lambda ids: [index(token) for token in ids],
+            "return the token ids that it is to see",
+        )
+        for name, teacher in teachers.items()
+        if teacher.prompt_transform is not None
+    }
+
+
+def _named(name: str, field: str, result: Callable[[Any], Any], remedy: str) -> Callable[..., Any]:
+    """The named function with `result` of what it returns; DataError when either raises."""
     function = load_function(name, field)
 
-    def takes(source: str) -> bool:
-        with own_code(f"{field} {name!r}", f"data source {source!r}", "return whether it takes the source"):
-            return bool(function(source))
+    def call(given: Any) -> Any:
+        about = f"data source {given!r}" if isinstance(given, str) else f"prompt {given.id}"
+        with own_code(f"{field} {name!r}", about, remedy):
+            return result(function(given))
 
-    return takes
+    return call
+
+
+def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function that "module:function" names.
+
+    Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        if not callable(function):
+            raise TypeError(f"{attribute} is a {type(function).__name__} and cannot be called")
+    except Exception as error:  # importing runs the user's own code
+        either = f"{', '.join(others)}, or " if others else ""
+        raise ConfigError(
+            f"{field} = {name!r} cannot be loaded ({type(error).__name__}: {error}): say {either}"
+            '"package.module:function" of a module that can be imported here'
+        ) from error
+    return function
+
+
+@contextmanager
+def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
+    """Around a call of the user's own code: DataError with function, input and exception when it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error

@@ -203,7 +203,7 @@ class MemoryTeacher:
             hidden=Array("bf16", (count, 4), bytes(8 * count)) if want.hidden else None,
         )
 
-    async def write(
+    async def generate(
         self,
         prompts: list[TeacherPrompt],
         max_tokens: int,
@@ -233,7 +233,7 @@ class MemoryTeacher:
         return TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
             hidden_size=4, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
-            fingerprint="", can=["topk", "gather", "entropy", "hidden", "write"],
+            fingerprint="", can=["topk", "gather", "entropy", "hidden", "generate"],
         )  # fmt: skip
 
     def answered_by(self, id: str) -> str:

@@ -179,7 +179,7 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from teacher_service.engines.packing import padded_ids
+    from teacher_service.engines.transformers import padded_ids
 
     torch.set_num_threads(setting.threads)
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, setting.dtype)).eval()
@@ -197,17 +197,15 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
 def _stock(url: str, setting: Setting, items: list[Item], k: int, vocab_size: int) -> dict[str, Turn]:
     """vLLM's own route, one request with every prompt, its JSON turned into arrays as our engine does it."""
     from teacher_service.config import TeacherConfig
-    from teacher_service.engines.http_engine import HttpEngine
-    from teacher_service.engines.vllm import ByUrl
+    from teacher_service.engines.vllm import VllmServer
 
-    upstream = HttpEngine(url)
-    engine = ByUrl(upstream, TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
+    engine = VllmServer(TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
 
     def turn(options: ScoreOptions) -> Turn:
         def score() -> int:
-            before = upstream.received_bytes
+            before = engine.received_bytes
             engine.score(items, options)
-            return upstream.received_bytes - before
+            return engine.received_bytes - before
 
         return score
 

@@ -42,7 +42,7 @@ from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import TransformersEngine
-from teacher_service.replies import scored
+from teacher_service.messages import scored
 
 SPARE_TOKENS: Final = 2
 """Of a completion, beyond the longest right one."""

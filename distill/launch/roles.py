@@ -158,9 +158,7 @@ def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> Chi
     if place.follow_student_every is not None:
         env |= config.subscriber(f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and run.max_loaded_teachers is not None:
-        env |= GpuSlotsConfig(
-            folder=config.run_dir / "gpu_slots", slots=run.max_loaded_teachers
-        ).environment()
+        env |= GpuSlotsConfig(folder=config.run_dir / "slots", slots=run.max_loaded_teachers).environment()
     argv += ["--name", name, "--index", str(index)]
     return ChildSpec(label, argv, env, url=url_of(place.host, port))
 

@@ -241,7 +241,7 @@ def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
         "topk": want.topk > 0,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
-        "write": config.objective.on_policy < 1,
+        "generate": config.objective.on_policy < 1,
         "temperature": want.temperature != 1.0,
     }
     lacking = [name for name, wanted in needed.items() if wanted and name not in info.can]

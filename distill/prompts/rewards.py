@@ -21,7 +21,7 @@ import numpy as np
 from distill.config import DatasetPrompts, JsonlPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
-from teacher_service.transform import load_function, own_code
+from teacher_service.router import load_function, own_code
 
 Completion = TypeVar("Completion", str, Sequence[int])
 

@@ -82,7 +82,7 @@ class Writing:
     async def _ask(self, name: str, work: list[_Work]) -> list[Answer]:
         prompts, rollout = [one.prompt for one in work], self._config.rollout
         teacher = self._parts.teachers[name]
-        answers = await teacher.write(
+        answers = await teacher.generate(
             prompts,
             rollout.max_tokens,
             rollout.stop_token_ids,

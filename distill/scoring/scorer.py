@@ -41,8 +41,8 @@ Answer = Scored | ScoreRefused
 class Teacher(Servers, Protocol):
     """What the controller needs of a teacher: teacher_service.client has it over HTTP.
 
-    `score` and `write` answer in the order asked; they retry, and raise Unreachable when the teacher is
-    really gone, RemoteError when the whole request was refused (as `write` is by a teacher that cannot).
+    `score` and `generate` answer in the order asked; they retry, and raise Unreachable when the teacher is
+    really gone, RemoteError when the whole request was refused (as `generate` is by a teacher that cannot).
     """
 
     @property
@@ -51,7 +51,7 @@ class Teacher(Servers, Protocol):
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]: ...
-    async def write(
+    async def generate(
         self,
         prompts: list[TeacherPrompt],
         max_tokens: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from distill.aio import Signal
 from distill.metrics.timeline import Timeline
 from distill.rollout.bad_answers import Trust
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from teacher_service.isolate import isolate
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2
@@ -169,25 +170,30 @@ class TeacherQueue(Generic[W, A]):
         return [queue.queue.popleft() for _ in range(min(self._batch, len(queue.queue)))]
 
     async def _ask(self, queue: _Queue[W], work: list[W]) -> list[A | str | Unusable]:
+        """Answers; a request that fails is halved until the piece of work at fault fails alone."""
+        return await isolate(
+            work,
+            lambda part: self._send(queue.name, [*part]),
+            lambda _, error: Unusable(str(error)) if isinstance(error, WireError) else str(error),
+            on=(RemoteError, WireError, Unreachable),
+            never=(WrongServer,),  # no rollout is at fault
+        )
+
+    async def _send(self, name: str, work: list[W]) -> Sequence[A | str | Unusable]:
+        """One request, once the teacher has room; retried with backoff while it is gone.
+
+        Raises Unreachable for more than one piece of work, so that a teacher that is too slow for all of it
+        gets each half on its own.
+        """
         pause = 0.5
         while True:
             try:
-                return [*await self._ask_teacher(queue.name, work)]
+                return await self._ask_teacher(name, work)
             except Overloaded as error:
                 await asyncio.sleep(error.retry_after)
             except Unreachable as error:
-                logger.warning("teacher %s is asked again in %.1f s: %s", queue.name, pause, error)
+                logger.warning("teacher %s is retried in %.1f s: %s", name, pause, error)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5.0)
                 if len(work) > 1:
-                    return await self._ask_in_halves(queue, work)
-            except WrongServer:  # no rollout is at fault
-                raise
-            except (RemoteError, WireError) as error:
-                if len(work) == 1:
-                    return [Unusable(str(error)) if isinstance(error, WireError) else str(error)]
-                return await self._ask_in_halves(queue, work)
-
-    async def _ask_in_halves(self, queue: _Queue[W], work: list[W]) -> list[A | str | Unusable]:
-        half = len(work) // 2
-        return await self._ask(queue, work[:half]) + await self._ask(queue, work[half:])
+                    raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from sync.errors import ConfigError
-from teacher_service.transform import own_code
+from teacher_service.router import own_code
 
 _EVERY = "there must be a prompt for every index"
 

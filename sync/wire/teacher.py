@@ -63,7 +63,7 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     gathered: Array | None = None
     """f2 or f4 [T, K]: log q at gather_ids"""
     entropy: Array | None = None
-    """f4 [T]; None: not asked for, or the engine cannot tell"""
+    """f4 [T]; None: not requested, or the engine does not have it"""
     hidden: Array | None = None
     """bf16 or f4 [T, H]"""
 
@@ -74,7 +74,7 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
     id: str
     error: str
     unusable: bool = False
-    """Its engine's answer could not be used: the engine is at fault, not the sequence."""
+    """The engine's answer could not be used: the engine is at fault, not the sequence."""
 
 
 class ScoreReply(Message, frozen=True):
@@ -147,11 +147,11 @@ class TeacherInfo(Message, frozen=True):
     fingerprint: str
     """BLAKE3 hex over model, revision, dtype and samples of its files: every answer names it in a header."""
     can: list[str]
-    """Of: topk, gather, entropy, hidden, prompt, write, temperature (other than 1, of scores)."""
+    """Of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1, of scores)."""
 
 
 class Head(Message, frozen=True):
-    """Output head of a teacher: logits = cap(scale · (hidden · weightᵀ + bias))."""
+    """Teacher → controller → trainer: the output head, logits = cap(scale · (hidden · weightᵀ + bias))."""
 
     teacher: str
     weight: Array

@@ -1,42 +1,41 @@
-"""What an engine is: it marks a batch of token sequences, and knows what it can be asked for.
+"""The engine protocol: scores batches of token sequences and, when `can` has "generate", completes prompts.
 
-One whose `engine_info.can` has "write" completes prompts too, step by step: scores need not wait for it.
-
-The service validates sequences before an engine sees them, and never asks for more than `engine_info.can`.
+The service validates requests before an engine sees them, and never asks for more than `engine_info.can`.
 
 Letters in shapes: L tokens of one sequence, T its scored positions, C scored positions of a batch (sum of T),
-K ids per position, H hidden size, V vocabulary.
+P tokens of a prompt, K ids per position, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from sync.wire import Head
 
-CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "write", "temperature")
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
 MAX_TOPK: Final = 1024
 
 
 class ScoreOptions(NamedTuple):
-    """What is marked per position; the same for every item of one batch."""
+    """What to return per position; the same for every item of one batch."""
 
     topk: int = 0
     gather: int = 0
-    """K of every item's `gather_ids`; 0: none."""
+    """K of every item's `gather_ids_TK`; 0: none."""
     entropy: bool = False
     hidden: bool = False
     temperature: float = 1.0
-    """Of every mark but hidden states."""
+    """Of everything but hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One sequence to mark: positions `first` … L-1, from the hidden states one position earlier."""
+    """One sequence to score: positions `first` … L-1, from the hidden states one position earlier."""
 
     token_ids_L: np.ndarray
     """int32, every id in [0, vocab_size)"""
@@ -53,7 +52,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class EngineScores:
-    """Marks of a whole batch, its items' positions one after the other, nats."""
+    """Scores of one item, or of a batch with its items' positions one after the other; nats.
+
+    None: not asked for.
+    """
 
     logprob_C: np.ndarray
     """float32"""
@@ -72,12 +74,12 @@ class EngineScores:
 
 
 class GenerationParams(NamedTuple):
-    """How completions are written; the same for every draft of one batch."""
+    """How to sample; the same for every prompt of one batch."""
 
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
-    """Besides the model's own end."""
+    """Besides the model's own end of sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +93,23 @@ class EnginePrompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineCompletion:
-    """What became of a draft."""
+    """The completion of one prompt."""
 
     token_ids_T: np.ndarray
     """int32"""
     logprob_T: np.ndarray
-    """float32, at the temperature of writing"""
+    """float32, at the temperature of sampling"""
     ended: bool
-    """By an id that ends completions, which is the last one; False: at `Manner.max_tokens`."""
+    """By a stop id, which is the last token; False: at `GenerationParams.max_tokens`."""
+
+
+Steps = Iterator[list[EngineCompletion] | None]
+"""None after every decoding step but the last, then the completions, in order. Closing it aborts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says about itself; see `sync.wire.TeacherInfo` for the fields' meaning."""
+    """What an engine serves; `sync.wire.TeacherInfo` documents the fields."""
 
     model: str
     dtype: str
@@ -114,23 +120,28 @@ class EngineInfo:
     can: tuple[str, ...]
     revision: str | None = None
     max_topk: int = MAX_TOPK
-    """Most ids per position that may be asked for; a whole vocabulary is what hidden states are for."""
+    """Most ids per position; for a whole vocabulary there are hidden states."""
 
 
 class Engine(Protocol):
-    """One teacher. `score` and `head` are called from one worker thread, never at the same time."""
+    """One teacher. All methods are called from one worker thread, never at the same time."""
 
     engine_info: EngineInfo
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        """Marks of a non-empty batch.
+        """Score a non-empty batch.
 
-        Raises DataError when an item cannot be marked; the service then finds out which one.
+        Raises DataError when an item cannot be scored (the service isolates it), Unreachable when the server
+        that computes is gone.
         """
         ...
 
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """Complete a non-empty batch, step by step: `score` may be called between two steps."""
+        ...
+
     def head(self) -> Head | None:
-        """What turns `Marks.hidden_CH` into logits; None: this engine shows no hidden states."""
+        """What turns `EngineScores.hidden_CH` into logits; None: this engine gives no hidden states."""
         ...
 
     def close(self) -> None:
@@ -138,33 +149,10 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """What an engine with "write" in `engine_info.can` does besides; from the same thread."""
-
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
-        """None after every step that leaves more to do, then the texts, in order.
-
-        `score` may be called between two steps. Closing the iterator gives the work up.
-        """
-        ...
-
-
-def writer(engine: Engine) -> Writer:
-    """`engine` as one that writes; its `engine_info.can` must say so."""
-    assert isinstance(engine, Writer), f"{engine.engine_info.engine} cannot write"
-    return engine
-
-
-Steps = Iterator[list[EngineCompletion] | None]
-
-
-def each_step(
-    steps: Steps, run: Callable[[Callable[[], list[EngineCompletion] | None]], list[EngineCompletion] | None]
-) -> Steps:
-    """`steps`, each of them taken inside `run`."""
-    while (texts := run(lambda: next(steps))) is None:
-        yield None
-    yield texts
+def each_step(steps: Steps, held: Callable[[], AbstractContextManager[object]]) -> Steps:
+    """`steps`, each of them taken inside a context that `held` makes."""
+    completions = None
+    while completions is None:
+        with held():
+            completions = next(steps)
+        yield completions

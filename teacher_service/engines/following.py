@@ -1,8 +1,8 @@
-"""A self-teacher: an engine that is refreshed from the student's published versions.
+"""A self-teacher: an engine that reloads the student's published versions.
 
 serving v ──(v + every is published)──▶ stage and load beside it ──▶ swap between two batches ──▶ serving v'
 
-What cannot be staged or loaded is said, and tried again; meanwhile the old weights go on.
+A version that cannot be staged or loaded is logged and tried again; until then the old weights serve.
 """
 
 from __future__ import annotations
@@ -10,35 +10,33 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from sync.errors import DistillError
 from sync.wire import Head, Version
 from teacher_service.engines.base import (
     Engine,
-    EngineCompletion,
     EnginePrompt,
     EngineScores,
     GenerationParams,
     Item,
     ScoreOptions,
+    Steps,
     each_step,
-    writer,
 )
 
 log = logging.getLogger(__name__)
-R = TypeVar("R")
 POLL_SECONDS: Final = 1.0
 """Between two looks at the newest version."""
 JOIN_SECONDS: Final = 0.5
-"""At the end: what the follower is doing by then is given up."""
+"""How long `close` waits for a version that is being read or loaded."""
 
 
 class Versions(Protocol):
-    """Where the student's weights come from."""
+    """Where the student's weights come from: `sync.subscribe.Subscriber`."""
 
     def newest(self) -> Version | None:
         """The version published last; None: none yet. Raises StoreError."""
@@ -50,10 +48,10 @@ class Versions(Protocol):
 
 
 class FollowingEngine:
-    """Serves what `load(None)` gives, and `load(folder)` of a version `every` steps after the one it holds.
+    """Serves `load(None)`, and `load(folder)` of each version `every` steps after the one it holds.
 
-    A version of another lineage is taken at once: the trainer went back. Two models are in memory while one
-    takes the other's place. No head is shown: callers keep it, and it would no longer be this teacher's.
+    A version of another lineage is loaded at once: the trainer went back. Two models are in memory during a
+    swap. No head is given: callers cache it, and the next version has another.
     """
 
     def __init__(
@@ -65,47 +63,38 @@ class FollowingEngine:
     ) -> None:
         self._load, self._versions, self._every = load, versions, every
         self._engine, self._lock = load(None), threading.Lock()
-        engine_info = self._engine.engine_info
-        self.engine_info = replace(
-            engine_info,
-            can=tuple(score_hidden for score_hidden in engine_info.can if score_hidden != "hidden"),
-        )
+        loaded = self._engine.engine_info
+        self.engine_info = replace(loaded, can=tuple(name for name in loaded.can if name != "hidden"))
         self.version: Version | None = None
         """What it serves; None: the folder of its configuration."""
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, args=(poll_seconds,), daemon=True)
         self._thread.start()
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        """See `Engine.score`; a whole batch is marked by one version."""
+        """See `Engine.score`; one version scores a whole batch."""
         with self._lock:
             return self._engine.score(items, options)
 
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
-        """See `Writer.write`; a text is begun and ended by one version."""
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`; one version generates a whole batch."""
         with self._lock:
-            steps = writer(self._engine).write(engine_prompts, generation)
-        yield from each_step(steps, self._undisturbed)
-
-    def _undisturbed(self, step: Callable[[], R]) -> R:
-        with self._lock:
-            return step()
+            steps = self._engine.generate(prompts, params)
+        yield from each_step(steps, lambda: self._lock)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
         return None
 
     def close(self) -> None:
-        """See `Engine.close`; a version that is being read or loaded is not waited for."""
-        self._over.set()
+        """See `Engine.close`; does not wait for a version that is being read or loaded."""
+        self._closed.set()
         self._thread.join(JOIN_SECONDS)
         with self._lock:
             self._engine.close()
 
     def due(self, newest: Version | None) -> bool:
-        """Whether `newest` is to take the place of what is served."""
+        """Whether to load `newest`."""
         if newest is None:
             return False
         if self.version is None:
@@ -113,7 +102,7 @@ class FollowingEngine:
         return newest.lineage != self.version.lineage or newest.step >= self.version.step + self._every
 
     def _follow(self, poll_seconds: float) -> None:
-        while not self._over.wait(poll_seconds):
+        while not self._closed.wait(poll_seconds):
             try:
                 newest = self._versions.newest()
                 if newest is not None and self.due(newest):
@@ -128,7 +117,7 @@ class FollowingEngine:
         started = time.monotonic()
         fresh = self._load(self._versions.folder(version))
         with self._lock:
-            if self._over.is_set():
+            if self._closed.is_set():
                 return
             old, self._engine, self.version = self._engine, fresh, version
         old.close()

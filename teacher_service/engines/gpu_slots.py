@@ -1,9 +1,9 @@
-"""How many teachers of one machine may be loaded at once: seats, as locked files in a folder.
+"""How many teachers of one machine may be loaded at once: slots, as locked files in a folder.
 
-A process that needs a seat and finds none asks for the one that was used the longest time ago, by writing the
-file NAME.wanted beside it; its holder gives it up between two batches, yet not before it has held it as long
-as loading took, so that teachers that take turns spend at most half of their time loading. It leaves the seat
-to whoever asked before it takes one again. A process that dies gives its seat up by dying.
+A process that needs a slot and finds none requests the least recently used one, by creating NAME.wanted
+beside it. The holder releases it between two batches, yet not before it has held it as long as loading took,
+so that teachers that take turns spend at most half of their time loading; and it does not take a slot again
+before whoever requested it. A process that dies releases its slot by dying.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ POLL_SECONDS: Final = 0.05
 
 
 class GpuSlotsConfig(Settings):
-    """The seats of one machine."""
+    """The slots of one machine."""
 
     folder: Path
-    """Where the files are; all teachers that share the seats name the same one."""
+    """Where the files are; all teachers that share the slots name the same one."""
     slots: int = Field(ge=1)
     """Teachers that may be loaded at once."""
 
@@ -40,7 +40,7 @@ class GpuSlotsConfig(Settings):
 
     @classmethod
     def from_environment(cls) -> GpuSlotsConfig | None:
-        """The seats of this process; None: no bound. Raises ConfigError when the variable is malformed."""
+        """The slots of this process; None: no bound. Raises ConfigError when the variable is malformed."""
         text = os.environ.get(SLOTS_VARIABLE)
         try:
             return cls.model_validate_json(text) if text else None
@@ -49,11 +49,11 @@ class GpuSlotsConfig(Settings):
 
 
 class GpuSlot:
-    """One teacher's claim on a seat. Order of use: `take`, `used` after each batch, `leave`; then again."""
+    """One teacher's hold on a slot. Order of use: `take`, `used` after each batch, `leave`; then again."""
 
     def __init__(self, config: GpuSlotsConfig) -> None:
         config.folder.mkdir(parents=True, exist_ok=True)
-        self._paths = [config.folder / f"seat-{i}" for i in range(config.slots)]
+        self._paths = [config.folder / f"slot-{i}" for i in range(config.slots)]
         self._held: tuple[Path, int] | None = None
         self._until = 0.0
 
@@ -64,43 +64,43 @@ class GpuSlot:
 
     @property
     def wanted(self) -> bool:
-        """Whether another process asks for the seat, and it was held long enough."""
+        """Whether another process requests the slot, and it was held long enough."""
         return self._held is not None and time.monotonic() >= self._until and _request(self._held[0]).exists()
 
     def take(self) -> None:
-        """Wait for a seat, asking for the least recently used one."""
-        options: set[Path] = set()
-        while (held := self._free(options)) is None:
-            if not options:
-                log.info("all %d seats are taken: asking for one", len(self._paths))
+        """Wait for a slot, requesting the least recently used one."""
+        requests: set[Path] = set()
+        while (held := self._free(requests)) is None:
+            if not requests:
+                log.info("all %d slots are taken: requesting one", len(self._paths))
             request = _request(min(self._paths, key=_last_use))
             request.touch()
-            options.add(request)
+            requests.add(request)
             time.sleep(POLL_SECONDS)
         self._held = held
-        for request in {*options, _request(held[0])}:  # others who ask do so again
+        for request in {*requests, _request(held[0])}:  # other processes request it again
             request.unlink(missing_ok=True)
         self.used()
 
-    def _free(self, options: set[Path]) -> tuple[Path, int] | None:
-        """A seat that nobody holds, nor asks for unless this process does too, and what holds it now."""
+    def _free(self, requests: set[Path]) -> tuple[Path, int] | None:
+        """A slot that nobody holds nor another process requested, and the descriptor that now holds it."""
         for path in self._paths:
-            others_ask = _request(path).exists() and _request(path) not in options
-            if not others_ask and (descriptor := _lock(path)) is not None:
+            of_another = _request(path).exists() and _request(path) not in requests
+            if not of_another and (descriptor := _lock(path)) is not None:
                 return path, descriptor
         return None
 
     def keep_for(self, seconds: float) -> None:
-        """Not to be given up before so many seconds have passed."""
+        """Do not release it before so many seconds have passed."""
         self._until = time.monotonic() + seconds
 
     def used(self) -> None:
-        """It was worked on just now: later than any other, by the number in its file."""
+        """Mark the slot as the most recently used one, by the number in its file."""
         if self._held is not None:
             os.pwrite(self._held[1], b"%20d" % (1 + max(map(_last_use, self._paths))), 0)
 
     def leave(self) -> None:
-        """Give it up, if there is one."""
+        """Release the slot, if this process holds one."""
         if self._held is not None:
             os.close(self._held[1])
             self._held = None
@@ -111,13 +111,13 @@ def _request(path: Path) -> Path:
 
 
 def _last_use(path: Path) -> int:
-    """Number of a seat's last use; the greater, the later. No clock has a say in it."""
+    """Number of a slot's last use, greater for a later one; independent of any clock."""
     text = path.read_bytes() if path.exists() else b""
     return int(text) if text.strip().isdigit() else 0
 
 
 def _lock(path: Path) -> int | None:
-    """Descriptor that holds the file's lock; None: another holds it."""
+    """Descriptor that holds the file's lock; None: another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

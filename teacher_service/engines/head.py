@@ -1,4 +1,4 @@
-"""A model's output head, found and proven, and the marks computed through it in chunks.
+"""A model's output head, found and verified, and the scores computed through it in chunks.
 
 logits = cap(scale · (hidden · weightᵀ + bias)), with rows beyond the tokenizer's vocabulary cut off.
 
@@ -7,7 +7,6 @@ Letters in shapes: C scored positions, c of one chunk, K ids per position, H hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,26 +55,23 @@ def find_head(model: Any, vocab_size: int) -> OutputHead:
     linear = model.get_output_embeddings()
     if linear is None or not hasattr(linear, "weight"):
         raise ConfigError(
-            f"{type(model).__name__} shows no output embedding: the transformers engine needs a causal "
+            f"{type(model).__name__} has no output embedding: the transformers engine needs a causal "
             'language model with a linear head; use engine = "vllm" for this one'
         )
     config = model.config.get_text_config()
     cap = _soft_cap(config)
-    plain = OutputHead(linear.weight.detach(), _detached(getattr(linear, "bias", None)))
+    bias = getattr(linear, "bias", None)
+    plain = OutputHead(linear.weight.detach(), None if bias is None else bias.detach())
     hidden_CH, expected_CV = _probe(model, min(vocab_size, linear.weight.shape[0]))
     scale = _scale(plain.logits(hidden_CH), expected_CV, cap, config)
     head = OutputHead(plain.weight_VH, plain.bias_V, scale, cap)
-    _prove(head.logits(hidden_CH), expected_CV, type(model).__name__, linear.weight.dtype)
+    _verify(head.logits(hidden_CH), expected_CV, type(model).__name__, linear.weight.dtype)
     keep = slice(0, vocab_size)
     weight_VH = plain.weight_VH[keep]
     if not weight_VH.is_cuda:
         weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
     bias_V = None if plain.bias_V is None else plain.bias_V[keep].float()
     return OutputHead(weight_VH, bias_V, scale, cap)
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
 
 
 def _soft_cap(config: Any) -> float | None:
@@ -103,7 +99,7 @@ def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, c
         if (
             isinstance(value, int | float)
             and value
-            and any(s in name for s in ("logit", "lm_head", "multiplier"))
+            and any(part in name for part in ("logit", "lm_head", "multiplier"))
         ):
             candidates |= {float(value), 1.0 / float(value)}
     if base := getattr(config, "dim_model_base", None):
@@ -111,7 +107,7 @@ def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, c
     return min(candidates, key=lambda value: abs(value - measured))
 
 
-def _prove(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+def _verify(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError unless both give the same logits within the rounding of `dtype`."""
     worst = float((ours_CV - expected_CV).abs().max())
     largest = float(expected_CV.abs().max())
@@ -123,7 +119,7 @@ def _prove(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: t
         )
 
 
-# --- marks ------------------------------------------------------------------------------------------------
+# --- scores -----------------------------------------------------------------------------------------------
 
 
 def score_hidden(
@@ -134,35 +130,24 @@ def score_hidden(
     options: ScoreOptions,
     chunk: int,
 ) -> dict[str, torch.Tensor]:
-    """Every asked mark except hidden states, under the names of `Marks`, on the device of `hidden_CH`.
+    """All scores except hidden states, under the names of `EngineScores`, on the device of `hidden_CH`.
 
     At most `chunk` rows of logits exist at once.
     """
-    parts = list(_chunks(head, hidden_CH, targets_C, wanted_CK, options, chunk))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _chunks(
-    head: OutputHead,
-    hidden_CH: torch.Tensor,
-    targets_C: torch.Tensor,
-    wanted_CK: torch.Tensor | None,
-    options: ScoreOptions,
-    chunk: int,
-) -> Iterator[dict[str, torch.Tensor]]:
-    for a in range(0, len(targets_C), chunk):
-        rows = slice(a, a + chunk)
-        wanted = None if wanted_CK is None else wanted_CK[rows]
+    parts = []
+    for rows in (slice(first, first + chunk) for first in range(0, len(targets_C), chunk)):
+        wanted_cK = None if wanted_CK is None else wanted_CK[rows]
         logits_cV = head.logits(hidden_CH[rows])
         if options.temperature != 1.0:
             logits_cV /= options.temperature
-        yield scores_of(logits_cV, targets_C[rows], wanted, options)
+        parts.append(_scores_of(logits_cV, targets_C[rows], wanted_cK, options))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def scores_of(
+def _scores_of(
     logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
-    """Marks of one chunk from its float32 logits."""
+    """Scores of one chunk from its float32 logits, which are overwritten."""
     norm_c = logits_cV.logsumexp(1)
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:
@@ -175,6 +160,6 @@ def scores_of(
         found_cK = logits_cV.gather(1, wanted_cK.clamp_min(0)) - norm_c[:, None]
         scores["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)
     if options.entropy:
-        logp_cV = logits_cV.sub_(norm_c[:, None])  # the logits are not needed any more
+        logp_cV = logits_cV.sub_(norm_c[:, None])
         scores["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
     return scores

@@ -1,6 +1,6 @@
-"""An engine that gives its memory back while nobody needs it.
+"""An engine that is unloaded while it has no work, so that teachers can share a machine.
 
-awake ──(idle_seconds without work, or its seat is wanted)──▶ resting ──(work comes, a seat)──▶ awake
+loaded ──(idle_seconds without work, or its slot is wanted)──▶ unloaded ──(work, a slot)──▶ loaded
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from contextlib import contextmanager
 
 from sync.wire import Head
 from teacher_service.engines.base import (
     Engine,
-    EngineCompletion,
     EnginePrompt,
     EngineScores,
     GenerationParams,
     Item,
     ScoreOptions,
+    Steps,
     each_step,
-    writer,
 )
 from teacher_service.engines.gpu_slots import POLL_SECONDS, GpuSlot
 
 log = logging.getLogger(__name__)
-R = TypeVar("R")
 
 
 class IdleUnloadEngine:
@@ -34,96 +32,100 @@ class IdleUnloadEngine:
 
     It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`.
     With a `slot` it is loaded only while it holds one, and is unloaded early when another teacher wants that.
-    It is never unloaded while a completion is generated: that holds the model until its last step.
+    It is never unloaded while completions are generated: they hold the model until their last step.
     """
 
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
         self._load, self._idle_seconds, self._slot = load, idle_seconds, slot
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._engine: Engine | None = None
         self._used = time.monotonic()
-        self._texts = 0
-        """Batches of texts under way."""
-        self.engine_info = self._wake().engine_info
+        self._generating = 0
+        """Batches of completions under way."""
+        with self._held() as engine:
+            self.engine_info = engine.engine_info
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     @property
-    def awake(self) -> bool:
-        """Whether the engine is loaded."""
+    def loaded(self) -> bool:
+        """Whether the engine is in memory."""
         return self._engine is not None
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        """See `Engine.score`; the first batch after a rest waits for the engine to load."""
-        return self._while_loaded(lambda engine: engine.score(items, options))
+        """See `Engine.score`; the first batch after an idle time waits for the engine to load."""
+        with self._held() as engine:
+            return engine.score(items, options)
 
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
-        """See `Writer.write`; it is no time without work until the last step."""
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`; counts as work until the last step."""
         with self._lock:
             if self._wanted:
-                self._rest("for another teacher")
-            self._texts += 1
+                self._unload("for another teacher")
+            self._generating += 1
         try:
-            steps = self._while_loaded(lambda engine: writer(engine).write(engine_prompts, generation))
-            yield from each_step(steps, lambda step: self._while_loaded(lambda _: step()))
+            with self._held() as engine:
+                steps = engine.generate(prompts, params)
+            yield from each_step(steps, self._held)
         finally:
-            self._texts -= 1
+            self._generating -= 1
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
-        return self._while_loaded(lambda engine: engine.head())
+        with self._held() as engine:
+            return engine.head()
 
-    def _while_loaded(self, work: Callable[[Engine], R]) -> R:
+    @contextmanager
+    def _held(self) -> Iterator[Engine]:
+        """The engine, loaded for as long as the context lasts."""
         with self._lock:
             try:
-                return work(self._wake())
+                yield self._engine or self._load_engine()
             finally:
                 self._used = time.monotonic()
                 if self._slot is not None:
                     self._slot.used()
 
-    def _wake(self) -> Engine:
-        if self._engine is None:
+    def _load_engine(self) -> Engine:
+        if self._slot is not None:
+            self._slot.take()
+        started = time.monotonic()
+        try:
+            self._engine = self._load()
+        except BaseException:
             if self._slot is not None:
-                self._slot.take()
-            started = time.monotonic()
-            try:
-                self._engine = self._load()
-            finally:
-                if self._engine is None and self._slot is not None:
-                    self._slot.leave()
-            seconds = time.monotonic() - started
-            if self._slot is not None:
-                self._slot.keep_for(seconds)
-            log.info("loaded in %.1f s", seconds)
+                self._slot.leave()
+            raise
+        seconds = time.monotonic() - started
+        if self._slot is not None:
+            self._slot.keep_for(seconds)
+        log.info("loaded in %.1f s", seconds)
         return self._engine
 
     def _watch(self) -> None:
-        """Close the engine when it was idle for long, or when its seat is wanted; between two batches."""
-        while not self._over.wait(min(POLL_SECONDS, self._idle_seconds)):
+        """Unload the engine when it was idle for long, or when its slot is wanted; between two batches."""
+        while not self._closed.wait(min(POLL_SECONDS, self._idle_seconds)):
             idle = time.monotonic() - self._used >= self._idle_seconds
             if self._engine is not None and (idle or self._wanted):
                 with self._lock:
-                    if not self._texts:
-                        self._rest("without work" if idle else "for another teacher")
+                    if not self._generating:
+                        self._unload("without work" if idle else "for another teacher")
 
     @property
     def _wanted(self) -> bool:
         return self._slot is not None and self._slot.wanted
 
-    def _rest(self, why: str) -> None:
+    def _unload(self, why: str) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            log.info("released %s", why)
+            log.info("unloaded %s", why)
         if self._slot is not None:
             self._slot.leave()
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._over.set()
+        self._closed.set()
         self._thread.join()
         with self._lock:
-            self._rest("at the end")
+            self._unload("at the end")

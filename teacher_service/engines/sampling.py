@@ -1,7 +1,7 @@
 """Completions sampled from a causal language model of transformers, with a key-value cache.
 
-`grow` is the loop; whoever calls it says how a token is drawn. `write` draws each row from a seed of its own,
-so that a completion does not depend on what is written beside it (beyond the rounding of padded batches).
+`grow` is the decoding loop; its caller says how a token is drawn. `generate` draws each row from a seed of
+its own, so that a completion does not depend on the rest of its batch (beyond the rounding of padded ones).
 
 Letters in shapes: B prompts of a batch, N tokens of one step, L padded length with completion, S steps,
 V vocabulary.
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from teacher_service.engines.base import EngineCompletion, EnginePrompt, GenerationParams
+from teacher_service.engines.base import EngineCompletion, EnginePrompt, GenerationParams, Steps
 
 Draw = Callable[[Tensor], Tensor]
-"""float32 logits [B, V] of the next token → int64 [B, 1], what is drawn."""
+"""float32 logits [B, V] of the next token → int64 [B, 1], the token drawn."""
 
 
 class Sampled(NamedTuple):
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 def grow(
     model: Any, vocab: int, prompts: Sequence[Sequence[int]], ends: Sequence[int], steps: int, draw: Draw
 ) -> Iterator[Sampled]:
-    """What there is after each token, until every completion has ended or has `steps` tokens.
+    """The batch after each token, until every completion has ended or has `steps` tokens.
 
     `ends`: ids that end a completion, the ending one is part of it. `vocab`: rows of the model that may be
     drawn.
@@ -80,17 +80,13 @@ def completions(sampled: Sampled) -> list[list[int]]:
     return [tokens_L[completion_L].tolist() for tokens_L, completion_L in rows]
 
 
-def write(
-    model: Any,
-    vocab: int,
-    engine_prompts: Sequence[EnginePrompt],
-    generation: GenerationParams,
-    ends: Sequence[int],
-) -> Iterator[list[EngineCompletion] | None]:
-    """See `Writer.write`; `ends`: the model's own and those of `manner`."""
-    drawn = _Drawn(engine_prompts, generation, model.device)
-    prompts = [engine_prompt.token_ids_P.tolist() for engine_prompt in engine_prompts]
-    steps = grow(model, vocab, prompts, ends, generation.max_tokens, drawn)
+def generate(
+    model: Any, vocab: int, prompts: Sequence[EnginePrompt], params: GenerationParams, ends: Sequence[int]
+) -> Steps:
+    """See `Engine.generate`; `ends`: the model's own stop ids and those of `params`."""
+    drawn = _Drawn(prompts, params, model.device)
+    ids = [prompt.token_ids_P.tolist() for prompt in prompts]
+    steps = grow(model, vocab, ids, ends, params.max_tokens, drawn)
     while True:
         with torch.inference_mode():  # not around a yield: what runs between two steps has a mode of its own
             sampled = next(steps, None)
@@ -117,18 +113,15 @@ def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
 
 
 class _Drawn:
-    """Draws by inverting each row's cumulative distribution at numbers that its seed gives."""
+    """Draws by inverting each row's cumulative distribution at random numbers from its seed."""
 
     def __init__(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams, device: torch.device
+        self, prompts: Sequence[EnginePrompt], params: GenerationParams, device: torch.device
     ) -> None:
-        count = generation.max_tokens
-        rows = [
-            np.random.default_rng(engine_prompt.seed).random(count, dtype=np.float32)
-            for engine_prompt in engine_prompts
-        ]
+        generators = [np.random.default_rng(prompt.seed) for prompt in prompts]
+        rows = [generator.random(params.max_tokens, dtype=np.float32) for generator in generators]
         self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
-        self._temperature = generation.temperature
+        self._temperature = params.temperature
         self.logprobs: list[Tensor] = []
         """float32 [B] of every step"""
 

@@ -4,45 +4,47 @@ The base model gives last hidden states after the final norm; the head is applie
 scored positions. Attention is causal and padding is on the right, so no mask is needed; with a
 variable-length attention kernel sequences are packed and nothing is padded.
 
-Letters in shapes: C scored positions of a batch, K ids per position, H hidden size, V vocabulary.
+Letters in shapes: L tokens of a sequence, B rows and W columns of a forward pass, C scored positions of a
+batch, K ids per position, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from sync.errors import ConfigError
 from sync.wire import Head, pack
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import (
     CAPABILITIES,
-    EngineCompletion,
     EngineInfo,
     EnginePrompt,
     EngineScores,
     GenerationParams,
     Item,
     ScoreOptions,
+    Steps,
 )
 from teacher_service.engines.head import find_head, score_hidden
-from teacher_service.engines.packing import hidden_rows, packed_ids, padded_ids, rectangles
-from teacher_service.engines.sampling import write
+from teacher_service.engines.sampling import generate
 
 log = logging.getLogger(__name__)
-PACKING_ATTENTION = ("flash", "flex")
+PACKING_ATTENTION: Final = ("flash", "flex")
 """Attention implementations whose cost does not grow with what other sequences share the row."""
-
-PASS_TOKENS = {"cpu": 64, "cuda": 4096}
+PASS_TOKENS: Final = {"cpu": 64, "cuda": 4096}
 """Tokens whose computation takes as long as the fixed part of one more forward pass, roughly."""
+PAD_ID: Final = 0
+"""Any valid id: padding is on the right and attention is causal, so it changes no scored position."""
 
 
 class TransformersEngine:
-    """Marks sequences with a loaded model. Order of use: construct, then `score` and `head`, then `close`."""
+    """Scores and completes with a loaded model; see `Engine`."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class TransformersEngine:
         batch_tokens: int = 16384,
         head_chunk: int = 1024,
     ) -> None:
+        """`batch_tokens`, `head_chunk`: see TeacherConfig."""
         self._model = model.eval()
         self._decoder = model.get_decoder()
         self._head = find_head(model, vocab_size)
@@ -73,7 +76,7 @@ class TransformersEngine:
             engine="transformers",
             vocab_size=len(self._head.weight_VH),
             hidden_size=self._head.weight_VH.shape[1],
-            max_length=_longest(model.config, max_length),
+            max_length=_max_length(model.config, max_length),
             can=CAPABILITIES,
         )
 
@@ -82,21 +85,18 @@ class TransformersEngine:
         """See `Engine.score`."""
         overhead = PASS_TOKENS.get(self._model.device.type, 64)
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
-        order = [i for group in groups for i in group.rows]
-        sorted_items = [items[i] for i in order]
-        hidden_CH = torch.cat([self._hidden([items[i] for i in g.rows], g.width) for g in groups])
-        scores = score_hidden(
-            self._head,
-            hidden_CH,
-            self._targets(sorted_items),
-            self._wanted(sorted_items),
-            options,
-            self._head_chunk,
-        )
+        hidden_of: dict[int, torch.Tensor] = {}
+        for rows, width in groups:
+            group = [items[i] for i in rows]
+            hidden_CH = self._hidden(group, width)
+            hidden_of |= zip(rows, hidden_CH.split([item.positions for item in group]), strict=True)
+        hidden_CH = torch.cat([hidden_of[i] for i in range(len(items))])
+        targets_C = self._ids([item.token_ids_L[item.first :] for item in items])
+        wanted_CK = self._ids([item.gather_ids_TK for item in items]) if options.gather else None
+        scores = score_hidden(self._head, hidden_CH, targets_C, wanted_CK, options, self._head_chunk)
         if options.hidden:
             scores["hidden_CH"] = hidden_CH
-        back = _original_order(items, order)
-        return EngineScores(**{name: _to_numpy(value)[back] for name, value in scores.items()})
+        return EngineScores(**{name: _to_numpy(value) for name, value in scores.items()})
 
     def packs_exactly(self) -> bool:
         """Whether the hidden states of a packed sequence are those that it has alone."""
@@ -111,43 +111,34 @@ class TransformersEngine:
 
     def _hidden(self, items: list[Item], width: int) -> torch.Tensor:
         """[C, H] hidden states that predict the scored positions of `items`: one forward pass."""
-        lengths = np.array([len(item.token_ids_L) for item in items])
         if self.packing:
             ids, positions = packed_ids(items)
-            starts = np.cumsum(lengths) - lengths
+            starts = np.flatnonzero(positions[0] == 0)
             extra = {"position_ids": self._tensor(positions)}
         else:
             ids, starts, extra = padded_ids(items, width), np.arange(len(items)) * width, {}
         output = self._decoder(input_ids=self._tensor(ids), use_cache=False, **extra).last_hidden_state
         return output.flatten(0, 1)[self._tensor(hidden_rows(items, starts))]
 
-    def _targets(self, items: list[Item]) -> torch.Tensor:
-        return self._tensor(
-            np.concatenate([item.token_ids_L[item.first :] for item in items]).astype(np.int64)
-        )
-
-    def _wanted(self, items: list[Item]) -> torch.Tensor | None:
-        gathers = [item.gather_ids_TK for item in items if item.gather_ids_TK is not None]
-        return self._tensor(np.concatenate(gathers).astype(np.int64)) if gathers else None
+    def _ids(self, parts: Sequence[Any]) -> torch.Tensor:
+        return self._tensor(np.concatenate(parts).astype(np.int64))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
-        """See `Writer.write`."""
-        ends = sorted({*_end_ids(self._model), *generation.stop_token_ids})
-        return write(self._model, len(self._head.weight_VH), engine_prompts, generation, ends)
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`."""
+        ends = sorted({*_end_ids(self._model), *params.stop_token_ids})
+        return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
         head = self._head
-        sent_as = torch.bfloat16 if self._model.dtype == torch.bfloat16 else torch.float32
-        weight = _to_numpy(head.weight_VH.to(sent_as))
+        half = self._model.dtype == torch.bfloat16
+        weight_VH = head.weight_VH.to(torch.bfloat16 if half else torch.float32)
         return Head(
             teacher=self.engine_info.model,
-            weight=_packed(weight),
+            weight=pack(_to_numpy(weight_VH), "bf16" if half else "f4"),
             bias=None if head.bias_V is None else pack(_to_numpy(head.bias_V)),
             scale=head.scale,
             soft_cap=head.soft_cap,
@@ -161,8 +152,66 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
 
+# --- sequences of unequal length in one forward pass ------------------------------------------------------
+
+
+class Rectangle(NamedTuple):
+    """One forward pass: some items of a batch, right-padded."""
+
+    rows: list[int]
+    """Their indices in the batch."""
+    width: int
+
+
+def rectangles(lengths: Sequence[int], budget: int, overhead: int) -> list[Rectangle]:
+    """Group sequences, longest first, so that no rectangle has more than `budget` padded tokens.
+
+    A rectangle is closed when its padding would pass `overhead`, the tokens that one more forward pass costs.
+    A sequence longer than the budget gets a rectangle of its own.
+    """
+    result: list[Rectangle] = []
+    padding = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if result:
+            rows, width = result[-1]
+            padding += width - lengths[i]
+            if padding <= overhead and width * (len(rows) + 1) <= budget:
+                rows.append(i)
+                continue
+        result.append(Rectangle([i], lengths[i]))
+        padding = 0
+    return result
+
+
+def padded_ids(items: Sequence[Item], width: int) -> np.ndarray:
+    """int64 [B, W] token ids, padded on the right."""
+    lengths_B = np.array([len(item.token_ids_L) for item in items])
+    ids_BW = np.full((len(items), width), PAD_ID, np.int64)
+    ids_BW[np.arange(width) < lengths_B[:, None]] = np.concatenate([item.token_ids_L for item in items])
+    return ids_BW
+
+
+def packed_ids(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [1, sum L] token ids one sequence after the other, and positions that begin at 0 in each."""
+    ids = np.concatenate([item.token_ids_L for item in items]).astype(np.int64)
+    positions = np.concatenate([np.arange(len(item.token_ids_L)) for item in items])
+    return ids[None], positions[None]
+
+
+def hidden_rows(items: Sequence[Item], starts: np.ndarray) -> np.ndarray:
+    """int64 [C]: flat index of the hidden state that predicts each scored position, one place before it.
+
+    `starts` [B] is where each item's first token lies in the flat array of hidden states.
+    """
+    places = zip(starts.tolist(), items, strict=True)
+    return np.concatenate([start + np.arange(i.first - 1, len(i.token_ids_L) - 1) for start, i in places])
+
+
+# --- the model's own settings, and loading ----------------------------------------------------------------
+
+
 def _end_ids(model: Any) -> list[int]:
-    """Ids that end a text, by the folder's generation config, else by the model's config."""
+    """Ids that end a completion, by the folder's generation config, else by the model's config."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -170,26 +219,15 @@ def _end_ids(model: Any) -> list[int]:
     return []
 
 
-def _longest(config: Any, options: int | None) -> int:
+def _max_length(config: Any, wanted: int | None) -> int:
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if options is not None and own is not None and options > own:
+    if wanted is not None and own is not None and wanted > own:
         raise ConfigError(
-            f"max_length = {options} is beyond the model's own limit of {own} positions: lower it"
+            f"max_length = {wanted} is beyond the model's own limit of {own} positions: lower it"
         )
-    longest = options or own
-    if longest is None:
+    if (length := wanted or own) is None:
         raise ConfigError("the model's config names no longest sequence: set max_length for this teacher")
-    return int(longest)
-
-
-def _original_order(items: Sequence[Item], order: list[int]) -> np.ndarray:
-    """int64 [C]: where each position of the batch, in the order asked, lies in the order computed."""
-    counts = np.array([item.positions for item in items])
-    computed = counts[order]
-    starts = np.empty_like(counts)
-    starts[order] = np.cumsum(computed) - computed
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+    return int(length)
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -201,14 +239,7 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-def _packed(weight: np.ndarray) -> Any:
-    return pack(weight, "bf16" if weight.dtype == np.uint16 else "f4")
-
-
-# --- loading ----------------------------------------------------------------------------------------------
-
-
-def load(config: Any, vocab_size: int, leave_files: bool = False) -> TransformersEngine:
+def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> TransformersEngine:
     """Engine of a TeacherConfig. Raises ConfigError when it cannot be loaded or served.
 
     `leave_files`: nothing that is written into its folder later changes it. On a CPU, weights loaded in the

@@ -31,13 +31,11 @@ from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines.base import (
     EnginePrompt,
-    EngineScores,
     GenerationParams,
     Item,
     ScoreOptions,
-    Writer,
 )
-from teacher_service.replies import scored
+from teacher_service.messages import scored
 
 pytestmark = pytest.mark.engine
 VOCAB = 32
@@ -174,9 +172,8 @@ def test_a_stock_server_by_url_writes_with_the_log_probabilities_that_it_marks(
 ) -> None:
     config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})
     teacher = build(config, VOCAB)
-    assert isinstance(teacher, Writer)
     engine_prompts = [EnginePrompt(np.array([5 + i, 6], np.int32), seed=i) for i in range(6)]
-    *_, texts = teacher.write(engine_prompts, GenerationParams(MAX_TOKENS, 1.0, (STOP,)))
+    *_, texts = teacher.generate(engine_prompts, GenerationParams(MAX_TOKENS, 1.0, (STOP,)))
     items = [
         Item(np.concatenate([engine_prompt.token_ids_P, text.token_ids_T]), 2)
         for engine_prompt, text in zip(engine_prompts, texts, strict=True)
@@ -198,12 +195,7 @@ def test_a_stock_server_by_url_equals_a_plain_forward_pass(
     assert ("topk" in teacher.engine_info.can) == (k > 0)
     items = [Item(unpack(sequence.token_ids), sequence.start) for sequence in expected[0]]
     outcomes = split(teacher.score(items, ScoreOptions(topk=k)), [item.positions for item in items])
-    results = [
-        scored(str(i), outcome, "f4")
-        for i, outcome in enumerate(outcomes)
-        if isinstance(outcome, EngineScores)
-    ]
-    check(expected, k, list(results))
+    check(expected, k, [scored(str(i), outcome, "f4") for i, outcome in enumerate(outcomes)])
     teacher.close()
 
 
@@ -213,11 +205,11 @@ def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: P
 import os, numpy as np
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 args = {{"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}}
 config = TeacherConfig(path={str(folder)!r}, dtype="bfloat16", engine="vllm", engine_args=args)
 teacher = build(config, {VOCAB})
-print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], Asked()).logprob_C.shape)
+print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], ScoreOptions()).logprob_C.shape)
 teacher.close()
 os._exit(0)
 """

@@ -182,7 +182,7 @@ class SpoiledTeacher(MemoryTeacher):
         reply = ScoreReply(teacher="t", results=await super().score(sequences, want, deadline))
         return self.spoiler.over_the_wire(reply, ScoreReply).results
 
-    async def write(
+    async def generate(
         self,
         prompts: list[TeacherPrompt],
         max_tokens: int,
@@ -191,7 +191,7 @@ class SpoiledTeacher(MemoryTeacher):
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]:
         reply = TeacherGenerateReply(
-            teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids)
+            teacher="t", results=await super().generate(prompts, max_tokens, stop_token_ids)
         )
         return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
 

@@ -18,10 +18,12 @@ async def check_written_are_marked_alike(client: TeacherClient, vocab: int) -> N
         for i in range(PROMPTS)
     ]
     texts = [
-        one for one in await client.write(prompts, MAX_TOKENS, [STOP]) if isinstance(one, TeacherCompletion)
+        one
+        for one in await client.generate(prompts, MAX_TOKENS, [STOP])
+        if isinstance(one, TeacherCompletion)
     ]
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
-    (alone,) = await client.write(prompts[4:5], MAX_TOKENS, [STOP])
+    (alone,) = await client.generate(prompts[4:5], MAX_TOKENS, [STOP])
     assert isinstance(alone, TeacherCompletion)
     assert alone.token_ids == texts[4].token_ids
     wholes = [

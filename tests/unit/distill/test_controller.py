@@ -499,7 +499,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
     for _, _, record in read_all(tmp_path / "journal"):
         if isinstance(record, Rollout) and record.by_teacher:
             prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
-            (written,) = await MemoryTeacher().write([prompt], 8, [])
+            (written,) = await MemoryTeacher().generate([prompt], 8, [])
             assert isinstance(written, TeacherCompletion)
             assert written.token_ids == record.tokens
             texts += 1

@@ -167,8 +167,8 @@ async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> No
     config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
     assert failed(said) == ["teacher t: capabilities"]
-    assert 'objective "topk" needs write' in said[-2].line
-    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "write"])}, None))
+    assert 'objective "topk" needs generate' in said[-2].line
+    said = await findings(config, live.Engines({"t": Teacher(config, can=["topk", "generate"])}, None))
     assert failed(said) == []  # entropy is missing, and is only measured
 
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from table_engine import TableEngine
 
 from distill.evaluation.reference_forward import objective_figures
 from distill.preflight import probes
@@ -29,7 +30,6 @@ from student_trainer.objectives.config import (
 from student_trainer.objectives.registry import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
 from teacher_service.engines.base import Item, ScoreOptions
-from teacher_service.engines.table import TableEngine
 
 V, T = 40, 8
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]

@@ -13,6 +13,7 @@ import uvicorn
 from sync.claims import Claim
 from sync.wire import TeacherInfo
 from teacher_service.app import TeacherService
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
 
 Serve = Callable[..., AbstractAsyncContextManager[str]]
@@ -43,9 +44,8 @@ async def serving(
         fingerprint=model,
         can=list(engine_info.can),
     )
-    service = TeacherService(
-        engine, info, queue_tokens=queue_tokens, wire_dtype="float32", token=token, claim=claim
-    )
+    config = TeacherConfig(path="t", queue_tokens=queue_tokens, wire_dtype="float32")
+    service = TeacherService(engine, info, config, token=token, claim=claim)
     server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.client import Peer
 from sync.errors import Overloaded, RemoteError
@@ -36,7 +37,7 @@ from sync.wire import (
 )
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.table import TableEngine, random_table
+from teacher_service.messages import scored
 
 V = 11
 TABLE = random_table(V)
@@ -65,13 +66,13 @@ def sequence(ids: list[int], start: int, gather: list[list[int]] | None = None) 
     return ScoreSequence(str(len(ids)), pack(np.array(ids, np.int32)), start, gather_ids)
 
 
-async def test_every_mark_equals_the_table(serve: Serve) -> None:
-    options = ScoreRequest(
+async def test_every_score_equals_the_table(serve: Serve) -> None:
+    request = ScoreRequest(
         sequences=[sequence([1, 2, 3, 4], 2, [[0, -1], [5, 4]])],
         want=Want(topk=3, entropy=True, hidden=True),
     )
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
-        (scores,) = (await peer.call("/v1/score", options, ScoreReply)).results
+        (scores,) = (await peer.call("/v1/score", request, ScoreReply)).results
         head = await peer.call("/v1/head", None, Head)
     assert isinstance(scores, Scored)
     rows = TABLE[[2, 3]]
@@ -96,16 +97,16 @@ async def test_every_mark_equals_the_table(serve: Serve) -> None:
 async def test_prompt_positions_come_only_when_asked_for(serve: Serve) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
         for want, expected in ((Want(), [TABLE[2, 3]]), (Want(prompt=True), [TABLE[1, 2], TABLE[2, 3]])):
-            options = ScoreRequest(sequences=[sequence([1, 2, 3], 2)], want=want)
-            (scores,) = (await peer.call("/v1/score", options, ScoreReply)).results
+            request = ScoreRequest(sequences=[sequence([1, 2, 3], 2)], want=want)
+            (scores,) = (await peer.call("/v1/score", request, ScoreReply)).results
             assert isinstance(scores, Scored)
             np.testing.assert_array_equal(unpack(scores.logprob), expected)
 
 
 async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Serve) -> None:
-    options = ScoreRequest(sequences=[sequence([1, 99], 1), sequence([1, 2, 3], 1), sequence([1] * 65, 1)])
+    request = ScoreRequest(sequences=[sequence([1, 99], 1), sequence([1, 2, 3], 1), sequence([1] * 65, 1)])
     async with serve(TableEngine(TABLE, max_length=64)) as url, Peer(url) as peer:
-        first, second, third = (await peer.call("/v1/score", options, ScoreReply)).results
+        first, second, third = (await peer.call("/v1/score", request, ScoreReply)).results
         only_bad = ScoreRequest(sequences=[sequence([1, 99], 1)])
         (refused,) = (await peer.call("/v1/score", only_bad, ScoreReply)).results
     assert isinstance(first, ScoreRefused)
@@ -118,59 +119,59 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Se
 
 async def test_a_full_teacher_answers_429_with_retry_after(serve: Serve) -> None:
     engine = GatedEngine()
-    options = ScoreRequest(sequences=[sequence([1] * 20, 1)])
+    request = ScoreRequest(sequences=[sequence([1] * 20, 1)])
     async with serve(engine, queue_tokens=30) as url, Peer(url) as peer, httpx.AsyncClient() as http:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
-        refusal = await http.post(f"{url}/v1/score", content=encode(options))
+        refusal = await http.post(f"{url}/v1/score", content=encode(request))
         assert refusal.status_code == 429
         assert float(refusal.headers["retry-after"]) > 0
         with pytest.raises(Overloaded):
-            await peer.once("/v1/score", encode(options), 5)
+            await peer.once("/v1/score", encode(request), 5)
         assert (await http.get(f"{url}/health")).status_code == 200
         engine.gate.set()
         assert len((await first).results) == 1
-        assert len((await peer.call("/v1/score", options, ScoreReply)).results) == 1
+        assert len((await peer.call("/v1/score", request, ScoreReply)).results) == 1
 
 
 async def test_a_request_that_could_never_fit_is_refused_for_good(serve: Serve) -> None:
-    options = ScoreRequest(sequences=[sequence([1] * 20, 1), sequence([1] * 20, 1)])
+    request = ScoreRequest(sequences=[sequence([1] * 20, 1), sequence([1] * 20, 1)])
     async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="413: 40 tokens pass queue_tokens = 30"):
-            await peer.once("/v1/score", encode(options), 5)
+            await peer.once("/v1/score", encode(request), 5)
 
 
 async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Serve) -> None:
     engine = GatedEngine()
-    options = ScoreRequest(sequences=[sequence([1, 2], 1)])
+    request = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
         late = ScoreRequest(sequences=[sequence([1, 2], 1)], deadline=0.05)
         with pytest.raises(RemoteError, match=r"408.*deadline of 0.05 s passed"):
             await peer.once("/v1/score", encode(late), 5)
         engine.gate.set()
         await first
-        await peer.call("/v1/score", options, ScoreReply)
+        await peer.call("/v1/score", request, ScoreReply)
     assert engine.sequences == 2
 
 
 async def test_work_of_a_caller_that_left_is_not_done(serve: Serve) -> None:
     engine = GatedEngine()
-    options = ScoreRequest(sequences=[sequence([1, 2], 1)])
+    request = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
-        first = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
+        first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 10)
-        leaver = asyncio.create_task(peer.call("/v1/score", options, ScoreReply))
+        leaver = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await held_tokens(url, 4)
         leaver.cancel()
         await held_tokens(url, 2)
         engine.gate.set()
         await first
-        await peer.call("/v1/score", options, ScoreReply)
+        await peer.call("/v1/score", request, ScoreReply)
     assert engine.sequences == 2
 
 
@@ -208,8 +209,6 @@ async def test_a_function_teacher_has_no_head(serve: Serve) -> None:
 
 
 def test_replies_keep_half_precision_only_for_lists() -> None:
-    from teacher_service.replies import scored
-
     scores = EngineScores(
         np.array([-1.1], np.float32), np.array([[3]], np.int32), np.array([[-1.1]], np.float32)
     )
@@ -220,57 +219,31 @@ def test_replies_keep_half_precision_only_for_lists() -> None:
     assert decode(body, ScoreReply).results == [half]
 
 
-def writing(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> TeacherGenerateRequest:
-    options = [
-        TeacherPrompt(str(i), pack(np.array(ids, np.int32)), seed + i) for i, ids in enumerate(prompts)
-    ]
-    return TeacherGenerateRequest(prompts=options, max_tokens=max_tokens, **more)
+def generation(*ids: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> TeacherGenerateRequest:
+    prompts = [TeacherPrompt(str(i), pack(np.array(one, np.int32)), seed + i) for i, one in enumerate(ids)]
+    return TeacherGenerateRequest(prompts=prompts, max_tokens=max_tokens, **more)
 
 
-async def test_what_is_written_has_the_tables_log_probabilities_and_depends_on_its_seed_alone(
+async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_seed_alone(
     serve: Serve,
 ) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
-        options = writing([1, 2], [4], stop_token_ids=[5])
-        both = (await peer.call("/v1/generate", options, TeacherGenerateReply)).results
+        request = generation([1, 2], [4], stop_token_ids=[5])
+        both = (await peer.call("/v1/generate", request, TeacherGenerateReply)).results
         (alone,) = (
-            await peer.call("/v1/generate", writing([4], seed=4, stop_token_ids=[5]), TeacherGenerateReply)
+            await peer.call("/v1/generate", generation([4], seed=4, stop_token_ids=[5]), TeacherGenerateReply)
         ).results
-        (other,) = (await peer.call("/v1/generate", writing([4], seed=9), TeacherGenerateReply)).results
-    for prompt, text in zip(([1, 2], [4]), both, strict=True):
-        assert isinstance(text, TeacherCompletion)
-        ids = [prompt[-1], *unpack(text.token_ids).tolist()]
-        np.testing.assert_allclose(unpack(text.logprob), TABLE[ids[:-1], ids[1:]], atol=1e-6)
-        assert (text.finish_reason == "stop") == (ids[-1] == 5)
+        (other,) = (await peer.call("/v1/generate", generation([4], seed=9), TeacherGenerateReply)).results
+    for prompt, completion in zip(([1, 2], [4]), both, strict=True):
+        assert isinstance(completion, TeacherCompletion)
+        ids = [prompt[-1], *unpack(completion.token_ids).tolist()]
+        np.testing.assert_allclose(unpack(completion.logprob), TABLE[ids[:-1], ids[1:]], atol=1e-6)
+        assert (completion.finish_reason == "stop") == (ids[-1] == 5)
         assert len(ids) == 7 or ids[-1] == 5
     assert isinstance(both[1], TeacherCompletion)
     assert isinstance(alone, TeacherCompletion)
     assert isinstance(other, TeacherCompletion)
     assert alone.token_ids == both[1].token_ids != other.token_ids
-
-
-async def test_a_prompt_that_cannot_be_completed_is_refused_alone_and_a_bad_request_as_a_whole(
-    serve: Serve,
-) -> None:
-    async with serve(TableEngine(TABLE, max_length=16)) as url, Peer(url) as peer:
-        results = (
-            await peer.call("/v1/generate", writing([1], [99], [1] * 11), TeacherGenerateReply)
-        ).results
-        for request, says in (
-            (writing([1], max_tokens=16), "max_tokens is 16, this teacher takes 1 to 15"),
-            (writing([1], temperature=0.0), "temperature is 0.0"),
-            (writing([1], stop_token_ids=[11]), "stop id 11 is outside the vocabulary of"),
-            (writing(), "no prompts"),
-            (writing([1], deadline=-1.0), "deadline is -1.0"),
-            (writing(*[[1] * 8] * 80), "pass queue_tokens = 1000"),
-        ):
-            with pytest.raises(RemoteError, match=says):
-                await peer.call("/v1/generate", request, TeacherGenerateReply)
-    assert isinstance(results[0], TeacherCompletion)
-    assert isinstance(results[1], ScoreRefused)
-    assert "token id 99" in results[1].error
-    assert isinstance(results[2], ScoreRefused)
-    assert "11 prompt tokens and max_tokens = 6 pass this teacher's 16" in results[2].error
 
 
 async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve: Serve) -> None:
@@ -299,25 +272,25 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
             await client.score([one], Want(temperature=temperature))
 
 
-async def test_an_engine_that_cannot_write_says_so(serve: Serve) -> None:
-    class Dumb(TableEngine):
+async def test_an_engine_that_cannot_generate_says_so(serve: Serve) -> None:
+    class ScoresOnly(TableEngine):
         def __init__(self) -> None:
             super().__init__(TABLE)
             self.engine_info = replace(self.engine_info, can=("topk",))
 
-    async with serve(Dumb()) as url, Peer(url) as peer:
-        with pytest.raises(RemoteError, match="cannot give 'write'"):
-            await peer.call("/v1/generate", writing([1]), TeacherGenerateReply)
+    async with serve(ScoresOnly()) as url, Peer(url) as peer:
+        with pytest.raises(RemoteError, match="cannot give 'generate'"):
+            await peer.call("/v1/generate", generation([1]), TeacherGenerateReply)
 
 
-async def test_the_client_writes_in_requests_of_bounded_size(serve: Serve) -> None:
+async def test_the_client_generates_in_requests_of_bounded_size(serve: Serve) -> None:
     engine = TableEngine(TABLE)
-    prompts = writing(*[[1, 2]] * 10).prompts
+    prompts = generation(*[[1, 2]] * 10).prompts
     async with serve(engine) as url, TeacherClient("t", [url], request_tokens=20) as client:
-        texts = await client.write(prompts, 6, [5])
+        completions = await client.generate(prompts, 6, [5])
         assert client.counters.requests == 5
-    assert [text.id for text in texts] == [prompt.id for prompt in prompts]
-    assert all(isinstance(text, TeacherCompletion) for text in texts)
+    assert [one.id for one in completions] == [prompt.id for prompt in prompts]
+    assert all(isinstance(one, TeacherCompletion) for one in completions)
 
 
 class LyingEngine(TableEngine):
@@ -352,11 +325,11 @@ class LyingEngine(TableEngine):
 async def test_an_engine_that_lies_costs_that_sequence_alone(
     serve: Serve, column: str, value: float, field: str
 ) -> None:
-    options = [
+    request = [
         ScoreSequence(name, pack(np.array([first, 2, 3], "i4")), 1) for name, first in (("a", 7), ("b", 1))
     ]
     async with serve(LyingEngine(column, value)) as url, TeacherClient("t", [url]) as client:
-        first, second = await client.score(options, Want(topk=2, hidden=True))
+        first, second = await client.score(request, Want(topk=2, hidden=True))
     assert isinstance(first, ScoreRefused)
     assert first.unusable
     assert first.error.startswith(f"the engine's answer: {field} is ")
@@ -364,8 +337,8 @@ async def test_an_engine_that_lies_costs_that_sequence_alone(
 
 
 async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Serve) -> None:
-    options = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
+    request = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
     async with serve(LyingEngine("entropy_C", np.nan)) as url, TeacherClient("t", [url]) as client:
-        (answer,) = await client.score(options, Want(entropy=True))
+        (answer,) = await client.score(request, Want(entropy=True))
     assert isinstance(answer, Scored)
     assert answer.entropy is None

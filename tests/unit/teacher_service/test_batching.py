@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
 from teacher_service import batching
-from teacher_service.batching import Batcher, split
+from teacher_service.batching import Batcher, Metrics, QueuedRequest, Work, split
 from teacher_service.engines.base import (
     EngineCompletion,
     EnginePrompt,
@@ -22,10 +23,9 @@ from teacher_service.engines.base import (
     GenerationParams,
     Item,
     ScoreOptions,
+    Steps,
 )
-from teacher_service.engines.table import TableEngine, random_table
-from teacher_service.metrics import Metrics
-from teacher_service.request_queue import QueuedRequest
+from teacher_service.isolate import isolate
 
 POISON = 7
 
@@ -73,42 +73,42 @@ async def running(
 def submit(
     batcher: Batcher, items: list[Item], options: ScoreOptions = ScoreOptions(), deadline: float | None = None
 ) -> QueuedRequest:
-    return batcher.submit([(i, it, options) for i, it in enumerate(items)], len(items), deadline)
+    return batcher.submit([Work(i, one, options) for i, one in enumerate(items)], len(items), deadline)
 
 
 async def busy(batcher: Batcher, engine: RecordingEngine) -> QueuedRequest:
     """Hold the engine in a batch of one sequence of 2 tokens."""
     engine.gate.clear()
-    ticket = submit(batcher, [item(2)])
+    request = submit(batcher, [item(2)])
     await asyncio.to_thread(engine.begun.wait, 10)
-    return ticket
+    return request
 
 
 async def test_sequences_of_several_callers_share_batches_up_to_the_budget() -> None:
     engine = RecordingEngine()
     async with running(engine, batch_tokens=30) as batcher:
         first = await busy(batcher, engine)
-        tickets = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
+        requests = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
         engine.gate.set()
-        await asyncio.gather(*(ticket.done.wait() for ticket in (first, *tickets)))
+        await asyncio.gather(*(request.done.wait() for request in (first, *requests)))
     assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10]]
 
 
-async def test_different_questions_are_not_mixed_and_the_oldest_goes_first() -> None:
+async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
         await busy(batcher, engine)
-        tickets = [submit(batcher, [item(3)], ScoreOptions(topk=k)) for k in (2, 1, 2, 1)]
+        requests = [submit(batcher, [item(3)], ScoreOptions(topk=k)) for k in (2, 1, 2, 1)]
         engine.gate.set()
-        await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        await asyncio.gather(*(request.done.wait() for request in requests))
     assert engine.batches[1:] == [(ScoreOptions(topk=2), [3, 3]), (ScoreOptions(topk=1), [3, 3])]
 
 
 async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
     engine = RecordingEngine()
     async with running(engine, batch_tokens=10) as batcher:
-        ticket = submit(batcher, [item(50), item(3)])
-        await ticket.done.wait()
+        request = submit(batcher, [item(50), item(3)])
+        await request.done.wait()
     assert [lengths for _, lengths in engine.batches] == [[50], [3]]
 
 
@@ -161,21 +161,33 @@ async def test_what_leavers_queued_is_forgotten_at_once() -> None:
 async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
-        ticket = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
-        await ticket.done.wait()
-    assert ticket.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
-    assert [isinstance(outcome, EngineScores) for outcome in ticket.outcomes] == [True, False, True, True]
+        request = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
+        await request.done.wait()
+    assert request.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
+    assert [isinstance(outcome, EngineScores) for outcome in request.outcomes] == [True, False, True, True]
     alone = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
-    assert isinstance(ticket.outcomes[3], EngineScores)
-    np.testing.assert_array_equal(ticket.outcomes[3].logprob_C, alone.logprob_C)
+    assert isinstance(request.outcomes[3], EngineScores)
+    np.testing.assert_array_equal(request.outcomes[3].logprob_C, alone.logprob_C)
+
+
+async def test_a_fault_that_is_no_items_is_raised_at_once() -> None:
+    seen: list[int] = []
+
+    async def run(items: Sequence[int]) -> list[int]:
+        seen.append(len(items))
+        raise Unreachable("gone")
+
+    with pytest.raises(Unreachable):
+        await isolate([1, 2, 3, 4], run, lambda item, error: item, never=(Unreachable,))
+    assert seen == [4]
 
 
 async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
     engine = RecordingEngine(Unreachable("gone"))
     async with running(engine) as batcher:
-        ticket = submit(batcher, [item(3), item(3, POISON)])
-        await ticket.done.wait()
-    assert all(isinstance(outcome, Unreachable) for outcome in ticket.outcomes)
+        request = submit(batcher, [item(3), item(3, POISON)])
+        await request.done.wait()
+    assert all(isinstance(outcome, Unreachable) for outcome in request.outcomes)
     assert len(engine.batches) == 1
 
 
@@ -210,79 +222,76 @@ def test_columns_that_do_not_have_a_row_for_each_position_are_cut_for_nobody() -
         split(scores, [2, 1, 1])
 
 
-class Scribbler(RecordingEngine):
-    """Writes for as long as `pen` is up, a step at a time; fails on prompts of POISON."""
+class SteppingEngine(RecordingEngine):
+    """Generates until `finish` is set, a step at a time; fails on prompts of POISON."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pen, self.stepped, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.finish, self.stepped, self.closed = threading.Event(), threading.Event(), threading.Event()
 
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
         try:
-            if any(engine_prompt.token_ids_P[0] == POISON for engine_prompt in engine_prompts):
+            if any(prompt.token_ids_P[0] == POISON for prompt in prompts):
                 raise self.error
-            while not self.pen.is_set():
+            while not self.finish.is_set():
                 self.stepped.set()
                 time.sleep(0.002)
                 yield None
             yield [
-                EngineCompletion(
-                    engine_prompt.token_ids_P, np.zeros(len(engine_prompt.token_ids_P), np.float32), True
-                )
-                for engine_prompt in engine_prompts
+                EngineCompletion(prompt.token_ids_P, np.zeros(len(prompt.token_ids_P), np.float32), True)
+                for prompt in prompts
             ]
         finally:
             self.closed.set()
 
 
-def engine_prompts(*fills: int) -> list[tuple[int, EnginePrompt]]:
-    return [(i, EnginePrompt(np.full(2, fill, np.int32), 0)) for i, fill in enumerate(fills)]
+PARAMS = GenerationParams(4, 1.0, ())
 
 
-MANNER = GenerationParams(4, 1.0, ())
+def submit_prompts(batcher: Batcher, *fills: int) -> QueuedRequest:
+    prompts = [EnginePrompt(np.full(2, fill, np.int32), 0) for fill in fills]
+    return batcher.submit([Work(i, one, PARAMS) for i, one in enumerate(prompts)], len(prompts), None)
 
 
-async def test_scores_are_given_while_a_text_is_being_written() -> None:
-    engine = Scribbler()
+async def test_scores_are_computed_while_a_completion_is_generated() -> None:
+    engine = SteppingEngine()
     async with running(engine) as batcher:
-        written = batcher.submit_engine_prompts(engine_prompts(1, 2), MANNER, 2, None)
+        completed = submit_prompts(batcher, 1, 2)
         for _ in range(3):
             await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert engine.stepped.is_set()
-        assert not written.done.is_set()
-        engine.pen.set()
-        await asyncio.wait_for(written.done.wait(), 60)
-        assert all(isinstance(outcome, EngineCompletion) for outcome in written.outcomes)
+        assert not completed.done.is_set()
+        engine.finish.set()
+        await asyncio.wait_for(completed.done.wait(), 60)
+        assert all(isinstance(outcome, EngineCompletion) for outcome in completed.outcomes)
 
 
-async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_written() -> None:
-    engine = Scribbler()
-    engine.pen.set()
+async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_completed() -> None:
+    engine = SteppingEngine()
+    engine.finish.set()
     async with running(engine) as batcher:
-        ticket = batcher.submit_engine_prompts(engine_prompts(1, POISON, 2), MANNER, 3, None)
-        await asyncio.wait_for(ticket.done.wait(), 60)
-    first, second, third = ticket.outcomes
+        request = submit_prompts(batcher, 1, POISON, 2)
+        await asyncio.wait_for(request.done.wait(), 60)
+    first, second, third = request.outcomes
     assert isinstance(first, EngineCompletion)
     assert second == "the engine failed on this prompt: DataError: poisoned"
     assert isinstance(third, EngineCompletion)
 
 
-async def test_a_text_that_nobody_waits_for_any_more_is_given_up() -> None:
-    engine = Scribbler()
+async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
+    engine = SteppingEngine()
     async with running(engine) as batcher:
-        ticket = batcher.submit_engine_prompts(engine_prompts(1), MANNER, 1, None)
+        request = submit_prompts(batcher, 1)
         await asyncio.to_thread(engine.stepped.wait, 10)
-        batcher.release(ticket)
+        batcher.release(request)
         await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
         assert await asyncio.to_thread(engine.closed.wait, 10)
 
 
-async def test_texts_count_against_the_queue_with_all_they_may_become() -> None:
-    engine = Scribbler()
+async def test_prompts_count_against_the_queue_with_all_they_may_become() -> None:
+    engine = SteppingEngine()
     async with running(engine, queue_tokens=13) as batcher:
-        batcher.submit_engine_prompts(engine_prompts(1, 2), MANNER, 2, None)
+        submit_prompts(batcher, 1, 2)
         with pytest.raises(Overloaded, match="12 tokens wait and 6 more would pass queue_tokens = 13"):
-            batcher.submit_engine_prompts(engine_prompts(3), MANNER, 1, None)
-        engine.pen.set()
+            submit_prompts(batcher, 3)
+        engine.finish.set()

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from sync.errors import Overloaded, WireError
-from teacher_service.body_limit import BodyGate
+from teacher_service.app import BodyLimit
 
 
 def request(*chunks: bytes, leaves: bool = False) -> Request:
@@ -22,15 +22,15 @@ def request(*chunks: bytes, leaves: bool = False) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-async def read(gate: BodyGate, options: Request) -> bytes:
-    async with gate.body(options) as body:
+async def read(gate: BodyLimit, options: Request) -> bytes:
+    async with gate.read(options) as body:
         return body
 
 
 async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> None:
-    gate = BodyGate(one=10, all_=12)
+    gate = BodyLimit(one=10, total=12)
     for _ in range(5):
-        async with gate.body(request(b"12345", b"678")) as first:
+        async with gate.read(request(b"12345", b"678")) as first:
             assert first == b"12345678"
             assert await read(gate, request(b"1234")) == b"1234"
             with pytest.raises(Overloaded):
@@ -38,7 +38,7 @@ async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> No
 
 
 async def test_a_body_that_is_too_long_or_cut_is_refused_and_leaves_nothing_behind() -> None:
-    gate = BodyGate(one=10, all_=12)
+    gate = BodyLimit(one=10, total=12)
     for _ in range(5):
         with pytest.raises(WireError, match="longer than 10 bytes"):
             await read(gate, request(b"123456", b"123456", b"123456"))

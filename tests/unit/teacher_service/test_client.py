@@ -1,4 +1,4 @@
-"""The client against real services: coalescing, routing, and what happens when replicas fail."""
+"""The client against real services: bounded requests, choice of replica, and replicas that fail."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.claims import Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
 from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.table import TableEngine, random_table
 
 V = 11
 TABLE = random_table(V)
@@ -47,9 +47,9 @@ def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
     return [ScoreSequence(f"{seed}-{i}", pack(ids[i]), 2) for i in range(n)]
 
 
-def right(options: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
-    """Whether every result is the table's mark on the sequence at its place."""
-    for sequence, result in zip(options, results, strict=True):
+def right(given: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefused]) -> bool:
+    """Whether every result is the table's scores of the sequence at its place."""
+    for sequence, result in zip(given, results, strict=True):
         ids = unpack(sequence.token_ids)
         assert isinstance(result, Scored)
         np.testing.assert_array_equal(unpack(result.logprob), TABLE[ids[1:-1], ids[2:]])
@@ -62,30 +62,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_callers_that_ask_at_once_share_a_request_and_get_their_own_marks(serve: Serve) -> None:
+async def test_what_a_teacher_did_is_counted(serve: Serve) -> None:
     async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
-        options = [sequences(3, seed=seed) for seed in range(10)]
-        answers = await asyncio.gather(*(client.score(one) for one in options))
-        assert all(right(one, answer) for one, answer in zip(options, answers, strict=True))
-        assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (1, 30, 180)
+        given = [sequences(3, seed=seed) for seed in range(10)]
+        answers = await asyncio.gather(*(client.score(one) for one in given))
+        assert all(right(one, answer) for one, answer in zip(given, answers, strict=True))
+        assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (10, 30, 180)
 
 
-async def test_different_questions_travel_apart(serve: Serve) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
-        plain, top = await asyncio.gather(
-            client.score(sequences(2)), client.score(sequences(2), Want(topk=3))
-        )
-        assert client.counters.requests == 2
-    assert isinstance(plain[0], Scored)
-    assert plain[0].topk_ids is None
-    assert isinstance(top[0], Scored)
-    assert top[0].topk_ids is not None
-
-
-async def test_a_long_question_is_cut_into_bounded_requests(serve: Serve) -> None:
+async def test_a_long_call_is_cut_into_bounded_requests(serve: Serve) -> None:
     async with serve(CountingEngine()) as url, TeacherClient("t", [url], request_tokens=20) as client:
-        options = sequences(10)
-        assert right(options, await client.score(options))
+        given = sequences(10)
+        assert right(given, await client.score(given))
         assert client.counters.requests == 4
 
 
@@ -102,8 +90,8 @@ async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Serve)
         serve(two) as second,
         TeacherClient("t", [first, second], request_tokens=6) as client,
     ):
-        options = sequences(40)
-        assert right(options, await client.score(options))
+        given = sequences(40)
+        assert right(given, await client.score(given))
     assert one.sequences == two.sequences == 20
 
 
@@ -111,10 +99,10 @@ async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serv
     one, two, port = CountingEngine(), CountingEngine(), free_port()
     urls = [f"http://127.0.0.1:{port}"]
     async with serve(one) as living, TeacherClient("t", [*urls, living], request_tokens=6) as client:
-        options = sequences(8)
-        assert right(options, await client.score(options))
+        given = sequences(8)
+        assert right(given, await client.score(given))
         assert one.sequences == 8
-        assert client.replicas.retries >= 1
+        assert client.retries >= 1
         async with serve(two, port=port):
             for seed in range(200):
                 assert right(sequences(4, seed=seed), await client.score(sequences(4, seed=seed)))
@@ -132,23 +120,23 @@ async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: S
         silent.listen()
         mute = "http://127.0.0.1:{1}".format(*silent.getsockname())
         async with serve(engine) as living, TeacherClient("t", [mute, living], health=0.1) as client:
-            options = sequences(2)
-            assert right(options, await client.score(options, deadline=20))
+            given = sequences(2)
+            assert right(given, await client.score(given, deadline=20))
     assert engine.sequences == 2
 
 
 async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Serve) -> None:
     good, bad = CountingEngine(), CountingEngine()
     async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
-        options = sequences(2)
-        await client.score(options)
-        assert client.answered_by(options[0].id) == other
+        given = sequences(2)
+        await client.score(given)
+        assert client.answered_by(given[0].id) == other
         assert client.leave_out(other)
         before = bad.sequences
         for seed in range(4):
-            options = sequences(2, seed=seed)
-            assert right(options, await client.score(options))
-            assert client.answered_by(options[1].id) == url
+            given = sequences(2, seed=seed)
+            assert right(given, await client.score(given))
+            assert client.answered_by(given[1].id) == url
         assert bad.sequences == before
         assert not client.leave_out(url)
 
@@ -177,7 +165,7 @@ async def test_what_the_teacher_cannot_do_is_not_tried_again(serve: Serve) -> No
     async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
         with pytest.raises(RemoteError, match="topk is 12"):
             await client.score(sequences(1), Want(topk=12))
-        assert client.replicas.retries == 0
+        assert client.retries == 0
 
 
 async def test_one_refused_sequence_leaves_its_neighbours(serve: Serve) -> None:
@@ -189,7 +177,7 @@ async def test_one_refused_sequence_leaves_its_neighbours(serve: Serve) -> None:
         assert client.counters.refused == 1
 
 
-async def test_cancelling_gives_up_only_the_callers_own_work(serve: Serve) -> None:
+async def test_cancelling_aborts_the_callers_own_work_alone(serve: Serve) -> None:
     engine = CountingEngine()
     async with serve(engine) as url, TeacherClient("t", [url]) as client:
         engine.gate.clear()

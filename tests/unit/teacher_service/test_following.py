@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.errors import ConfigError, StoreError
 from sync.wire import Version
@@ -15,7 +16,6 @@ from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.following import FollowingEngine
-from teacher_service.engines.table import TableEngine, random_table
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
 
@@ -39,7 +39,7 @@ class Store:
 
 
 class Loads:
-    """Engines whose marks depend on the folder; counts those that were closed."""
+    """Engines whose scores depend on the folder; counts those that were closed."""
 
     def __init__(self) -> None:
         self.folders: list[str | None] = []
@@ -83,7 +83,7 @@ def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
         assert loads.folders == [None, "2", "4"]
         assert loads.closed == 2
         assert engine.head() is None
-        assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "write", "temperature")
+        assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "generate", "temperature")
     finally:
         engine.close()
     assert loads.closed == 3

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from distill.bench.fuzz import fuzz
 from sync.wire import (
@@ -22,7 +23,6 @@ from sync.wire import (
     pack,
 )
 from teacher_service.app import TeacherService
-from teacher_service.engines.table import TableEngine, random_table
 
 V = 11
 Serve = Callable[..., AbstractAsyncContextManager[str]]
@@ -31,7 +31,7 @@ GOOD = TeacherGenerateRequest(prompts=[TeacherPrompt("a", IDS, 1), TeacherPrompt
 SCORED = ScoreRequest(sequences=[ScoreSequence("a", IDS, 1)], want=Want(topk=2))
 
 
-@pytest.mark.parametrize("good", [SCORED, GOOD], ids=["score", "write"])
+@pytest.mark.parametrize("good", [SCORED, GOOD], ids=["score", "generate"])
 async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
     serve: Serve, good: ScoreRequest | TeacherGenerateRequest
 ) -> None:
@@ -46,7 +46,7 @@ async def test_a_route_that_breaks_is_not_called_clean(serve: Serve, monkeypatch
     def careless(self: TeacherService, body: bytes) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(TeacherService, "_texts", careless)
+    monkeypatch.setattr(TeacherService, "_read_generate", careless)
     async with serve(TableEngine(random_table(V), max_length=64)) as url:
         report = await fuzz(url, 20, GOOD)
     assert not report.clean
@@ -72,7 +72,7 @@ async def test_a_route_that_breaks_is_not_called_clean(serve: Serve, monkeypatch
         ),
     ],
 )
-async def test_a_request_to_write_that_cannot_be_served_is_refused_as_a_whole(
+async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole(
     serve: Serve, change: dict[str, object], status: int, reason: str
 ) -> None:
     async with (
@@ -108,6 +108,6 @@ async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
     ):
         answer = await http.post("/v1/generate", content=encode(request))
     assert answer.status_code == 200
-    written, refused = msgspec.msgpack.decode(answer.content)["results"]
-    assert written["type"] == "Written"
+    completed, refused = msgspec.msgpack.decode(answer.content)["results"]
+    assert completed["type"] == "TeacherCompletion"
     assert reason in refused["error"]

@@ -7,21 +7,19 @@ import io
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.errors import ConfigError, DataError, Unreachable
 from teacher_service.config import TeacherConfig
+from teacher_service.engines import build
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.http_engine import HttpEngine
-from teacher_service.engines.openai import CompletionsServer, connect
-from teacher_service.engines.sglang import SGLangServer
-from teacher_service.engines.sglang import connect as connect_sglang
-from teacher_service.engines.table import TableEngine, random_table
-from teacher_service.engines.vllm import ByUrl
+from teacher_service.engines.http_engine import CompletionsServer, HttpEngine, SGLangServer
+from teacher_service.engines.vllm import VllmServer
 
 V = 11
 TABLE = random_table(V)
@@ -97,8 +95,18 @@ def _table(previous: int, token: int, k: int) -> dict[str, dict[str, float]]:
     }
 
 
-def upstream(handler: Callable[[httpx.Request], httpx.Response], patience: float = 0.3) -> HttpEngine:
-    return HttpEngine("http://teacher", patience=patience, transport=httpx.MockTransport(handler))
+E = TypeVar("E", bound=HttpEngine)
+
+
+def connected(
+    kind: type[E],
+    handler: Callable[[httpx.Request], httpx.Response],
+    config: TeacherConfig = CONFIG,
+    vocab_size: int = V,
+    retry_seconds: float = 0.3,
+) -> E:
+    transport = httpx.MockTransport(handler)
+    return kind(config, vocab_size, retry_seconds=retry_seconds, transport=transport)
 
 
 def same(got: EngineScores, expected: EngineScores) -> None:
@@ -112,15 +120,15 @@ def same(got: EngineScores, expected: EngineScores) -> None:
 @pytest.mark.parametrize(
     "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
 )
-def test_a_vllm_server_gives_the_tables_marks(options: ScoreOptions) -> None:
-    engine = ByUrl(upstream(Server()), CONFIG, V)
+def test_a_vllm_server_gives_the_tables_scores(options: ScoreOptions) -> None:
+    engine = connected(VllmServer, Server())
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
     assert engine.head() is None
     engine.close()
 
 
 def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
-    full, old = (ByUrl(upstream(Server(n, gather)), CONFIG, V) for n, gather in ((8, True), (0, False)))
+    full, old = (connected(VllmServer, Server(n, gather)) for n, gather in ((8, True), (0, False)))
     assert (full.engine_info.can, full.engine_info.max_topk, full.engine_info.max_length) == (
         ("topk", "gather", "prompt"),
         8,
@@ -130,7 +138,7 @@ def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
 
 
 def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
-    engine = ByUrl(upstream(Server()), CONFIG, V - 1)
+    engine = connected(VllmServer, Server(), vocab_size=V - 1)
     item = Item(np.array([1, 2, 3], np.int32), 1)
     assert (np.argsort(-TABLE[[1, 2]])[:, :8] == V - 1).any()
     with pytest.raises(DataError, match="holds id 10, a row of the model that the tokenizer with its 10 ids"):
@@ -140,7 +148,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_t
 
 def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     server = Server()
-    ByUrl(upstream(server), CONFIG, V).score(ITEMS, ScoreOptions())
+    connected(VllmServer, server).score(ITEMS, ScoreOptions())
     assert server.bodies[-1] == {
         "model": "served",
         "prompt": [[1, 2, 3, 4], [10, 0]],
@@ -150,44 +158,43 @@ def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     }
 
 
-@pytest.mark.parametrize("server", [Server(echo=True, tables=False), Server(echo=False), Server(echo=True)])
-def test_a_completions_server_gives_sampled_marks_in_either_dialect(server: Server) -> None:
-    engine = CompletionsServer(upstream(server), CONFIG, V)
+def test_a_completions_server_that_echoes_gives_the_sampled_tokens_scores() -> None:
+    server = Server(echo=True, tables=False)
+    engine = connected(CompletionsServer, server)
     same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
     assert engine.engine_info.can == ("prompt",)
 
 
 def test_a_server_without_prompt_logprobs_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="returns no log-probabilities of the prompt"):
-        CompletionsServer(upstream(Server(tables=False)), CONFIG, V)
+        connected(CompletionsServer, Server())
     with pytest.raises(ConfigError, match="needs engine_url"):
-        connect(TeacherConfig(path="m", engine="openai"), V)
+        build(TeacherConfig(path="m", engine="openai"), V)
 
 
 def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_gone() -> None:
     server = Server()
-    engine = ByUrl(upstream(server, patience=5), CONFIG, V)
+    engine = connected(VllmServer, server, retry_seconds=5)
     server.fail = 2
     same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
-    gone = upstream(lambda request: httpx.Response(503))
     with pytest.raises(Unreachable, match="no answer"):
-        gone.get("/v1/models")
+        connected(VllmServer, lambda request: httpx.Response(503))
 
 
 def test_a_length_beyond_the_servers_is_refused() -> None:
     config = CONFIG.model_copy(update={"max_length": 33})
     with pytest.raises(ConfigError, match="max_length = 33, but the server takes 32"):
-        ByUrl(upstream(Server()), config, V)
+        connected(VllmServer, Server(), config)
 
 
-def test_answers_for_other_tokens_are_not_taken_for_marks() -> None:
+def test_answers_for_other_tokens_are_not_taken_for_scores() -> None:
     def retokenised(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return Server()(request)
         return httpx.Response(200, json={"choices": [{"index": 0, "prompt_logprobs": [None] * 9}]})
 
     with pytest.raises(DataError, match="re-tokenises"):
-        ByUrl(upstream(retokenised), CONFIG, V)._completions(ITEMS[:1], 0)
+        connected(VllmServer, retokenised).score(ITEMS[:1], ScoreOptions())
 
 
 class SGLang:
@@ -233,9 +240,9 @@ def _entries(previous: int, ids: Any) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
 )
-def test_an_sglang_server_gives_the_tables_marks(options: ScoreOptions) -> None:
+def test_an_sglang_server_gives_the_tables_scores(options: ScoreOptions) -> None:
     server = SGLang()
-    engine = SGLangServer(upstream(server), CONFIG, V)
+    engine = connected(SGLangServer, server)
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
     assert (engine.engine_info.can, engine.engine_info.max_length) == (("topk", "gather", "prompt"), 32)
     assert server.bodies[-1]["input_ids"] == [[1, 2, 3, 4], [10, 0]]
@@ -245,15 +252,15 @@ def test_an_sglang_server_gives_the_tables_marks(options: ScoreOptions) -> None:
     engine.close()
 
 
-def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_marked_all_the_same() -> None:
-    engine = SGLangServer(upstream(SGLang()), CONFIG, V)
+def test_the_last_id_of_the_vocabulary_is_told_as_zero_and_scored_all_the_same() -> None:
+    engine = connected(SGLangServer, SGLang())
     last = [Item(np.array([3, V - 1, 2], np.int32), 1)]
     same(engine.score(last, ScoreOptions()), TRUTH.score(last, ScoreOptions()))
 
 
 def test_zero_is_believed_for_the_last_id_of_the_vocabulary_alone() -> None:
     server = SGLang()
-    engine = SGLangServer(upstream(server), CONFIG, V)
+    engine = connected(SGLangServer, server)
     server.zero = True
     with pytest.raises(DataError, match="re-tokenises"):
         engine.score([Item(np.array([3, 2, 1], np.int32), 1)], ScoreOptions())
@@ -261,7 +268,7 @@ def test_zero_is_believed_for_the_last_id_of_the_vocabulary_alone() -> None:
 
 def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believed() -> None:
     server = SGLang()
-    engine = SGLangServer(upstream(server), CONFIG, V)
+    engine = connected(SGLangServer, server)
     server.shift = 1
     with pytest.raises(DataError, match="re-tokenises"):
         engine.score(ITEMS, ScoreOptions())
@@ -272,6 +279,6 @@ def test_an_sglang_server_that_answers_for_other_tokens_or_too_few_is_not_believ
 
 def test_a_server_that_is_no_sglang_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="does not answer /generate like SGLang"):
-        SGLangServer(upstream(Server(gather=False)), CONFIG, V)
-    with pytest.raises(ConfigError, match='engine = "sglang" needs engine_url'):
-        connect_sglang(TeacherConfig(path="m", engine="sglang"), V)
+        connected(SGLangServer, Server(gather=False))
+    with pytest.raises(ConfigError, match="engine = 'sglang' needs engine_url"):
+        build(TeacherConfig(path="m", engine="sglang"), V)

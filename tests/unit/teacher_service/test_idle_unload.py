@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from table_engine import TableEngine, random_table
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
-from teacher_service.engines import build
-from teacher_service.engines import gpu_slots as seats_module
+from teacher_service.engines import build, gpu_slots
 from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item, ScoreOptions
 from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
 from teacher_service.engines.idle_unload import IdleUnloadEngine
-from teacher_service.engines.table import TableEngine, random_table
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
 
@@ -40,32 +39,32 @@ class Loads:
         return Counted(random_table(11))
 
 
-def wait_until_it_rests(engine: IdleUnloadEngine) -> None:
+def wait_until_unloaded(engine: IdleUnloadEngine) -> None:
     for _ in range(6000):
-        if not engine.awake:
+        if not engine.loaded:
             with engine._lock:  # which it holds until it has closed what it held
                 return
         time.sleep(0.01)
-    raise AssertionError("it never rested")
+    raise AssertionError("it was never unloaded")
 
 
-def test_it_rests_without_work_and_gives_the_same_marks_after_waking() -> None:
+def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 0.05)
     before = engine.score([ITEM], ScoreOptions()).logprob_C
-    wait_until_it_rests(engine)
+    wait_until_unloaded(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
-    engine._idle_seconds = 60.0  # it is not to rest again before it was looked at
+    engine._idle_seconds = 60.0  # it is not to be unloaded again before it was looked at
     after = engine.score([ITEM], ScoreOptions()).logprob_C
     assert np.array_equal(before, after)
-    assert engine.awake
+    assert engine.loaded
     assert loads.loaded == 2
     engine.close()
     engine.close()
     assert loads.closed == 2
 
 
-def test_work_keeps_it_awake() -> None:
+def test_work_keeps_it_loaded() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 60)
     for _ in range(3):
@@ -75,35 +74,35 @@ def test_work_keeps_it_awake() -> None:
     engine.close()
 
 
-def test_only_engines_that_can_be_loaded_again_may_rest() -> None:
+def test_only_engines_that_can_be_loaded_again_may_be_unloaded() -> None:
     config = TeacherConfig(path="m", engine="vllm", engine_url="http://x", idle_unload_seconds=5)
     with pytest.raises(ConfigError, match="idle_unload_seconds"):
         build(config, 10)
 
 
-def seated(loads: Loads, tmp_path: Path, slots: int = 1) -> IdleUnloadEngine:
+def with_slot(loads: Loads, tmp_path: Path, slots: int = 1) -> IdleUnloadEngine:
     return IdleUnloadEngine(loads, 60, GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=slots)))
 
 
 def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Path) -> None:
     loads = Loads()
-    first, second = seated(loads, tmp_path, 2), seated(loads, tmp_path, 2)
+    first, second = with_slot(loads, tmp_path, 2), with_slot(loads, tmp_path, 2)
     first.score([ITEM], ScoreOptions())
     second.score([ITEM], ScoreOptions())
     first.score([ITEM], ScoreOptions())
-    third = seated(loads, tmp_path, 2)
-    assert [engine.awake for engine in (first, second, third)] == [True, False, True]
+    third = with_slot(loads, tmp_path, 2)
+    assert [engine.loaded for engine in (first, second, third)] == [True, False, True]
     second.score([ITEM], ScoreOptions())
-    assert [engine.awake for engine in (first, second, third)] == [False, True, True]
+    assert [engine.loaded for engine in (first, second, third)] == [False, True, True]
     assert (loads.loaded, loads.closed) == (4, 2)
     for engine in (first, second, third):
         engine.close()
     assert loads.closed == 4
 
 
-def test_teachers_that_share_one_seat_take_turns_and_never_hold_two(tmp_path: Path) -> None:
+def test_teachers_that_share_one_slot_take_turns_and_never_hold_two(tmp_path: Path) -> None:
     loads = Loads()
-    engines = [seated(loads, tmp_path) for _ in range(3)]
+    engines = [with_slot(loads, tmp_path) for _ in range(3)]
     expected = TableEngine(random_table(11)).score([ITEM], ScoreOptions()).logprob_C
     most = []
 
@@ -119,12 +118,12 @@ def test_teachers_that_share_one_seat_take_turns_and_never_hold_two(tmp_path: Pa
         engine.close()
 
 
-def test_a_seat_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
+def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     config = GpuSlotsConfig(folder=tmp_path, slots=1)
     slot = GpuSlot(config)
     slot.take()
     slot.keep_for(60)
-    (tmp_path / "seat-0.wanted").touch()
+    (tmp_path / "slot-0.wanted").touch()
     assert not slot.wanted
     slot.keep_for(0)
     assert slot.wanted
@@ -132,7 +131,7 @@ def test_a_seat_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     assert not slot.taken
 
 
-def test_which_seat_was_used_last_is_read_from_no_clock(
+def test_which_slot_was_used_last_is_read_from_no_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = GpuSlotsConfig(folder=tmp_path, slots=2)
@@ -140,68 +139,68 @@ def test_which_seat_was_used_last_is_read_from_no_clock(
     first.take()
     second.take()
     first.used()
-    os.utime(tmp_path / "seat-0", (0, 0))  # the clock was set back before that use
+    os.utime(tmp_path / "slot-0", (0, 0))  # the clock was set back before that use
 
     def meanwhile(_: float) -> None:
-        assert [path.name for path in tmp_path.glob("*.wanted")] == ["seat-1.wanted"]
+        assert [path.name for path in tmp_path.glob("*.wanted")] == ["slot-1.wanted"]
         second.leave()
 
-    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(gpu_slots, "time", SimpleNamespace(sleep=meanwhile))
     third.take()
     assert third.taken
     first.leave()
     third.leave()
 
 
-def test_a_seat_that_was_given_up_goes_to_whoever_asked_for_it(
+def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a teacher with work to do takes it again at once, and loads its model for nothing."""
-    slot, path = GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=1)), tmp_path / "seat-0"
+    slot, path = GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=1)), tmp_path / "slot-0"
     slot.take()
-    (tmp_path / "seat-0.wanted").touch()
+    (tmp_path / "slot-0.wanted").touch()
     held: list[int] = []
 
     def meanwhile(_: float) -> None:
         if held:
             os.close(held.pop())
-        elif (descriptor := seats_module._lock(path)) is not None:
+        elif (descriptor := gpu_slots._lock(path)) is not None:
             held.append(descriptor)
-            turns.append("whoever asked")
+            turns.append("whoever requested it")
 
     turns: list[str] = []
-    monkeypatch.setattr(seats_module, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(gpu_slots, "time", SimpleNamespace(sleep=meanwhile))
     slot.leave()
     slot.take()
-    assert turns == ["whoever asked"]
+    assert turns == ["whoever requested it"]
     assert slot.taken
     slot.leave()
 
 
-def test_a_text_that_is_being_written_keeps_the_model_and_the_seat_to_its_end(tmp_path: Path) -> None:
+def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> None:
     loads = Loads()
-    first = seated(loads, tmp_path)
-    engine_prompts = [EnginePrompt(np.array([1, 2], np.int32), seed) for seed in range(3)]
-    steps = first.write(engine_prompts, GenerationParams(2, 1.0, ()))
+    first = with_slot(loads, tmp_path)
+    prompts = [EnginePrompt(np.array([1, 2], np.int32), seed) for seed in range(3)]
+    steps = first.generate(prompts, GenerationParams(2, 1.0, ()))
     assert next(steps) is None
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(seated, loads, tmp_path)
-        while not (tmp_path / "seat-0.wanted").exists():
+        second = pool.submit(with_slot, loads, tmp_path)
+        while not (tmp_path / "slot-0.wanted").exists():
             time.sleep(0.01)
-        time.sleep(4 * seats_module.POLL_SECONDS)  # time to close it, if that were done
+        time.sleep(4 * gpu_slots.POLL_SECONDS)  # time to close it, if that were done
         assert (loads.loaded, loads.closed) == (1, 0)
-        *_, texts = steps  # to its end: it holds the model until then
-        assert texts is not None
-        assert [len(text.token_ids_T) for text in texts] == [2, 2, 2]
+        *_, completions = steps  # to its end: it holds the model until then
+        assert completions is not None
+        assert [len(one.token_ids_T) for one in completions] == [2, 2, 2]
         other = second.result()
     assert (loads.loaded, loads.closed) == (2, 1)
-    assert not first.awake
-    assert other.awake
+    assert not first.loaded
+    assert other.loaded
     first.close()
     other.close()
 
 
-def test_a_load_that_fails_gives_its_seat_back(tmp_path: Path) -> None:
+def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
     def broken() -> Engine:
         raise ConfigError("no such model")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teacher_service.engines.base import Item
-from teacher_service.engines.packing import hidden_rows, packed_ids, padded_ids, rectangles
+from teacher_service.engines.transformers import hidden_rows, packed_ids, padded_ids, rectangles
 
 lengths = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 

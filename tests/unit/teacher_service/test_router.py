@@ -1,4 +1,4 @@
-"""Which teacher marks a sample, and functions named in a configuration."""
+"""Which teacher scores a sample, and functions named in a configuration."""
 
 from __future__ import annotations
 

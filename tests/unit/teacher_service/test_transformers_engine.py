@@ -291,35 +291,35 @@ def test_a_teacher_that_left_its_files_does_not_change_with_them(
     np.testing.assert_array_equal(engine.score(items, ScoreOptions()).logprob_C, before)
 
 
-def texts_of(
-    engine: TransformersEngine, engine_prompts: list[EnginePrompt], generation: GenerationParams
+def completions_of(
+    engine: TransformersEngine, prompts: list[EnginePrompt], generation: GenerationParams
 ) -> list[EngineCompletion]:
-    *steps, texts = engine.write(engine_prompts, generation)
+    *steps, completions = engine.generate(prompts, generation)
     assert steps.count(None) == len(steps) <= generation.max_tokens
-    assert texts is not None
-    return texts
+    assert completions is not None
+    return completions
 
 
-def test_what_it_writes_has_the_marks_it_gives_and_does_not_depend_on_its_company(
+def test_a_completion_has_the_scores_it_is_given_and_does_not_depend_on_its_batch(
     qwen: Qwen3ForCausalLM,
 ) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     rng = np.random.default_rng(1)
-    engine_prompts = [
+    prompts = [
         EnginePrompt(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))
     ]
     generation = GenerationParams(12, 1.0, (4, 5))
-    together = texts_of(engine, engine_prompts, generation)
-    for engine_prompt, text in zip(engine_prompts, together, strict=True):
-        (alone,) = texts_of(engine, [engine_prompt], generation)
-        np.testing.assert_array_equal(alone.token_ids_T, text.token_ids_T)
-        whole = np.concatenate([engine_prompt.token_ids_P, text.token_ids_T])
-        scores = engine.score([Item(whole, len(engine_prompt.token_ids_P))], ScoreOptions())
-        close(text.logprob_T, scores.logprob_C)
-        assert text.token_ids_T.max() < VOCAB
-        assert text.ended == (text.token_ids_T[-1] in (4, 5))
-        assert not np.isin(text.token_ids_T[:-1], (4, 5)).any()
-        assert text.ended or len(text.token_ids_T) == 12
+    together = completions_of(engine, prompts, generation)
+    for prompt, one in zip(prompts, together, strict=True):
+        (alone,) = completions_of(engine, [prompt], generation)
+        np.testing.assert_array_equal(alone.token_ids_T, one.token_ids_T)
+        whole = np.concatenate([prompt.token_ids_P, one.token_ids_T])
+        scores = engine.score([Item(whole, len(prompt.token_ids_P))], ScoreOptions())
+        close(one.logprob_T, scores.logprob_C)
+        assert one.token_ids_T.max() < VOCAB
+        assert one.ended == (one.token_ids_T[-1] in (4, 5))
+        assert not np.isin(one.token_ids_T[:-1], (4, 5)).any()
+        assert one.ended or len(one.token_ids_T) == 12
 
 
 def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> None:
@@ -328,13 +328,15 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
     prompt, count = np.array([3, 1, 4], np.int32), 4000
     for temperature in (1.0, 2.0):
         generation = GenerationParams(1, temperature, ())
-        texts = texts_of(engine, [EnginePrompt(prompt, seed) for seed in range(count)], generation)
-        counts = np.bincount([text.token_ids_T[0] for text in texts], minlength=VOCAB)
+        completions = completions_of(
+            engine, [EnginePrompt(prompt, seed) for seed in range(count)], generation
+        )
+        counts = np.bincount([one.token_ids_T[0] for one in completions], minlength=VOCAB)
         with torch.inference_mode():
             logits = qwen(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1, :VOCAB]
         p_V = (logits.double() / temperature).softmax(-1).numpy()
         assert (np.abs(counts / count - p_V) < 5 * np.sqrt(p_V / count) + 1e-3).all()
-        close(texts[0].logprob_T, np.log(p_V[texts[0].token_ids_T]).astype(np.float32))
+        close(completions[0].logprob_T, np.log(p_V[completions[0].token_ids_T]).astype(np.float32))
 
 
 def test_a_draw_at_the_edges_takes_no_id_of_probability_zero() -> None:

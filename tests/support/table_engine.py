@@ -1,11 +1,11 @@
 """A teacher given by a table of log-probabilities: exact, in memory, without torch.
 
-Letters in shapes: see `base`.
+Letters in shapes: see `teacher_service.engines.base`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from teacher_service.engines.base import (
     GenerationParams,
     Item,
     ScoreOptions,
+    Steps,
 )
 
 NextToken = Callable[[np.ndarray], np.ndarray]
@@ -38,11 +39,7 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = tuple(
-            score_hidden
-            for score_hidden in CAPABILITIES
-            if score_hidden != "hidden" or self._table is not None
-        )
+        can = tuple(name for name in CAPABILITIES if name != "hidden" or self._table is not None)
         self.engine_info = EngineInfo("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
@@ -77,27 +74,25 @@ class TableEngine:
             else None,
         )
 
-    def write(
-        self, engine_prompts: Sequence[EnginePrompt], generation: GenerationParams
-    ) -> Iterator[list[EngineCompletion] | None]:
-        """See `Writer.write`; only `manner` knows ids that end a text. One draft a step."""
-        texts = []
-        for engine_prompt in engine_prompts:
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`; one prompt a step, and no stop ids but those of `params`."""
+        completions = []
+        for prompt in prompts:
             yield None
-            texts.append(self._complete(engine_prompt, generation))
-        yield texts
+            completions.append(self._complete(prompt, params))
+        yield completions
 
-    def _complete(self, engine_prompt: EnginePrompt, generation: GenerationParams) -> EngineCompletion:
-        rng, ids, ended = np.random.default_rng(engine_prompt.seed), engine_prompt.token_ids_P, False
+    def _complete(self, prompt: EnginePrompt, params: GenerationParams) -> EngineCompletion:
+        rng, ids, ended = np.random.default_rng(prompt.seed), prompt.token_ids_P, False
         logprobs: list[float] = []
-        while len(logprobs) < generation.max_tokens and not ended:
-            logits_V = self._next(ids)[-1].astype(np.float64) / generation.temperature
+        while len(logprobs) < params.max_tokens and not ended:
+            logits_V = self._next(ids)[-1].astype(np.float64) / params.temperature
             logp_V = logits_V - np.logaddexp.reduce(logits_V)
             token = int(rng.choice(len(logp_V), p=np.exp(logp_V)))
             ids = np.append(ids, np.int32(token))
             logprobs.append(logp_V[token])
-            ended = token in generation.stop_token_ids
-        return EngineCompletion(ids[len(engine_prompt.token_ids_P) :], np.array(logprobs, np.float32), ended)
+            ended = token in params.stop_token_ids
+        return EngineCompletion(ids[len(prompt.token_ids_P) :], np.array(logprobs, np.float32), ended)
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
@@ -108,6 +103,6 @@ class TableEngine:
 
 
 def random_table(vocab: int, seed: int = 0) -> np.ndarray:
-    """float32 [V, V] log-probabilities of an arbitrary bigram model: for trials and tests."""
+    """float32 [V, V] log-probabilities of an arbitrary bigram model."""
     logits = np.random.default_rng(seed).normal(size=(vocab, vocab)) * 2
     return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)

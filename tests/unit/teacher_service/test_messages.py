@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
-from teacher_service import admission
-from teacher_service.admission import BadRequest, admit, check_reply_size, check_request
+from teacher_service import messages
 from teacher_service.engines.base import EngineInfo, Item
+from teacher_service.messages import BadRequest, admit, check_reply_size, check_score
 
-FACTS = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
+INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
 SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
 GOOD = ScoreSequence("a", pack(np.array([1, 2, 3, 4], np.int32)), 2)
 
@@ -28,13 +28,13 @@ def ids(*values: int) -> Array:
 
 
 def test_a_good_sequence_keeps_its_ids_and_first_position() -> None:
-    item = admit(GOOD, Want(), FACTS)
+    item = admit(GOOD, Want(), INFO)
     assert isinstance(item, Item)
     assert (item.token_ids_L.tolist(), item.first, item.positions) == ([1, 2, 3, 4], 2, 2)
 
 
 def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
-    item = admit(GOOD, Want(prompt=True), FACTS)
+    item = admit(GOOD, Want(prompt=True), INFO)
     assert isinstance(item, Item)
     assert (item.first, item.positions) == (1, 3)
 
@@ -42,8 +42,8 @@ def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
 @pytest.mark.parametrize(
     ("sequence", "says"),
     [
-        (changed(token_ids=ids(1), start=1), "has 1 tokens, this teacher takes 2 to 8"),
-        (changed(token_ids=ids(*range(9))), "has 9 tokens, this teacher takes 2 to 8"),
+        (changed(token_ids=ids(1), start=1), "1 tokens, this teacher takes 2 to 8"),
+        (changed(token_ids=ids(*range(9))), "9 tokens, this teacher takes 2 to 8"),
         (changed(token_ids=ids(), start=1), "empty"),
         (changed(start=0), "start is 0, the first completion token must be in 1 … 3"),
         (changed(start=4), "start is 4"),
@@ -64,20 +64,20 @@ def test_prompt_positions_are_scored_from_the_second_token_on() -> None:
     ],
 )
 def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequence, says: str) -> None:
-    answer = admit(sequence, Want(), FACTS)
+    answer = admit(sequence, Want(), INFO)
     assert isinstance(answer, str)
     assert says in answer
 
 
 @pytest.mark.parametrize(
-    ("request_", "engine_info", "says"),
+    ("request_", "info", "says"),
     [
-        (ScoreRequest(sequences=[]), FACTS, "no sequences"),
-        (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), FACTS, "topk is 11, this teacher gives 0 to 10"),
-        (ScoreRequest(sequences=[GOOD], want=Want(topk=-1)), FACTS, "topk is -1"),
-        (ScoreRequest(sequences=[GOOD], deadline=0.0), FACTS, "deadline is 0"),
-        (ScoreRequest(sequences=[GOOD], deadline=math.nan), FACTS, "deadline is nan"),
-        (ScoreRequest(sequences=[GOOD], deadline=math.inf), FACTS, "deadline is inf"),
+        (ScoreRequest(sequences=[]), INFO, "no sequences"),
+        (ScoreRequest(sequences=[GOOD], want=Want(topk=11)), INFO, "topk is 11, this teacher gives 0 to 10"),
+        (ScoreRequest(sequences=[GOOD], want=Want(topk=-1)), INFO, "topk is -1"),
+        (ScoreRequest(sequences=[GOOD], deadline=0.0), INFO, "deadline is 0"),
+        (ScoreRequest(sequences=[GOOD], deadline=math.nan), INFO, "deadline is nan"),
+        (ScoreRequest(sequences=[GOOD], deadline=math.inf), INFO, "deadline is inf"),
         (ScoreRequest(sequences=[GOOD], want=Want(topk=1)), SAMPLED_ONLY, "cannot give 'topk'"),
         (ScoreRequest(sequences=[GOOD], want=Want(hidden=True)), SAMPLED_ONLY, "cannot give 'hidden'"),
         (ScoreRequest(sequences=[GOOD], want=Want(prompt=True)), SAMPLED_ONLY, "cannot give 'prompt'"),
@@ -85,10 +85,10 @@ def test_a_bad_sequence_is_refused_with_its_value_and_rule(sequence: ScoreSequen
     ],
 )
 def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
-    request_: ScoreRequest, engine_info: EngineInfo, says: str
+    request_: ScoreRequest, info: EngineInfo, says: str
 ) -> None:
     with pytest.raises(BadRequest) as refusal:
-        check_request(request_, engine_info)
+        check_score(request_, info)
     assert refusal.value.status == 422
     assert says in str(refusal.value)
 
@@ -97,8 +97,8 @@ def test_an_answer_longer_than_the_limit_is_refused_before_it_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     item = Item(np.zeros(8, np.int32), 1)
-    monkeypatch.setattr(admission, "MAX_REPLY_BYTES", 7 * (8 + 8 * 3 + 4 * 4))
-    check_reply_size([item], Want(topk=3, hidden=True), FACTS)
+    monkeypatch.setattr(messages, "MAX_REPLY_BYTES", 7 * (8 + 8 * 3 + 4 * 4))
+    check_reply_size([item], Want(topk=3, hidden=True), INFO)
     with pytest.raises(BadRequest) as refusal:
-        check_reply_size([item], Want(topk=4, hidden=True), FACTS)
+        check_reply_size([item], Want(topk=4, hidden=True), INFO)
     assert refusal.value.status == 413

@@ -1,0 +1,221 @@
+"""Wire messages to engine types and back: every rule on a request, as pure functions.
+
+A fault of the whole request raises BadRequest; a fault of one sequence or prompt gives a text that goes out
+as ScoreRefused, and the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import numpy as np
+
+from sync.errors import RemoteError
+from sync.wire import (
+    DTYPES,
+    Array,
+    Scored,
+    ScoreRequest,
+    ScoreSequence,
+    TeacherCompletion,
+    TeacherGenerateRequest,
+    TeacherPrompt,
+    Want,
+    checks,
+    pack,
+)
+from sync.wire.checks import Problem
+from teacher_service.engines.base import (
+    EngineCompletion,
+    EngineInfo,
+    EnginePrompt,
+    EngineScores,
+    Item,
+    ScoreOptions,
+)
+
+MAX_REPLY_BYTES: Final = 1 << 29
+HalfOrSingle = Literal["f2", "f4"]
+"""Wire type of top-k and gathered log-probabilities."""
+
+
+class BadRequest(RemoteError):
+    """A request that is refused as a whole, with the HTTP status of the refusal."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def check_score(request: ScoreRequest, info: EngineInfo) -> None:
+    """Raise BadRequest (422) for what no sequence of the request could be scored with."""
+    want = request.want
+    if not request.sequences:
+        raise BadRequest(422, "the request has no sequences: send at least one")
+    _check_positive(request.deadline, want.temperature)
+    gather = any(sequence.gather_ids is not None for sequence in request.sequences)
+    needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
+    for name, wanted in {**needed, "temperature": want.temperature != 1.0}.items():
+        if wanted:
+            _check_can(name, info)
+    limit = min(info.max_topk, info.vocab_size)
+    if not 0 <= want.topk <= limit:
+        raise BadRequest(
+            422, f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"
+        )
+
+
+def check_generate(request: TeacherGenerateRequest, info: EngineInfo) -> None:
+    """Raise BadRequest (422) for what no prompt of the request could be completed with."""
+    _check_can("generate", info)
+    if not request.prompts:
+        raise BadRequest(422, "the request has no prompts: send at least one")
+    _check_positive(request.deadline, request.temperature)
+    if not 1 <= request.max_tokens < info.max_length:
+        raise BadRequest(
+            422, f"max_tokens is {request.max_tokens}, this teacher takes 1 to {info.max_length - 1}"
+        )
+    wrong = [token for token in request.stop_token_ids if not 0 <= token < info.vocab_size]
+    if wrong:
+        raise BadRequest(
+            422, f"stop id {wrong[0]} is outside the vocabulary of {info.vocab_size}: check the tokenizer"
+        )
+
+
+def _check_positive(deadline: float | None, temperature: float) -> None:
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise BadRequest(422, f"deadline is {deadline}: send seconds > 0, or none")
+    if not 0 < temperature < math.inf:
+        raise BadRequest(422, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
+
+
+def _check_can(name: str, info: EngineInfo) -> None:
+    if name not in info.can:
+        raise BadRequest(
+            422,
+            f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
+            'choose another objective, or engine = "transformers"',
+        )
+
+
+def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
+    """Raise BadRequest (413) when the answer would be longer than MAX_REPLY_BYTES."""
+    row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
+    gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
+    size = gathered + row * sum(item.positions for item in items)
+    if size > MAX_REPLY_BYTES:
+        raise BadRequest(
+            413, f"the answer would take {size} bytes, the limit is {MAX_REPLY_BYTES}: send fewer sequences"
+        )
+
+
+def admit(sequence: ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
+    """The item to score, or why this sequence cannot be scored (value, rule, remedy)."""
+    ids = _ids(sequence.token_ids, "token", 1, info.vocab_size)
+    if isinstance(ids, str):
+        return ids
+    length = len(ids)
+    if not 2 <= length <= info.max_length:
+        return f"{length} tokens, this teacher takes 2 to {info.max_length}: cut the sequence or drop it"
+    if not 1 <= sequence.start < length:
+        return f"start is {sequence.start}, the first completion token must be in 1 … {length - 1}"
+    first = 1 if want.prompt else sequence.start
+    if sequence.gather_ids is None:
+        return Item(ids, first)
+    gather = _ids(sequence.gather_ids, "gather", 2, info.vocab_size, low=-1)
+    if isinstance(gather, str):
+        return gather
+    if len(gather) != length - first:
+        shape, wanted = list(gather.shape), f"[{length - first}, K >= 1]"
+        return f"gather_ids has shape {shape}, expected {wanted}: one row per position"
+    return Item(ids, first, gather)
+
+
+def admit_prompt(prompt: TeacherPrompt, max_tokens: int, info: EngineInfo) -> EnginePrompt | str:
+    """The prompt to complete, or why it cannot be completed (value, rule, remedy)."""
+    ids = _ids(prompt.token_ids, "token", 1, info.vocab_size)
+    if isinstance(ids, str):
+        return ids
+    if len(ids) + max_tokens > info.max_length:
+        return (
+            f"{len(ids)} prompt tokens and max_tokens = {max_tokens} pass this teacher's "
+            f"{info.max_length}: cut the prompt, or ask for less"
+        )
+    if not 0 <= prompt.seed < 1 << 32:
+        return f"seed is {prompt.seed}, it must be in 0 … 2^32 - 1: take the remainder"
+    return EnginePrompt(ids, prompt.seed)
+
+
+def _ids(array: Array, name: str, dimensions: int, vocab_size: int, low: int = 0) -> np.ndarray | str:
+    """int32 ids in [low, vocab_size), or what is wrong with them; exact for any shape a peer may claim."""
+    field = f"{name}_ids"
+    if array.dtype != "i4":
+        return f"{field} has dtype {array.dtype}, expected i4: convert it"
+    if len(array.shape) != dimensions or min(array.shape) < 0:
+        return f"{field} has shape {list(array.shape)}, expected {dimensions} dimensions"
+    if (needed := math.prod(array.shape) * 4) != len(array.data):
+        return f"{field} of shape {list(array.shape)} needs {needed} bytes, got {len(array.data)}"
+    if not array.data:
+        return f"{field} is empty: send at least one id"
+    ids = np.frombuffer(array.data, DTYPES["i4"]).reshape(array.shape)
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < low or largest >= vocab_size:
+        wrong = smallest if smallest < low else largest
+        return f"{name} id {wrong} is outside the vocabulary of {vocab_size}: check the tokenizer"
+    return ids
+
+
+def score_options(item: Item, want: Want, info: EngineInfo) -> ScoreOptions:
+    """What the engine is asked for; items with the same options may share a batch."""
+    gather = 0 if item.gather_ids_TK is None else item.gather_ids_TK.shape[1]
+    return ScoreOptions(
+        want.topk, gather, want.entropy and "entropy" in info.can, want.hidden, want.temperature
+    )
+
+
+# --- results ----------------------------------------------------------------------------------------------
+
+
+def checked_scores(
+    id_: str, item: Item, scores: EngineScores, want: Want, info: EngineInfo, dtype: HalfOrSingle
+) -> Scored | Problem:
+    """Wire form of one item's scores, or what is wrong with them."""
+    answer, gather = scored(id_, scores, dtype), score_options(item, want, info).gather
+    problem = checks.scored(answer, item.positions, gather, want, info.vocab_size, info.hidden_size)
+    return problem or checks.without_bad_diagnostics(answer, item.positions)
+
+
+def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:
+    """Wire form of one sequence's scores."""
+    hidden = scores.hidden_CH
+    return Scored(
+        id=id_,
+        logprob=pack(scores.logprob_C, "f4"),
+        topk_ids=_packed(scores.topk_ids_CK, "i4"),
+        topk_logprob=_packed(scores.topk_logprob_CK, dtype),
+        tail=_packed(scores.tail_C, "f4"),
+        gathered=_packed(scores.gathered_CK, dtype),
+        entropy=_packed(scores.entropy_C, "f4"),
+        hidden=_packed(hidden, "bf16" if hidden is not None and hidden.dtype == np.uint16 else "f4"),
+    )
+
+
+def checked_completion(
+    id_: str, completion: EngineCompletion, max_tokens: int, info: EngineInfo
+) -> TeacherCompletion | Problem:
+    """Wire form of one completion, or what is wrong with it."""
+    reason: Literal["stop", "length"] = "stop" if completion.ended else "length"
+    tokens, logprob = pack(completion.token_ids_T, "i4"), pack(completion.logprob_T, "f4")
+    answer = TeacherCompletion(id_, tokens, logprob, reason)
+    return checks.teacher_completion(answer, max_tokens, info.vocab_size) or answer
+
+
+def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
+    if array is None:
+        return None
+    with np.errstate(over="ignore"):  # what half precision cannot hold becomes inf, which the checks refuse
+        return pack(array, dtype)
