@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,24 @@ class TrainerSettings(Settings):
     """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
     for one another."""
 
+    def lr_share(self, step: int, steps: int) -> float:
+        """Share of `lr` that the step after n = `step` others uses, in a run of N = `steps`.
+
+            warm-up   n < W            n / W,     W = warmup_steps
+            constant  from W on        1
+            linear    from W to N      (N − n) / (N − W)
+            cosine    from W to N      (1 + cos(π (n − W) / (N − W))) / 2
+
+        linear and cosine are transformers' get_linear_ and get_cosine_schedule_with_warmup.
+        """
+        warmup = self.warmup_steps
+        if step < warmup:
+            return step / warmup
+        if self.lr_schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 1.0 - done if self.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
 
 class TrainerConfig(Settings):
     """Everything a rank is started with: roles/trainer.json in the run's folder."""
@@ -84,7 +103,7 @@ class TrainerConfig(Settings):
     run_dir: Path
     """Its folder, shared by all ranks."""
     controller_url: Url
-    """Where batches are asked for."""
+    """Where batches come from."""
     student: ModelSource
     """What training starts from."""
     objective: ObjectiveConfig = Full()

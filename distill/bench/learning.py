@@ -28,13 +28,12 @@ from distill.bench.toy import (
 )
 from distill.bench.trials import Point, Result, Setup, Trial
 from distill.evaluation.evaluation import LanguageModel, evaluate
-from student_trainer.batch import MicroBatch, collate
-from student_trainer.head import RHO_MAX, HeadShape, HeadWeights
-from student_trainer.model import Job, Student, head_shape
-from student_trainer.objectives.config import SFT, ObjectiveConfig
-from student_trainer.objectives.needs import needs, student_topk
-from student_trainer.objectives.registry import build, discount
-from student_trainer.objectives.terms import STATS
+from student_trainer.batch import collate
+from student_trainer.head import RHO_MAX, HeadShape, HeadWeights, Loss
+from student_trainer.model import Student, head_shape
+from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk
+from student_trainer.objectives.diagnostics import STATS
+from student_trainer.step import loss_of
 from sync.wire import Rows, Scored, pack
 
 MAX_NORM, BETAS, WARM_UP_STEPS = 1.0, (0.9, 0.95), 10
@@ -75,7 +74,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self._student.parameters(), trial.rate, BETAS, weight_decay=0.0)
         self._delayed = Delayed(self._live, trial.lag)
         self._generator = torch.Generator().manual_seed(trial.seed)
-        self._objective = build(objective)
+        self._loss = self._make_loss()
         self.clock = Clock()
         self.steps = self.tokens = self.bytes = 0
         self._sums = dict.fromkeys(STATS, 0.0)
@@ -115,12 +114,12 @@ class Learner:
         micro = collate(rows, self.steps, self._world.vocab)
         for group in self._optimizer.param_groups:
             group["lr"] = self._trial.rate * min(1.0, (self.steps + 1) / WARM_UP_STEPS)
-        loss, stats = self._student(micro.tokens_RL, micro.positions_C, self._job(micro))
-        (loss / micro.counts.tokens).backward()
+        loss, stats = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss)
+        (loss / micro.counts["tokens"]).backward()
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._age += micro.counts.age
+        self._age += micro.counts["age"]
         for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
             self._sums[name] += value
 
@@ -141,13 +140,13 @@ class Learner:
         tokens = self._sums["support_tokens"]
         return self._sums["student_mass"] / tokens if tokens else None
 
-    def _job(self, micro: MicroBatch) -> Job:
+    def _make_loss(self) -> Loss:
         heads: tuple[HeadWeights, ...] = ()
         if needs(self._config).hidden:
             head = self._world.teacher.head
             shape = HeadShape(self._world.vocab, head.scale, head.soft_cap)
             heads = (HeadWeights(head.weight_VH, head.bias_V, shape),)
-        return Job(micro, self._objective, discount(self._config), heads)
+        return loss_of(self._config, (), heads)
 
     def point(self) -> Point:
         """The student as it is now, on held-out prompts."""

@@ -24,8 +24,7 @@ from distill.evaluation.evaluation import LanguageModel, Limits, sample
 from distill.evaluation.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, TaskPrompt, spellings
-from student_trainer.objectives.config import ObjectiveConfig
-from student_trainer.objectives.needs import needs
+from student_trainer.objectives.config import ObjectiveConfig, needs
 from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions

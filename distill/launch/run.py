@@ -41,7 +41,7 @@ from distill.prompts.held_out import PromptSplit
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal
-from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
 from sync.errors import Interrupted, RemoteError
 from sync.wire import EvalReport, Version

@@ -14,7 +14,7 @@ from distill.preflight.probes import Finding
 from distill.preflight.processor import check_processors
 from distill.prompts.held_out import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
+from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource

@@ -16,7 +16,7 @@ from distill.config import RunConfig
 from distill.launch.run_folder import GIB
 from distill.preflight.checks import text_config
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.config import needs, student_topk
 from sync.errors import ConfigError
 from sync.settings import ModelSource
 from sync.snapshots import checkpoint

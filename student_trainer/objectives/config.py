@@ -1,18 +1,23 @@
-"""Which objective is optimised; formulas and sources are in docs/objectives.md."""
+"""Which objective is minimised, and what it needs from the teacher. Formulas and sources: docs/objectives.md.
+
+No torch here: the controller and the preflight read these too. To add an objective, write its configuration
+here, its divergence in `divergences.py`, and a row in the table `DIVERGENCES` there.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from sync.settings import Settings
+from sync.wire import Want
 
 Cap = Annotated[
     Annotated[float, Field(gt=0)] | None, AfterValidator(lambda cap: None if cap == math.inf else cap)
 ]
-"""TOML knows no None: inf is another way to write it."""
+"""TOML has no None: inf is another way to write it."""
 
 
 class TaskReward(Settings):
@@ -31,19 +36,23 @@ class TaskReward(Settings):
 class Mixing(Settings):
     """Fields of every objective: what it is mixed with, and which tokens count."""
 
+    scores: ClassVar[Literal["sampled", "topk", "student_topk", "full"]] = "sampled"
+    """What the divergence reads of the teacher's distribution q: the sampled token, the teacher's top-k, q at
+    the student's top-k, or all of q (rebuilt by the trainer from hidden states and head)."""
+
     coefficient: float = Field(1.0, gt=0)
     """λ: weight of the divergence from the teacher, against a `task` of weight 1."""
     teacher_coefficients: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Teacher's name → a further factor of λ for the samples it marks; teachers not named: 1."""
+    """Teacher's name → a further factor of λ for the samples it scores; teachers not named: 1."""
     task: TaskReward | None = None
     """None: the divergence alone."""
     on_policy: float = Field(1.0, ge=0, le=1)
-    """Share of the rollouts that the student writes. The teacher writes the others (teacher engine
+    """Share of the rollouts that the student generates. The teacher generates the others (teacher engine
     "transformers" or "vllm"), and they are learned by cross-entropy."""
     teacher_temperature: Literal["one", "rollout"] = "one"
-    """Temperature at which the teacher is compared with the student, who stands at rollout.temperature. one:
-    its own distribution, which the student then matches when it is sampled at rollout.temperature. rollout:
-    the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
+    """Temperature of the teacher's distribution; the student's is taken at rollout.temperature. one: the
+    teacher's own distribution, which the student then matches when it is sampled at rollout.temperature.
+    rollout: the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
 
@@ -69,6 +78,7 @@ class Sampled(PolicyGradientTerms):
 class TopK(PolicyGradientTerms):
     """Unbiased hybrid: exact on the teacher's top-k, policy gradient outside."""
 
+    scores = "topk"
     type: Literal["topk"] = "topk"
     k: int = Field(64, ge=1)
     """Ids per position that the teacher returns."""
@@ -77,14 +87,16 @@ class TopK(PolicyGradientTerms):
 class StudentTopK(PolicyGradientTerms):
     """The hybrid on the student's top-k at sampling time, scored by the teacher at those ids."""
 
+    scores = "student_topk"
     type: Literal["student_topk"] = "student_topk"
     k: int = Field(64, ge=1)
-    """Ids per position that the replica returns and the teacher marks."""
+    """Ids per position that the replica returns and the teacher scores."""
 
 
 class ForwardTopK(Mixing):
     """Forward KL on the teacher's top-k and one bucket for the rest."""
 
+    scores = "topk"
     type: Literal["forward_topk"] = "forward_topk"
     k: int = Field(64, ge=1)
     """Ids per position that the teacher returns."""
@@ -93,12 +105,14 @@ class ForwardTopK(Mixing):
 class Full(Mixing):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
+    scores = "full"
     type: Literal["full"] = "full"
 
 
 class JSD(Mixing):
     """Generalised Jensen-Shannon divergence over the full vocabulary, optionally skewed."""
 
+    scores = "full"
     type: Literal["jsd"] = "jsd"
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture."""
@@ -107,20 +121,44 @@ class JSD(Mixing):
 class SkewReverse(Mixing):
     """Reverse KL against the mixture (1 − alpha)·q + alpha·p over the full vocabulary."""
 
+    scores = "full"
     type: Literal["skew"] = "skew"
     alpha: float = Field(0.1, ge=0, lt=1)
     """Weight of the student in the mixture."""
 
 
 class SFT(PolicyGradientTerms):
-    """Cross-entropy on the teacher's own samples: cold start and baseline; what the student writes, if
-    anything, is learned as by `sampled`."""
+    """Cross-entropy on the teacher's own samples: cold start and baseline. Samples of the student, if any,
+    are learned as by `sampled`."""
 
     type: Literal["sft"] = "sft"
     on_policy: float = Field(0.0, ge=0, le=1)
-    """Share of the rollouts that the student writes; 0: none."""
+    """Share of the rollouts that the student generates; 0: none."""
 
 
 ObjectiveConfig = Annotated[
     Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT, Field(discriminator="type")
 ]
+
+
+def teacher_temperature(objective: ObjectiveConfig, rollouts: float) -> float:
+    """Temperature at which q is taken where the rollouts are sampled at temperature `rollouts`."""
+    return rollouts if objective.teacher_temperature == "rollout" else 1.0
+
+
+def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
+    """What the teacher is asked for at each completion position; `rollouts`: their temperature.
+
+    `student_topk` is scored at ids that the request carries (ScoreSequence.gather_ids): no more is wanted
+    here. The teacher sends its entropy unless its whole distribution is rebuilt from hidden states.
+    """
+    temperature = teacher_temperature(objective, rollouts)
+    if objective.scores == "full":
+        return Want(hidden=True, temperature=temperature)
+    topk = objective.k if isinstance(objective, TopK | ForwardTopK) else 0
+    return Want(topk=topk, entropy=True, temperature=temperature)
+
+
+def student_topk(objective: ObjectiveConfig) -> int:
+    """Ids per position that the rollout engine returns (Sampling.student_topk); 0: none."""
+    return objective.k if isinstance(objective, StudentTopK) else 0

@@ -1,22 +1,44 @@
 """Statistics of every step, whatever the objective: sums over tokens, without gradient.
 
-ρ = p(y)/μ(y) of the tokens that the student wrote
+ρ = p(y)/μ(y) of the tokens that the student generated
 fresh: tokens sampled from these very weights, where ρ should be 1
 fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
-score_gap = |log q(y) of the teacher's dense marks − log q(y) as sent|: rounding, when both are right
+score_gap = |log q(y) of the teacher's dense scores − log q(y) as sent|: rounding, when both are right
 student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.importance import ratio
-from student_trainer.objectives.terms import Targets, at, own
+from student_trainer.objectives.targets import Targets, at, own, ratio
 
+STATS: Final = (
+    "loss",
+    "reverse_kl",
+    "own_tokens",
+    "student_entropy",
+    "teacher_entropy",
+    "teacher_entropy_tokens",
+    "rho",
+    "rho_squared",
+    "fresh_kl",
+    "fresh_tokens",
+    "student_mass",
+    "teacher_mass",
+    "support_tokens",
+    "overlap",
+    "overlap_tokens",
+    "score_gap",
+    "score_gap_tokens",
+)
+"""Sums over tokens, 0 where there is nothing to sum. `own_tokens` counts those that the student generated:
+`reverse_kl`, `rho` and `rho_squared` are of them alone."""
 _OVERLAP_TOKENS = 64
-"""Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear."""
+"""Tokens of a chunk whose overlap is computed: a top-k over the vocabulary is expensive."""
 
 
 @torch.no_grad()

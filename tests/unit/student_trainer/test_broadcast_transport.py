@@ -1,4 +1,4 @@
-"""The road of broadcasts: whoever is lost is left out, and the rest get the very version."""
+"""Broadcasts: a lost replica is left out, and the rest get the very version."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
-from student_trainer.controller_client import HttpController, SilentController
-from student_trainer.transports import BroadcastTransport
-from student_trainer.weights import Weights
+from student_trainer.controller_client import ControllerClient
+from student_trainer.transports import BroadcastTransport, Publishing
 from sync.broadcast.broadcast import BroadcastSender, Reception
 from sync.errors import SnapshotError, Unreachable
 from sync.transport import BlockingPeer
-from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
+from sync.wire import Audience, BroadcastTicket, Published, Version
 
-WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
 VERSION = Version(0, 3)
 
 
-class Two(Weights):
+class TwoTensors(RecordedLearner):
     """Two tensors and no model."""
 
     def __init__(self) -> None:
-        """Nothing to look at."""
+        super().__init__()
+        self.weights = self
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.arange(5.0)
         yield "b", torch.ones(2, 2, dtype=torch.bfloat16)
 
 
-class Seating(SilentController):
+class Listeners(RecordedClient):
     """One replica that listens, and `dead` broadcasts with a second one that died before it came."""
 
     def __init__(self, dead: int) -> None:
-        super().__init__(WELCOME)
+        super().__init__()
         self.receptions: list[Reception] = []
         self._dead = dead
 
@@ -61,8 +61,8 @@ def test_a_version_goes_to_those_that_are_left(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Seating(dead=2)
-    transport = BroadcastTransport(sender, Two(), controller)
+    controller = Listeners(dead=2)
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
     transport.publish(VERSION, anchor=False)
     transport.settle()
     assert [event.version for event in controller.told if isinstance(event, Published)] == [VERSION] * 3
@@ -70,7 +70,7 @@ def test_a_version_goes_to_those_that_are_left(
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
     received = controller.receptions[-1].result().tensors
-    assert all(torch.equal(received[name], tensor) for name, tensor in Two().gathered())
+    assert all(torch.equal(received[name], tensor) for name, tensor in TwoTensors().gathered())
     assert caplog.text.count("student-1: killed") == 2
     transport.close()
 
@@ -79,8 +79,8 @@ def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Seating(dead=12)
-    transport = BroadcastTransport(sender, Two(), controller)
+    controller = Listeners(dead=12)
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
     for _ in range(2):
         transport.publish(VERSION, anchor=False)
         transport.settle()
@@ -119,7 +119,7 @@ def asked_in(seconds: float) -> threading.Event:
 
 
 def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None) -> None:
-    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
     with pytest.raises(Unreachable, match=r"of the stop signal who listens to L000-v00000003"):
         controller.audience(PUBLISHED)
     controller.close(0.0)
@@ -128,9 +128,10 @@ def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None)
 def test_a_broadcast_under_way_is_given_up_after_a_stop(
     gone: str, short: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopping = asked_in(0.5)
-    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=stopping)
-    transport = BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), Two(), controller, stopping.is_set)
+    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+    transport = Publishing(
+        BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), TwoTensors(), controller)
+    )
     transport.publish(Version(0, 3), anchor=False)
     transport.close()
     assert "L000-v00000003 was not published (1 of 3)" in caplog.text

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from student_trainer import checksum as module
-from student_trainer.checksum import BLOCK, checksum, device_sums, odd_numbers
+from student_trainer import weights as module
+from student_trainer.weights import BLOCK, checksum, device_sums, odd_numbers
 
 LENGTHS = [0, 1, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7]
 

@@ -26,10 +26,11 @@ from student_trainer.objectives.config import (
     SkewReverse,
     StudentTopK,
     TopK,
+    needs,
+    student_topk,
 )
-from student_trainer.objectives.importance import Discount
-from student_trainer.objectives.needs import needs, student_topk
-from student_trainer.objectives.registry import build, discount
+from student_trainer.objectives.divergences import build, discount
+from student_trainer.objectives.targets import Discount
 from sync.errors import ConfigError
 from sync.settings import read_settings
 from sync.wire import Want
@@ -233,7 +234,7 @@ def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
 
 
 def test_what_the_controller_imports_brings_no_torch() -> None:
-    code = "import sys, student_trainer.objectives.needs, student_trainer.launch, student_trainer.ledger"
+    code = "import sys, student_trainer.objectives.config, student_trainer.launch, student_trainer.ledger"
     code += ", student_trainer.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from student_trainer.hostfile import check_reach, read_hosts, write_environment
+from student_trainer.launch import check_reach, read_hosts, write_environment
 from sync.errors import ConfigError
 from sync.transport import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
 

@@ -24,7 +24,8 @@ from small_disk import mounted
 from distill.bench.full_disk import fill, free
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
-from student_trainer import disk_full as room
+from student_trainer import ranks as room
+from student_trainer.checkpoint import Source
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
@@ -71,7 +72,7 @@ class FileEngine:
 
 def saved(folder: Path, *steps: int, keep: int = 2) -> None:
     for step in steps:
-        checkpoint.save(FileEngine(f"at {step}"), folder, Version(0, step), "print", ALONE, keep)
+        checkpoint.save(FileEngine(f"at {step}"), folder, Source(Version(0, step), "print"), ALONE, keep)
 
 
 def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) -> None:
@@ -88,10 +89,9 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
     saved(tmp_path, 2)
-    checkpoint.save(FileEngine(), tmp_path, Version(0, 4), "print", ALONE, 2, run_id="aa")
+    checkpoint.save(FileEngine(), tmp_path, Source(Version(0, 4), "print", "aa"), ALONE, 2)
     assert checkpoint.run_of(checkpoint.find(tmp_path, None, ALONE)) == "aa"
     assert checkpoint.run_of(checkpoint.find(tmp_path, str(Version(0, 2)), ALONE)) is None
-    assert checkpoint.run_of(None) is None
 
 
 class On(Ranks):
@@ -131,7 +131,7 @@ def test_a_checkpoint_moves_between_cpus_and_gpus(
     said: str,
 ) -> None:
     states = States(monkeypatch)
-    checkpoint.save(FileEngine("at 2"), tmp_path, Version(0, 2), "print", On(before), 2)
+    checkpoint.save(FileEngine("at 2"), tmp_path, Source(Version(0, 2), "print"), On(before), 2)
     expected = torch.rand(3)
     path = checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
@@ -244,7 +244,7 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
 
     def work(one: Together) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
-        checkpoint.save(RankEngine(one.rank), tmp_path, Version(0, 2), "print", one, 2)
+        checkpoint.save(RankEngine(one.rank), tmp_path, Source(Version(0, 2), "print"), one, 2)
         return checkpoint.find(tmp_path, None, one)
 
     with ThreadPoolExecutor(2) as threads:
@@ -359,7 +359,9 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
 ) -> None:
     saved(tmp_path, 2)
     full_once(monkeypatch, torch, "save", half)
-    stopping = partial(checkpoint.save, FileEngine("at 4"), tmp_path, Version(0, 4), "print", ALONE, 2)
+    stopping = partial(
+        checkpoint.save, FileEngine("at 4"), tmp_path, Source(Version(0, 4), "print"), ALONE, 2
+    )
     assert stopping(lambda: True) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
     assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
@@ -472,7 +474,7 @@ def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> Non
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
     for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
-        checkpoint.save(FileEngine(), tmp_path, version, "print", ALONE, 2)
+        checkpoint.save(FileEngine(), tmp_path, Source(version, "print"), ALONE, 2)
     (tmp_path / "L-v").mkdir()
     assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
     (tmp_path / "latest").write_text("L001-v00000002\n")
@@ -498,7 +500,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
     monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
     folder = tmp_path / "checkpoints"
-    checkpoint.save(FileEngine("at 2"), folder, Version(0, 2), "print", ALONE, 2)
+    checkpoint.save(FileEngine("at 2"), folder, Source(Version(0, 2), "print"), ALONE, 2)
     partial = "checkpoints/.partial-L000-v00000002"
     moved = order.index(f"rename {partial}")
     forced = {line.removeprefix("force ") for line in order[:moved] if line.startswith("force")}

@@ -15,7 +15,7 @@ from sync.listening import ON_LOOPBACK
 RANK = """
 import sys
 from torch import distributed, tensor
-from student_trainer.meeting import meeting_point
+from student_trainer.ranks import meeting_point
 distributed.init_process_group("gloo", **meeting_point())
 total = tensor([1.0])
 distributed.all_reduce(total)
