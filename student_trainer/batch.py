@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,13 +98,11 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
 def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, tokens: int) -> None:
     count = len(rows.ids)
     completion = int(completion_R.sum())
-    per_row = [rows.prompt_lens, rows.completion_lens, rows.teacher]
-    per_row += [one for one in (rows.reward, rows.by_teacher, rows.weight, rows.baseline) if one is not None]
-    per_token = [rows.behavior_logprob, rows.token_step, rows.teacher_logprob, rows.teacher_hidden]
-    per_token += [rows.teacher_topk_ids, rows.teacher_topk_logprob, rows.teacher_entropy]
-    per_token += [rows.student_topk_ids, rows.student_topk_teacher_logprob]
-    sizes = [array.shape[0] for array in per_row]
-    lengths = [array.shape[0] for array in per_token if array is not None]
+    per_row = ("prompt_lens", "completion_lens", "teacher", "reward", "by_teacher", "weight", "baseline")
+    other = {"ids", "tokens", "truncated", *per_row}
+    arrays = {name: array for name, array in msgspec.structs.asdict(rows).items() if array is not None}
+    sizes = [arrays[name].shape[0] for name in per_row if name in arrays]
+    lengths = [array.shape[0] for name, array in arrays.items() if name not in other]
     if any(size != count for size in sizes) or any(length != completion for length in lengths):
         raise DataError(
             f"batch of {count} rows and {completion} completion tokens carries per-row lengths {sizes} and "

@@ -62,7 +62,7 @@ def save(
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
     A version is saved once: what is whole already is never removed to make room for the same again.
-    None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
+    None: the disk is full and `give_up` returned True; the checkpoints are as they were.
     """
     partial, final = folder / f".partial-{source.version}", folder / str(source.version)
     index = {"world_size": ranks.world_size, **source._asdict(), "version": str(source.version)}
@@ -128,23 +128,17 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
         return run
 
     writer, script = engine.checkpoint_engine, "_copy_recovery_script"
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(writer, "save", save))
-        stack.enter_context(_replaced(writer, "makedirs", guarded(writer.makedirs)))
-        stack.enter_context(_replaced(engine, script, guarded(getattr(engine, script))))
+    with ExitStack() as stack:  # hides methods of DeepSpeed's classes
+        for owner, name, instead in (
+            (writer, "save", save),
+            (writer, "makedirs", guarded(writer.makedirs)),
+            (engine, script, guarded(getattr(engine, script))),
+        ):
+            setattr(owner, name, instead)
+            stack.callback(delattr, owner, name)
         yield noted
     if met:
         raise OSError(errno.ENOSPC, str(met[0])) from met[0]
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while, hiding the method of its class."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
 
 
 def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
@@ -236,7 +230,7 @@ def _digests(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
 
 
 def _is_own(name: str, ranks: Ranks) -> bool:
-    """Whether this rank digests a file: those of DeepSpeed's bear the number of the rank that wrote them."""
+    """Whether this rank digests a file: DeepSpeed's are numbered by rank."""
     number = _OF_RANK.search(name)
     return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
 

@@ -3,8 +3,8 @@
     checkpoints/L000-v00000012/checkpoint.json    version, ranks, model, size and BLAKE3 of every file
     checkpoints/latest                            name of the newest one
 
-Newer is the later lineage, and of one lineage the later step: the order in which a run saves them. No clock
-has a say in it.
+Newer is the later lineage, and of one lineage the later step: the order in which a run saves them, whatever
+the clocks.
 """
 
 from __future__ import annotations

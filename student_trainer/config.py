@@ -48,8 +48,8 @@ class TrainerSettings(Settings):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: `lr`, or down to 0 at run.steps in a line or half a cosine."""
     deepspeed: Path
-    """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload, whatever it knows. A field that it would
-    ignore is refused."""
+    """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload and the rest. A field that it would ignore
+    is refused."""
     overrides: dict[str, Any] = {}
     """Fields put over the JSON, table by table: "optimizer.params.eps" = 1e-6 leaves all other params."""
     attention: str = "sdpa"

@@ -1,6 +1,6 @@
 """The controller as one rank sees it: hello, batches, events in order, teachers' heads.
 
-hello (rank 0, once) → per step: poll for a batch; tell of events, from a thread that no step waits for
+hello (rank 0, once) → per step: poll for a batch; report events, from a thread that no step waits for
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EVENT_SECONDS: Final = 3600.0
 
 
 class ControllerClient:
-    """The controller over HTTP. `tell` may be called from any thread, the rest from the main one.
+    """The controller over HTTP. `report` may be called from any thread, the rest from the main one.
 
     Once `stopping` is set, no call blocks for long.
     """
@@ -70,7 +70,7 @@ class ControllerClient:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)
 
     def beat(self, version: Version, seconds: float) -> None:
-        """Send a heartbeat every `seconds`, from a thread, until the controller knows another start."""
+        """Send a heartbeat every `seconds`, from a thread, until a newer start was welcomed."""
 
         def send() -> None:
             heartbeat = Heartbeat(version=version, rank=self._rank)
@@ -109,8 +109,8 @@ class ControllerClient:
 
     # --- events (rank 0) ------------------------------------------------------------------------------------
 
-    def tell(self, event: Message) -> None:
-        """Send an event after those told before. Raises what a former one met, when it is known."""
+    def report(self, event: Message) -> None:
+        """Send an event after the earlier ones. Raises what an earlier one met, when it is known."""
         with self._lock:
             for future in self._sent:
                 if future.done():
@@ -124,13 +124,13 @@ class ControllerClient:
         while not wait([answer], _GLANCE_SECONDS).done:
             if self.stopping.is_set() and not wait([answer], LAST_WORDS_SECONDS).done:
                 raise Unreachable(
-                    f"{self._peer.url} did not say within {LAST_WORDS_SECONDS:.0f} s of the stop signal who "
-                    f"listens to {published.version}: is the controller running?"
+                    f"{self._peer.url} did not name within {LAST_WORDS_SECONDS:.0f} s of the stop signal the "
+                    f"receivers of {published.version}: is the controller running?"
                 )
         try:
             return answer.result()
         except Overloaded as error:
-            raise Unreachable(f"nobody listened to {published.version} for an hour: {error}") from error
+            raise Unreachable(f"{published.version} had no receivers for an hour: {error}") from error
 
     def lost(self, group: str) -> str | None:
         """Why a replica will not receive a broadcast to its end; None: none is known to be lost."""
@@ -138,7 +138,7 @@ class ControllerClient:
             members = self._peer.call(f"/v1/broadcasts/{group}", None, BroadcastMembers, _MEMBERS_SECONDS)
         except RemoteError as error:
             return str(error)
-        except Unreachable:  # that says nothing about the replicas
+        except Unreachable:  # the replicas may be well
             return None
         return "; ".join(f"{name}: {why}" for name, why in members.lost.items()) or None
 

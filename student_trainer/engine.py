@@ -29,12 +29,12 @@ Groups = list[dict[str, Any]]
 class Learner:
     """The student's engine, optimizer and weights on this rank, and the version that they are at.
 
-    Order: constructed → `hello` is sent to the controller → `begin` with its answer → everything else. Every
-    method is collective, the constructor too; torch.distributed must be up.
+    Order: constructed → `hello` is sent to the controller → `begin` with its answer → everything else. All is
+    collective, the constructor too; torch.distributed must be up.
     """
 
     def __init__(self, config: TrainerConfig, ranks: Ranks, stopping: Callable[[], bool]) -> None:
-        """`stopping`: asked to stop, so that a checkpoint does not wait for a full disk."""
+        """`stopping`: whether a stop was requested: a checkpoint then does not wait for a full disk."""
         self.ranks = ranks
         self._config, self._stopping, self._folder = config, stopping, config.run_dir / "checkpoints"
         self._loaded = load(config)
@@ -71,18 +71,10 @@ class Learner:
         return metrics
 
     def save(self) -> Path | None:
-        """Write a checkpoint; its folder. None: the disk is full, and the run was asked to stop."""
+        """Write a checkpoint; its folder. None: the disk is full, and a stop was requested."""
         source = checkpoint.Source(self.version, self.weights.fingerprint, self._run_id)
         keep = self._config.trainer.keep_checkpoints
         return checkpoint.save(self.engine, self._folder, source, self.ranks, keep, self._stopping)
-
-    def checksum(self) -> str:
-        """Checksum of this rank's shards as they are now."""
-        return self.weights.checksum()
-
-    def digests(self) -> dict[str, str]:
-        """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty."""
-        return self.weights.digests()
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, whole or not at all; an older one is replaced."""
@@ -153,7 +145,7 @@ def load(config: TrainerConfig) -> Loaded:
 
 
 def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
-    """The transformers model, partitioned while it loads; with adapters when asked."""
+    """The transformers model, partitioned while it loads; with adapters where configured."""
     from transformers import AutoModelForCausalLM
 
     settings, source = config.trainer, config.student

@@ -29,7 +29,7 @@ class HeadShape:
     """logits = cap(scale · (hidden · weightᵀ + bias)) / temperature, over the first `vocab` rows."""
 
     vocab: int
-    """Rows that the tokenizer knows; rows of the model beyond it do not exist for the loss."""
+    """Ids of the tokenizer; rows of the model beyond them do not exist for the loss."""
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0

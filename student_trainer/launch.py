@@ -1,16 +1,16 @@
-"""How the ranks are started and asked to stop, through the deepspeed launcher.
+"""Start the ranks, and ask them to stop, through the deepspeed launcher.
 
     python -m student_trainer.launch --num_accelerators 2 … --module student_trainer --config FILE
 
 runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for itself and for its children.
-Left alone, the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
+By default the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
-exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
+exit 0, and so does the launcher. Ranks unblock the signals for themselves (`signals.unblock`).
 They leave when the launcher is killed (`LAUNCHER` is its process id): its child, their parent, stays.
 
-With a hostfile the launcher behaves as deepspeed made it: ranks stop when the controller says so. It starts
-them over ssh and hands on only the environment variables it is told to, on a command line that everybody on
-those machines can read. Settings travel that way; secrets do not.
+With a hostfile the launcher's own behaviour stays: ranks stop when the controller sends Stop. It starts them
+over ssh and passes only the environment variables of a list, on a command line that every user of those
+machines can read. Settings travel that way; secrets do not.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"
 """Environment variable with the launcher's process id; not set with a hostfile."""
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
-can enter: nothing listens. Not set with a hostfile: they meet at a port, chosen anew at every start."""
+can enter: no port is opened. Not set with a hostfile: they meet at a port, chosen anew at every start."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
-"""Names the file of further variables to the deepspeed launcher."""
+"""Environment variable of the deepspeed launcher: a file of variables for the ranks."""
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -72,8 +72,8 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
-        told = {name: environment[name] for name in names if name in environment}
-        environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), told))
+        passed = {name: environment[name] for name in names if name in environment}
+        environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), passed))
         if given and not set(read_hosts(settings.hostfile)) <= _HERE:
             places = ", ".join(json.loads(given[secrets.VARIABLE]))
             raise ConfigError(
@@ -153,7 +153,7 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
 
 
 def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
-    """Write what the launcher hands on to every rank; `path`. Raises ConfigError for a secret among it."""
+    """Write the variables that the launcher passes to every rank; `path`. Raises ConfigError for a secret."""
     for name, value in variables.items():
         if secrets.is_secret(name) or secrets.redact(value) != value:
             raise ConfigError(
@@ -185,25 +185,14 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
     return [child for child in children if is_rank(child)]
 
 
-def ask_to_stop(launcher: int) -> int:
-    """Send SIGTERM to every rank below the launcher; how many there were."""
-    ranks = ranks_of(launcher)
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    return len(ranks)
-
-
-def heed_signals() -> None:
-    """Let a rank receive what its launcher blocked."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-
-
 def _forward() -> None:
-    """Hand every stop signal of this process on to the ranks, as soon as there are any."""
+    """Forward every stop signal of this process to the ranks, as soon as there are any."""
     while True:
         signal.sigwait(_STOPPING)
-        while ask_to_stop(os.getpid()) == 0:
+        while not (ranks := ranks_of(os.getpid())):
             time.sleep(_LOOK_SECONDS)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
 
 
 def _free_port() -> int:

@@ -2,8 +2,8 @@
 
     batch (agreed by all ranks) → step → ledger → publish → checkpoint → report → the same again, until Stop
 
-Every rank goes through the same collectives in the same order; whatever only one rank knows (a signal, a
-Stop, an anchor that is due) goes through `Ranks.highest` first.
+Every rank runs the same collectives in the same order; what only one rank knows (a signal, a Stop, an anchor
+that is due) is agreed on by `Ranks.highest` first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNSETTLED = 2.0
 
 
 class Outcome(IntEnum):
-    """What a rank got for its poll; the highest one counts for all."""
+    """What a rank's poll returned; the highest one counts for all."""
 
     BATCH = 0
     WAIT = 1
@@ -61,7 +61,7 @@ class Trainer:
 
 
 def train(trainer: Trainer) -> Outcome:
-    """Train until told to stop; why it stopped. A checkpoint is saved when the ending asks for one."""
+    """Train until Stop or a signal; which of them. A checkpoint ends it unless Stop asks for none."""
     while True:
         watch = Stopwatch()
         outcome, batch = agreed_batch(trainer)
@@ -80,7 +80,7 @@ def train(trainer: Trainer) -> Outcome:
         watch.lap("checkpoint")
         if trainer.ranks.rank == 0:
             report = StepReport(version=trainer.version, metrics=metrics, seconds=watch.seconds)
-            trainer.client.tell(report)
+            trainer.client.report(report)
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
     return outcome
@@ -113,7 +113,7 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
 
 
 def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
-    """What this rank brings to the agreement."""
+    """This rank's vote."""
     if interrupted:
         return Outcome.INTERRUPTED
     if isinstance(answer, Stop):
@@ -125,7 +125,7 @@ def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
     """Write the step into the ledger on every rank, before it is reported. Collective."""
-    step, weights = trainer.version.step, trainer.learner.checksum()
+    step, weights = trainer.version.step, trainer.learner.weights.checksum()
     ids = [id for rows in batch.micro_batches for id in rows.ids]
     all_done(trainer.ranks, "the ledger", lambda: trainer.ledger.record(step, ids, weights))
 
@@ -169,7 +169,7 @@ def checkpoint(trainer: Trainer) -> None:
         return
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
-        trainer.client.tell(CheckpointSaved(version=trainer.version, path=str(path)))
+        trainer.client.report(CheckpointSaved(version=trainer.version, path=str(path)))
 
 
 def finish(trainer: Trainer, outcome: Outcome) -> None:
@@ -184,9 +184,9 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
     settle(trainer)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
     trainer.publishing.close()
-    digests = learner.digests()
+    digests = learner.weights.digests()
     if is_out and first:
-        trainer.client.tell(FinalDigests(version=trainer.version, digests=digests))
+        trainer.client.report(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         learner.export(trainer.config.run_dir / "final")
     trainer.client.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)

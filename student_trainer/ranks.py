@@ -1,9 +1,9 @@
-"""How the ranks meet, what they tell each other besides gradients, and how they wait together for disk space.
+"""How the ranks meet, what they exchange besides gradients, and how they wait together for disk space.
 
-On one machine they meet at the launcher's file, so that nothing listens. On several they meet at rank 0's
-MASTER_ADDR:MASTER_PORT, as the deepspeed launcher says. torch's own store would listen there on every
-interface, and it obeys whoever connects: here it listens on that one address. docs/operations.md has the rule
-for the firewall.
+On one machine they meet at the launcher's file, so that no port is opened. On several they meet at rank 0's
+MASTER_ADDR:MASTER_PORT, set by the deepspeed launcher. torch's own store would listen there on every
+interface, and it obeys every client: here it listens on that one address. docs/operations.md has the rule for
+the firewall.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def all_done(
     """Repeat `work` on every rank until none meets a full disk, which is logged once. Collective.
 
     All ranks wait for the one that has no room, so that no collective is left half-way: `work` may be
-    collective only if a full disk makes it raise behind its last collective. False: `give_up` said so, on any
-    rank, while the disk was full. Other errors are raised.
+    collective only if a full disk makes it raise behind its last collective. False: `give_up` returned True,
+    on any rank, while the disk was full. Other errors are raised.
     """
     waiting = False
     while True:

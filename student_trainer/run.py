@@ -42,7 +42,7 @@ _POLL_SECONDS = 120.0
 
 
 def run(config: TrainerConfig) -> None:
-    """Train as the controller says; returns when all is saved. Raises DistillError."""
+    """Train on the controller's batches; returns when all is saved. Raises DistillError."""
     die_with_parent()
     ranks, stopping = join(config), threading.Event()
     learner = Learner(config, ranks, stopping.is_set)

@@ -37,7 +37,7 @@ MAX_FAILURES: Final = 3
 _TRIES: Final = 4
 """How often one version is broadcast, each time without the replicas that were lost before."""
 _PAUSE_SECONDS: Final = 0.5
-"""Before another try: by then the controller has missed whoever died on the way."""
+"""Before another try: by then the controller has noticed replicas that died."""
 _COLLECT_SECONDS: Final = 600.0
 """Between two garbage collections of the store."""
 
@@ -148,7 +148,7 @@ class SnapshotTransport:
     def stage(self, version: Version, anchor: bool) -> Work:
         shards = self._learner.weights.snapshot()
         if not anchor:
-            return lambda: self._tell(self._publisher.delta(version, shards))
+            return lambda: self._report(self._publisher.delta(version, shards))
         folder = self._scratch / str(version)
         self._learner.export(folder)
         return lambda: self._anchor(version, folder, shards)
@@ -161,7 +161,7 @@ class SnapshotTransport:
         finally:
             if own is not None:
                 shutil.rmtree(own)
-        self._tell(report)
+        self._report(report)
         if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS
             Thread(target=self._collect_garbage, name="collect", daemon=True).start()
@@ -174,10 +174,10 @@ class SnapshotTransport:
         except (StoreError, SnapshotError) as error:
             log.warning("the store was not collected: %s", error)
 
-    def _tell(self, report: PublishReport) -> None:
+    def _report(self, report: PublishReport) -> None:
         self._due = report.anchor_due
         if self._rank0:
-            self._client.tell(
+            self._client.report(
                 Published(
                     version=report.version,
                     kind=report.kind,

@@ -17,10 +17,10 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class RecordedClient:
-    """A ControllerClient without a controller: batches from a list, then Stop; events are kept in `told`."""
+    """A ControllerClient without a controller: batches from a list, then Stop; keeps events in `reported`."""
 
     def __init__(self, batches: Sequence[TrainBatch] = (), checkpoint: bool = False) -> None:
-        self.told: list[Message] = []
+        self.reported: list[Message] = []
         self.stopping = threading.Event()
         self._batches = {batch.version: batch for batch in batches}
         self._stop = Stop(reason="all batches were trained on", checkpoint=checkpoint)
@@ -31,11 +31,11 @@ class RecordedClient:
     def poll(self, version: Version) -> TrainBatch | Wait | Stop:
         return Wait() if self.stopping.is_set() else self._batches.get(version, self._stop)
 
-    def tell(self, event: Message) -> None:
-        self.told.append(event)
+    def report(self, event: Message) -> None:
+        self.reported.append(event)
 
     def audience(self, published: Published) -> Audience:
-        self.told.append(published)
+        self.reported.append(published)
         return Audience(group="", world_size=1)
 
     def lost(self, group: str) -> str | None:
@@ -51,7 +51,9 @@ class RecordedLearner:
     def __init__(self, adapters: bool = False) -> None:
         self.lines: list[str] = []
         self.version, self.ranks = Version(0, 0), ALONE
-        self.weights = SimpleNamespace(adapters=adapters, snapshot=dict)
+        self.weights = SimpleNamespace(
+            adapters=adapters, snapshot=dict, checksum=lambda: "weights", digests=lambda: {"a": "digest"}
+        )
         self.on_step: Callable[[TrainBatch], None] = lambda batch: None
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
@@ -63,12 +65,6 @@ class RecordedLearner:
     def save(self) -> Path:
         self.lines.append(f"save {self.version.step}")
         return Path("there")
-
-    def checksum(self) -> str:
-        return "weights"
-
-    def digests(self) -> dict[str, str]:
-        return {"a": "digest"}
 
     def export(self, folder: Path) -> None:
         folder.mkdir(parents=True)

@@ -43,8 +43,8 @@ class Listeners(RecordedClient):
 
     def audience(self, published: Published) -> Audience:
         assert published.rendezvous is not None
-        self.told.append(published)
-        group, size = f"0-{len(self.told)}", 3 if len(self.told) <= self._dead else 2
+        self.reported.append(published)
+        group, size = f"0-{len(self.reported)}", 3 if len(self.reported) <= self._dead else 2
         self.receptions.append(Reception(BroadcastTicket(published.rendezvous, group, 1, size), 3600.0))
         return Audience(group=group, world_size=size)
 
@@ -65,7 +65,7 @@ def test_a_version_goes_to_those_that_are_left(
     transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
     transport.publish(VERSION, anchor=False)
     transport.settle()
-    assert [event.version for event in controller.told if isinstance(event, Published)] == [VERSION] * 3
+    assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
@@ -88,7 +88,7 @@ def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
     transport.publish(VERSION, anchor=False)
     with pytest.raises(Unreachable, match="student-1: killed"):
         transport.settle()
-    assert len(controller.told) == 12
+    assert len(controller.reported) == 12
 
 
 # --- a stop while the controller is gone -------------------------------------------------------------------
@@ -120,7 +120,7 @@ def asked_in(seconds: float) -> threading.Event:
 
 def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None) -> None:
     controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
-    with pytest.raises(Unreachable, match=r"of the stop signal who listens to L000-v00000003"):
+    with pytest.raises(Unreachable, match=r"of the stop signal the receivers of L000-v00000003"):
         controller.audience(PUBLISHED)
     controller.close(0.0)
 

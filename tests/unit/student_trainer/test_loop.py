@@ -67,17 +67,17 @@ class Story:
         ledger = Ledger(self.folder, Version(0, 0), None, 0)
         self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
 
-    def told(self) -> list[str]:
-        return [f"{type(event).__name__} {event.version.step}" for event in self.client.told]  # type: ignore[attr-defined]
+    def reported(self) -> list[str]:
+        return [f"{type(event).__name__} {event.version.step}" for event in self.client.reported]  # type: ignore[attr-defined]
 
 
 def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0), batch(1)], checkpoint_every=2)
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
-    assert story.told() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
+    assert story.reported() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
     assert read(story.folder)[0].steps == {1: ["r0"], 2: ["r1"]}
-    report = story.client.told[0]
+    report = story.client.reported[0]
     assert isinstance(report, StepReport)
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
 
@@ -133,7 +133,7 @@ def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
 def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)], checkpoint=True)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
-    assert story.told() == ["StepReport 1", "CheckpointSaved 1"]
+    assert story.reported() == ["StepReport 1", "CheckpointSaved 1"]
 
 
 def test_a_checkpoint_that_was_just_written_is_not_written_over_at_the_end(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     story.learner.on_step = stepping
     assert train(story.trainer) is Outcome.INTERRUPTED
     assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
-    assert isinstance(story.client.told[-1], CheckpointSaved)
+    assert isinstance(story.client.reported[-1], CheckpointSaved)
 
 
 def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
     peer = FakePeer([Ok(), Ok(), Unreachable("gone")])
     controller = ControllerClient(peer)  # type: ignore[arg-type]
     for event in events:
-        controller.tell(event)
+        controller.report(event)
     with pytest.raises(Unreachable, match="gone"):
         controller.close()
     assert [body for _, body in peer.asked] == events
@@ -237,7 +237,7 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
 def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
     peer = FakePeer([Ok()], at_once=False)
     controller = ControllerClient(peer)  # type: ignore[arg-type]
-    controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    controller.report(StepReport(version=Version(0, 1), metrics={}, seconds={}))
     controller.close(0.05)
     assert peer.asked == [], "it was not waited for"
     peer.may_answer.set()
@@ -296,7 +296,7 @@ def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
     path.start(Version(0, 0))
     go(path, 1, 2, 3, 4)
     assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
-    assert [event.kind for event in client.told if isinstance(event, Published)] == [
+    assert [event.kind for event in client.reported if isinstance(event, Published)] == [
         "full", "delta", "delta", "full", "delta",
     ]  # fmt: skip
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -333,7 +333,7 @@ def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Pat
     publisher.failures = 1
     go(path, 1, 2)
     assert publisher.done == [("full", 0), ("full", 2)]
-    assert [event.version.step for event in client.told if isinstance(event, Published)] == [0, 2]
+    assert [event.version.step for event in client.reported if isinstance(event, Published)] == [0, 2]
 
 
 def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
 
 def test_the_end_says_what_the_last_version_is(tmp_path: Path) -> None:
     story = ended(tmp_path, 0, Outcome.STOP)
-    assert story.client.told[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
+    assert story.client.reported[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
     assert (tmp_path / "final").is_dir()
 
 
@@ -368,7 +368,7 @@ def test_of_a_last_version_that_failed_nothing_is_claimed_and_everybody_hears_of
     tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = ended(tmp_path, 1, outcome)
-    assert not [event for event in story.client.told if isinstance(event, FinalDigests)]
+    assert not [event for event in story.client.reported if isinstance(event, FinalDigests)]
     assert (tmp_path / "final").is_dir() is (outcome is not Outcome.INTERRUPTED), "what was trained is there"
     loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
     assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)
