@@ -7,7 +7,6 @@ size of the teacher. Rows are padded on the right: with causal attention no supe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -18,10 +17,6 @@ from student_trainer.objectives.targets import Targets
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
 from sync.wire import Array, Rows, TrainBatch, unpack
-
-COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded")
-"""Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
-version's step − the token's step, R · L."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class MicroBatch:
     targets: Targets
     """of all C completion tokens"""
     counts: dict[str, float]
-    """the sums named in COUNTS, and `age_max`"""
+    """the sums named in `diagnostics.COUNTS`, and `age_max`"""
 
 
 def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:

@@ -22,8 +22,6 @@ from sync.errors import ConfigError
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
-Groups = list[dict[str, Any]]
-"""An optimizer's param_groups."""
 
 
 class Learner:
@@ -92,12 +90,12 @@ def after(version: Version) -> Version:
     return Version(version.lineage, version.step + 1)
 
 
-def hyperparameters(groups: Groups) -> Groups:
-    """What a fresh optimizer was given for each group: the rate before any schedule, betas, weight decay."""
+def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each param_group of a fresh optimizer: the rate before any schedule, betas, weight decay."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
-def apply_rate(groups: Groups, given: Groups, share: float) -> None:
+def apply_rate(groups: list[dict[str, Any]], given: list[dict[str, Any]], share: float) -> None:
     """Give every group its hyperparameters again, the rate times `share`; a checkpoint's are overwritten."""
     for group, own in zip(groups, given, strict=True):
         group.update(own, lr=own["lr"] * share)

@@ -95,7 +95,7 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
-        own = outcome_of(answer, trainer.client.stopping.is_set())
+        own = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
         outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
@@ -112,10 +112,8 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
             return outcome, None
 
 
-def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
-    """This rank's vote."""
-    if interrupted:
-        return Outcome.INTERRUPTED
+def outcome_of(answer: TrainBatch | Wait | Stop) -> Outcome:
+    """What the controller's answer asks for."""
     if isinstance(answer, Stop):
         return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
     if isinstance(answer, Wait):

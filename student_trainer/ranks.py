@@ -89,7 +89,13 @@ def all_done(
     """
     waiting = False
     while True:
-        problem = _attempt(work)
+        problem: Exception | None = None
+        try:
+            work()
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            if not is_full(error):
+                raise
+            problem = error
         vote = ranks.highest(_DONE if problem is None else _GIVE_UP if give_up() else _FULL)
         if vote == _DONE:
             if waiting:
@@ -102,17 +108,6 @@ def all_done(
             log.error("disk full: %s waits for room, training pauses (%s)", what, problem or "another rank")
         waiting = True
         time.sleep(RETRY_SECONDS)
-
-
-def _attempt(work: Callable[[], None]) -> Exception | None:
-    """The full disk that `work` met; None: it is done."""
-    try:
-        work()
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        if not is_full(error):
-            raise
-        return error
-    return None
 
 
 # --- where they meet ----------------------------------------------------------------------------------------

@@ -105,21 +105,21 @@ def introduce(client: ControllerClient, hello: TrainerHello, seconds: float, ran
 def teacher_heads(
     config: TrainerConfig, client: ControllerClient, welcome: TrainerWelcome, learner: Learner
 ) -> tuple[HeadWeights, ...]:
-    """Heads of the teachers on this rank's device; none unless the objective reads whole distributions."""
+    """Heads of the teachers; none unless the objective reads whole distributions. Raises DataError."""
     if not needs(config.objective).hidden:
         return ()
     temperature = teacher_temperature(config.objective, config.temperature)
-    vocab, device = learner.vocab, learner.ranks.device
-    return tuple(teacher_head(client.head(name), vocab, device, temperature) for name in welcome.teachers)
+    heads, vocab = [client.head(name) for name in welcome.teachers], learner.vocab
+    for head in heads:
+        if (rows := head.weight.shape[0]) < vocab:
+            raise DataError(
+                f"teacher {head.teacher} has a head of {rows} rows, the student's tokenizer has {vocab} ids"
+            )
+    return tuple(_on_device(head, vocab, temperature, learner.ranks.device) for head in heads)
 
 
-def teacher_head(head: Head, vocab: int, device: torch.device, temperature: float = 1.0) -> HeadWeights:
-    """A teacher's head on this rank's device: fp32 on CPUs, as sent on GPUs. Raises DataError."""
-    rows = head.weight.shape[0]
-    if rows < vocab:
-        raise DataError(
-            f"teacher {head.teacher} has a head of {rows} rows, the student's tokenizer has {vocab} ids"
-        )
+def _on_device(head: Head, vocab: int, temperature: float, device: torch.device) -> HeadWeights:
+    """A teacher's head: fp32 on CPUs, as sent on GPUs."""
     array = torch.tensor(unpack(head.weight))
     weight_VH = (array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array).to(device)
     bias_V = None if head.bias is None else torch.tensor(unpack(head.bias)).to(device)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.batch import COUNTS, MicroBatch, Rewards, advantages, collate, rewards_of
+from student_trainer.batch import MicroBatch, Rewards, advantages, collate, rewards_of
 from student_trainer.head import RHO_MAX, HeadWeights, Loss
 from student_trainer.objectives.config import ObjectiveConfig
-from student_trainer.objectives.diagnostics import STATS
+from student_trainer.objectives.diagnostics import COUNTS, MEANS, STATS
 from student_trainer.objectives.divergences import build, coefficients, discount
 from student_trainer.objectives.targets import Targets
 from student_trainer.ranks import Ranks
@@ -47,7 +47,7 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
         )
     scale, vocab = ranks.world_size / batch.denominator, engine.module.head.shape.vocab
     rewards = rewards_of(batch, ranks) if loss.task else None
-    stats, counts = torch.zeros(RHO_MAX + 1 + 2 * loss.tracked), []
+    parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
         micro = collate(rows, batch.version.step, vocab)
         targets = weighted(micro, rows, loss, rewards, batch.denominator).to(ranks.device)
@@ -56,10 +56,9 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
             micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss
         )
         engine.backward(total * scale)
-        stats = merge(stats, part.cpu())
-        counts.append(micro.counts)
+        parts.append((part.double().cpu(), micro.counts))
     engine.step()
-    metrics = summarise(stats, counts, batch.denominator, ranks, loss.teachers)
+    metrics = summarise(parts, batch.denominator, ranks, loss.teachers)
     if rewards is not None and rewards.mean is not None:
         metrics["reward_mean"] = rewards.mean
     applied = bool(engine.was_step_applied())
@@ -96,47 +95,31 @@ def weighted(micro: MicroBatch, rows: Rows, loss: Loss, rewards: Rewards | None,
     return replace(targets, coefficient_N=coefficient_C, advantage_N=advantage_C)
 
 
-def merge(left: Tensor, right: Tensor) -> Tensor:
-    """Statistics vectors of two micro-batches as one."""
-    merged = left + right
-    merged[RHO_MAX] = torch.maximum(left[RHO_MAX], right[RHO_MAX])
-    return merged
-
-
 def summarise(
-    stats: Tensor, counts: list[dict[str, float]], denominator: int, ranks: Ranks, teachers: Sequence[str]
+    parts: list[tuple[Tensor, dict[str, float]]], denominator: int, ranks: Ranks, teachers: Sequence[str]
 ) -> dict[str, float]:
-    """Metrics of the step from the sums of all ranks; a mean over no tokens is left out. Collective."""
-    own = [sum(count[name] for count in counts) for name in COUNTS]
-    age_max = max(count["age_max"] for count in counts)
-    every = ranks.gather(
-        torch.cat([torch.tensor([*own, age_max], dtype=torch.float64), stats.double().cpu()])
-    )
-    begin = len(COUNTS) + 1
-    rho_max, age_max = float(every[:, begin + RHO_MAX].max()), float(every[:, begin - 1].max())
+    """Metrics of the step, `parts`: statistics vector and counts of each micro-batch. Collective.
+
+    A mean over no tokens is left out.
+    """
+    stats = torch.stack([stats for stats, _ in parts])
+    counted = [sum(counts[name] for _, counts in parts) for name in COUNTS]
+    highest = [max(counts["age_max"] for _, counts in parts), float(stats[:, RHO_MAX].max())]
+    own = torch.cat([torch.tensor([*counted, *highest], dtype=torch.float64), stats.sum(0)])
+    every, begin = ranks.gather(own), len(COUNTS) + 2
+    age_max, rho_max = every[:, begin - 2 : begin].max(0).values.tolist()
     summed = every.sum(0).tolist()
     by_teacher, total = summed[begin + RHO_MAX + 1 :], dict(zip(COUNTS, summed, strict=False))
     total |= zip(STATS, summed[begin : begin + RHO_MAX], strict=True)
-    shares = {
-        "loss": (total["loss"], denominator),
-        "reverse_kl": (total["reverse_kl"], total["own_tokens"]),
-        "student_entropy": (total["student_entropy"], total["tokens"]),
-        "teacher_entropy": (total["teacher_entropy"], total["teacher_entropy_tokens"]),
-        "rho_mean": (total["rho"], total["own_tokens"]),
-        "effective_sample_size": (total["rho"] ** 2, total["rho_squared"] * total["own_tokens"]),
-        "mismatch_kl": (total["fresh_kl"], total["fresh_tokens"]),
-        "score_gap": (total["score_gap"], total["score_gap_tokens"]),
-        "student_mass": (total["student_mass"], total["support_tokens"]),
-        "teacher_mass": (total["teacher_mass"], total["support_tokens"]),
-        "topk_overlap": (total["overlap"], total["overlap_tokens"]),
-        "truncation_rate": (total["truncated"], total["rows"]),
-        "eos_rate": (total["rows"] - total["truncated"], total["rows"]),
-        "age_mean": (total["age"], total["tokens"]),
-        "tokens_per_slot": (total["tokens"], total["padded"]),
-    }
+    total["denominator"] = denominator
+    shares = {metric: (total[above], total[below]) for metric, (above, below) in MEANS.items()}
     if by_teacher:
         pairs = zip(by_teacher, by_teacher[len(teachers) :], strict=False)
         shares |= {f"reverse_kl/{name}": pair for name, pair in zip(teachers, pairs, strict=True)}
     metrics = {name: above / below for name, (above, below) in shares.items() if below > 0}
+    if (squared := metrics.pop("rho_squared_mean", 0.0)) > 0:
+        metrics["effective_sample_size"] = metrics["rho_mean"] ** 2 / squared
+    if "truncation_rate" in metrics:
+        metrics["eos_rate"] = 1.0 - metrics["truncation_rate"]
     metrics |= {"tokens": total["tokens"], "tokens_by_teacher": total["tokens"] - total["own_tokens"]}
     return metrics | {"rows": total["rows"], "rho_max": rho_max, "age_max": age_max}

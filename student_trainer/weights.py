@@ -120,8 +120,9 @@ class Weights:
         def write() -> None:
             if self._ranks.rank != 0:
                 return
-            if self.adapters:
-                named = {in_memory(name): tensor for name, tensor in state.items()}
+            if self.adapters:  # `lora_A.weight` in the folder is `lora_A.default.weight` in memory
+                split = ((name.rpartition("."), tensor) for name, tensor in state.items())
+                named = {f"{stem}{_ADAPTER}{last}": tensor for (stem, _, last), tensor in split}
                 self._model.save_pretrained(folder, state_dict=named)
                 # peft's empty model card would be a fifth of a small adapter
                 (folder / "README.md").unlink(missing_ok=True)
@@ -140,12 +141,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         return dict(model.named_parameters())
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name.replace(_ADAPTER, "."): parameter for name, parameter in trained.items()}
-
-
-def in_memory(name: str) -> str:
-    """Inverse of the renaming of `trained_parameters`, for LoRA's matrices."""
-    stem, _, last = name.rpartition(".")
-    return f"{stem}{_ADAPTER}{last}"
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

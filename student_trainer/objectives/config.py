@@ -1,13 +1,13 @@
 """Which objective is minimised, and what it needs from the teacher. Formulas and sources: docs/objectives.md.
 
-No torch here: the controller and the preflight read these too. To add an objective, write its configuration
-here, its divergence in `divergences.py`, and a row in the table `DIVERGENCES` there.
+No torch here: the controller and the preflight read these too. The table `divergences.DIVERGENCES` shows what
+an objective consists of.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -35,10 +35,6 @@ class TaskReward(Settings):
 
 class Mixing(Settings):
     """Fields of every objective: what it is mixed with, and which tokens count."""
-
-    scores: ClassVar[Literal["sampled", "topk", "student_topk", "full"]] = "sampled"
-    """What the divergence reads of the teacher's distribution q: the sampled token, the teacher's top-k, q at
-    the student's top-k, or all of q (rebuilt by the trainer from hidden states and head)."""
 
     coefficient: float = Field(1.0, gt=0)
     """λ: weight of the divergence from the teacher, against a `task` of weight 1."""
@@ -78,7 +74,6 @@ class Sampled(PolicyGradientTerms):
 class TopK(PolicyGradientTerms):
     """Unbiased hybrid: exact on the teacher's top-k, policy gradient outside."""
 
-    scores = "topk"
     type: Literal["topk"] = "topk"
     k: int = Field(64, ge=1)
     """Ids per position that the teacher returns."""
@@ -87,7 +82,6 @@ class TopK(PolicyGradientTerms):
 class StudentTopK(PolicyGradientTerms):
     """The hybrid on the student's top-k at sampling time, scored by the teacher at those ids."""
 
-    scores = "student_topk"
     type: Literal["student_topk"] = "student_topk"
     k: int = Field(64, ge=1)
     """Ids per position that the replica returns and the teacher scores."""
@@ -96,7 +90,6 @@ class StudentTopK(PolicyGradientTerms):
 class ForwardTopK(Mixing):
     """Forward KL on the teacher's top-k and one bucket for the rest."""
 
-    scores = "topk"
     type: Literal["forward_topk"] = "forward_topk"
     k: int = Field(64, ge=1)
     """Ids per position that the teacher returns."""
@@ -105,14 +98,12 @@ class ForwardTopK(Mixing):
 class Full(Mixing):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
-    scores = "full"
     type: Literal["full"] = "full"
 
 
 class JSD(Mixing):
     """Generalised Jensen-Shannon divergence over the full vocabulary, optionally skewed."""
 
-    scores = "full"
     type: Literal["jsd"] = "jsd"
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture."""
@@ -121,7 +112,6 @@ class JSD(Mixing):
 class SkewReverse(Mixing):
     """Reverse KL against the mixture (1 − alpha)·q + alpha·p over the full vocabulary."""
 
-    scores = "full"
     type: Literal["skew"] = "skew"
     alpha: float = Field(0.1, ge=0, lt=1)
     """Weight of the student in the mixture."""
@@ -153,7 +143,7 @@ def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
     here. The teacher sends its entropy unless its whole distribution is rebuilt from hidden states.
     """
     temperature = teacher_temperature(objective, rollouts)
-    if objective.scores == "full":
+    if isinstance(objective, Full | JSD | SkewReverse):
         return Want(hidden=True, temperature=temperature)
     topk = objective.k if isinstance(objective, TopK | ForwardTopK) else 0
     return Want(topk=topk, entropy=True, temperature=temperature)

@@ -34,8 +34,8 @@ DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
     # samples of the teacher are learned by `sft` whatever the objective: see `mixture`
     config.SFT: lambda c: partial(sampled, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
 }
-"""Configuration → the divergence that it asks for. A new objective is a class in config.py, a function here,
-and a row of this table."""
+"""Configuration → its divergence. A new objective is a row here, a function below, a class in `config.py` and
+what it needs from the teacher in `config.needs`."""
 _LEAST_MASS = 1e-4
 """Mass outside S is known no better than this: the teacher's log-probabilities travel as fp16."""
 _NO_TAIL = 1e-6
