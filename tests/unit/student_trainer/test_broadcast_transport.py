@@ -57,7 +57,7 @@ def sender() -> BroadcastSender:
     return BroadcastSender("127.0.0.1", 0, timeout=3600.0)
 
 
-def test_a_version_goes_to_those_that_are_left(
+def test_a_version_goes_to_the_replicas_that_are_left(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
@@ -75,7 +75,7 @@ def test_a_version_goes_to_those_that_are_left(
     transport.close()
 
 
-def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
+def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
@@ -118,16 +118,14 @@ def asked_in(seconds: float) -> threading.Event:
     return stopping
 
 
-def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None) -> None:
+def test_after_a_stop_the_receivers_are_not_waited_for(gone: str, short: None) -> None:
     controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
     with pytest.raises(Unreachable, match=r"of the stop signal the receivers of L000-v00000003"):
         controller.audience(PUBLISHED)
     controller.close(0.0)
 
 
-def test_a_broadcast_under_way_is_given_up_after_a_stop(
-    gone: str, short: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stop_ends_a_broadcast_under_way(gone: str, short: None, caplog: pytest.LogCaptureFixture) -> None:
     controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
     transport = Publishing(
         BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), TwoTensors(), controller)

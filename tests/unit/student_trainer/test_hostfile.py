@@ -67,7 +67,7 @@ def test_settings_travel_and_secrets_do_not(tmp_path: Path) -> None:
     assert not (tmp_path / "refused.env").exists()
 
 
-def test_the_token_is_read_from_a_file_where_the_variable_does_not_reach(
+def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "token"

@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
     "index",
     [b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}", b"7"],
 )
-def test_an_index_of_other_bytes_is_refused_whatever_they_are(tmp_path: Path, index: bytes) -> None:
+def test_an_index_of_any_other_bytes_is_refused(tmp_path: Path, index: bytes) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
     with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
@@ -311,7 +311,7 @@ def nothing(*_: Any) -> None:
         (checkpoint.durable, "write", nothing),
     ],
 )
-def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
+def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -367,7 +367,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
     assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
-def test_the_ledger_joins_ranks_and_tells_lineages_apart(tmp_path: Path) -> None:
+def test_the_ledger_joins_ranks_and_separates_lineages(tmp_path: Path) -> None:
     first = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for rank, part in enumerate(first):
@@ -381,7 +381,7 @@ def test_the_ledger_joins_ranks_and_tells_lineages_apart(tmp_path: Path) -> None
     assert lineages[0].shown[2] == {0: (("20",), "bits 2"), 1: (("21",), "bits 2")}
 
 
-def test_a_step_that_was_trained_again_must_show_the_same_bits(tmp_path: Path) -> None:
+def test_a_repeated_step_must_have_the_same_bits(tmp_path: Path) -> None:
     first = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3, 4):
         first.record(step, [f"r{step}"], f"bits {step}")
@@ -401,7 +401,7 @@ def test_a_start_from_the_model_folder_repeats_the_newest_earlier_one(tmp_path: 
     assert repeated(read(tmp_path)) == ([Version(1, 1)], [Version(2, 1)])
 
 
-def test_a_line_that_finds_no_room_is_not_there_at_all(
+def test_a_line_is_whole_or_absent_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Ledger(tmp_path, Version(0, 0), None, 0)
@@ -437,7 +437,7 @@ def test_a_line_that_a_crash_cut_off_does_not_count(tmp_path: Path) -> None:
     assert (lineage.steps, lineage.damage) == ({1: ["a"]}, [])
 
 
-def test_a_rank_that_had_room_does_not_write_its_line_again_while_another_waits(
+def test_a_rank_writes_its_line_once_while_another_waits_for_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "time", SimpleNamespace(sleep=lambda _: None))
@@ -515,7 +515,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
 
 
 @pytest.mark.parametrize("harm", ["flip", "zero", "drop", "repeat", "swap", "cut"])
-def test_a_line_that_is_not_the_last_cannot_be_changed_unseen(tmp_path: Path, harm: str) -> None:
+def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str) -> None:
     ledger = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3):
         ledger.record(step, [f"r{step}"], "bits")
@@ -535,7 +535,7 @@ def test_a_line_that_is_not_the_last_cannot_be_changed_unseen(tmp_path: Path, ha
     assert re.search(r"L000-rank0.jsonl line [234] is not what was written there", *lineage.damage)
 
 
-def test_whatever_a_power_cut_does_behind_the_last_fsync_the_ledger_before_it_stands(
+def test_a_power_cut_spoils_nothing_before_the_last_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, path, sizes = random.Random(0), tmp_path / "L000-rank0.jsonl", []

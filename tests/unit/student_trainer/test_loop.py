@@ -82,13 +82,13 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
 
 
-def test_versions_between_two_publications_stay_here(tmp_path: Path) -> None:
+def test_versions_between_two_publications_are_not_published(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)], publish_every=2)
     train(story.trainer)
     assert [line for line in story.lines if line.startswith("publish")] == ["publish 2", "publish 4"]
 
 
-def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> None:
+def test_a_waiting_trainer_publishes_again_on_request(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
     answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), Stop(reason="over", checkpoint=False)]
     story.client.poll = lambda version: answers.pop(0)  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> 
     assert story.lines == ["publish 0", "step 0", "publish 1"]
 
 
-def test_a_checkpoint_is_saved_when_rank_0_says_that_it_is_time(
+def test_a_checkpoint_is_saved_when_rank_0s_clock_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -113,9 +113,7 @@ def test_a_checkpoint_is_saved_when_rank_0_says_that_it_is_time(
 
 
 @pytest.mark.parametrize(("rank", "due"), [(0, True), (1, False)])
-def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
-    tmp_path: Path, rank: int, due: bool
-) -> None:
+def test_the_clock_of_rank_0_alone_decides_for_every_rank(tmp_path: Path, rank: int, due: bool) -> None:
     votes: list[float] = []
 
     class Voting(Ranks):
@@ -130,13 +128,13 @@ def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
     assert votes == [due]
 
 
-def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
+def test_stop_decides_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)], checkpoint=True)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
     assert story.reported() == ["StepReport 1", "CheckpointSaved 1"]
 
 
-def test_a_checkpoint_that_was_just_written_is_not_written_over_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_last_step_is_not_overwritten_at_the_end(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0), batch(1)], checkpoint=True, checkpoint_every=2)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
     assert [line for line in story.lines if line.startswith("save")] == ["save 2"]
@@ -223,7 +221,7 @@ def test_a_controller_that_is_gone_ends_the_trainer() -> None:
     source.close()
 
 
-def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
+def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     events = [StepReport(version=Version(0, step), metrics={}, seconds={}) for step in range(3)]
     peer = FakePeer([Ok(), Ok(), Unreachable("gone")])
     controller = ControllerClient(peer)  # type: ignore[arg-type]
@@ -234,7 +232,7 @@ def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
     assert [body for _, body in peer.asked] == events
 
 
-def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
+def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None:
     peer = FakePeer([Ok()], at_once=False)
     controller = ControllerClient(peer)  # type: ignore[arg-type]
     controller.report(StepReport(version=Version(0, 1), metrics={}, seconds={}))
@@ -302,7 +300,9 @@ def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_often(tmp_path: Path) -> None:
+def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_ten_minutes(
+    tmp_path: Path,
+) -> None:
     collected, going_on = threading.Event(), threading.Event()
 
     def collect() -> None:
@@ -318,7 +318,7 @@ def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_ofte
     assert collected.wait(60)
 
 
-def test_adapters_always_go_whole(tmp_path: Path) -> None:
+def test_adapters_are_always_published_whole(tmp_path: Path) -> None:
     publisher = FakePublisher()
     path, _ = snapshots(tmp_path, publisher, adapters=True)
     path.start(Version(0, 0))
@@ -357,14 +357,14 @@ def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     return story
 
 
-def test_the_end_says_what_the_last_version_is(tmp_path: Path) -> None:
+def test_the_digests_of_the_last_version_are_reported(tmp_path: Path) -> None:
     story = ended(tmp_path, 0, Outcome.STOP)
     assert story.client.reported[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
     assert (tmp_path / "final").is_dir()
 
 
 @pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
-def test_of_a_last_version_that_failed_nothing_is_claimed_and_everybody_hears_of_it(
+def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
     tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = ended(tmp_path, 1, outcome)
@@ -374,7 +374,7 @@ def test_of_a_last_version_that_failed_nothing_is_claimed_and_everybody_hears_of
     assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)
 
 
-def test_other_errors_of_a_publication_are_not_forgiven(tmp_path: Path) -> None:
+def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
     publisher = FakePublisher()
     publisher.delta = lambda version, shards: [][1]  # type: ignore[method-assign]
     path, _ = snapshots(tmp_path, publisher)

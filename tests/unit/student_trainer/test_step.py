@@ -184,7 +184,7 @@ def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config:
         assert float((after - before).norm().detach()) <= 1e-6 * float(before.norm().detach())
 
 
-def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> None:
+def test_teacher_scores_shifted_by_one_token_raise_the_reverse_kl() -> None:
     teacher = student(1)
     rows = scored_rows(teacher, list(range(8)))
     hidden = np.frombuffer(rows.teacher_hidden.data, np.float32).reshape(rows.teacher_hidden.shape)
@@ -288,8 +288,8 @@ def difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 
 def test_rewards_weigh_the_same_whatever_the_packing() -> None:
     teacher, config = student(1), Sampled(task=TaskReward())
-    marks = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
-    one, metrics = gradients([rewarded(scored_rows(teacher, [0, 1, 2, 3, 4, 5]), marks)], config)
+    rewards = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
+    one, metrics = gradients([rewarded(scored_rows(teacher, [0, 1, 2, 3, 4, 5]), rewards)], config)
     parts = [([3, 1], [0.0, 1.0]), ([5], [1.0]), ([0, 2, 4], [0.0, 1.0, 0.5])]
     other, again = gradients([rewarded(scored_rows(teacher, rows), r) for rows, r in parts], config)
     assert difference(one, other) <= 1e-6
@@ -307,14 +307,14 @@ def test_equal_rewards_teach_nothing() -> None:
 
 def test_the_task_term_is_divided_by_the_tokens_of_rewarded_rollouts_alone() -> None:
     teacher, config = student(1), Sampled(task=TaskReward())
-    plain, judged = scored_rows(teacher, [3, 4]), scored_rows(teacher, [0, 1, 2])
-    marks = rewarded(judged, [0.0, 1.0, 1.0])
+    plain, bare = scored_rows(teacher, [3, 4]), scored_rows(teacher, [0, 1, 2])
+    given = rewarded(bare, [0.0, 1.0, 1.0])
 
     def task_term(with_rewards: list[Rows], without: list[Rows]) -> list[torch.Tensor]:
         pairs = zip(gradients(with_rewards, config)[0], gradients(without, Sampled())[0], strict=True)
         return [mixed - alone for mixed, alone in pairs]
 
-    alone, beside = task_term([marks], [judged]), task_term([marks, plain], [judged, plain])
+    alone, beside = task_term([given], [bare]), task_term([given, plain], [bare, plain])
     assert difference(alone, beside) <= 1e-6
     assert max(float(g.abs().max()) for g in alone) > 1e-3
 
@@ -324,7 +324,7 @@ def test_a_batch_without_rewards_is_refused_where_they_are_part_of_the_loss() ->
         gradients([scored_rows(student(1), [0])], Sampled(task=TaskReward()))
 
 
-def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
+def test_rows_of_the_teacher_are_learned_by_cross_entropy() -> None:
     import msgspec
 
     rows = msgspec.structs.replace(scored_rows(student(1), [0, 1, 2], step=4))
@@ -344,7 +344,7 @@ def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
         collate(msgspec.structs.replace(rows, by_teacher=pack(np.ones(2, np.uint8))), 3, VOCAB)
 
 
-def test_a_teachers_coefficient_weighs_its_samples_and_its_figures_stand_alone() -> None:
+def test_a_teachers_coefficient_weights_its_samples_and_its_metrics_are_separate() -> None:
     import msgspec
 
     teacher, names = student(1), ("math", "code")
@@ -373,10 +373,10 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
     import msgspec
 
     teacher, weights = student(1), [1.0, 0.25, 0.5]
-    marks = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
+    scores = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
 
     def rows_of(indices: list[int]) -> Rows:
-        more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in marks.items()}
+        more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in scores.items()}
         return msgspec.structs.replace(scored_rows(teacher, indices), **more)
 
     def gradient(rows: Rows) -> list[torch.Tensor]:

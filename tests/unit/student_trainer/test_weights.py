@@ -56,7 +56,7 @@ def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, 
     assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
 
 
-def test_the_digest_of_the_shards_tells_a_single_bit() -> None:
+def test_the_checksum_of_the_shards_changes_with_a_single_bit() -> None:
     student = Student(model(torch.bfloat16, tied=True), HeadShape(11), 8)
     weights = Weights(student, ALONE)
     before = weights.checksum()
@@ -70,7 +70,7 @@ def test_the_digest_of_the_shards_tells_a_single_bit() -> None:
     assert weights.checksum() == before
 
 
-def test_the_padding_of_a_shard_is_no_weight() -> None:
+def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
     for parameter in student.parameters():
