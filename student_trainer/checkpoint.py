@@ -14,7 +14,6 @@ other no longer than for the largest share.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -23,8 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial as bind
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import torch
 from blake3 import blake3
 
@@ -34,45 +34,34 @@ from student_trainer.ranks import Ranks, all_done
 from sync import durable
 from sync.disk_full import is_full
 from sync.errors import DataError
-from sync.wire import Version
 
 log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 
 
-class Source(NamedTuple):
-    """Whose checkpoint it is."""
-
-    version: Version
-    fingerprint: str
-    """of the model: `Weights.fingerprint`"""
-    run_id: str | None = None
-    """`RunIdentity.id`"""
-
-
 def save(
     engine: Any,
     folder: Path,
-    source: Source,
+    index: files.Index,
     ranks: Ranks,
     keep: int,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
-    A version is saved once: what is whole already is never removed to make room for the same again.
-    None: the disk is full and `give_up` returned True; the checkpoints are as they were.
+    `index`: of this checkpoint, still without files. A version is saved once: what is whole already is never
+    removed to make room for the same again. None: the disk is full and `give_up` returned True; the
+    checkpoints are as they were.
     """
-    partial, final = folder / f".partial-{source.version}", folder / str(source.version)
-    index = {"world_size": ranks.world_size, **source._asdict(), "version": str(source.version)}
-    own: dict[str, Any] = {}
-    done = bind(all_done, ranks, f"checkpoint {source.version}", give_up=give_up)
+    partial, final = folder / f".partial-{index.version}", folder / index.version
+    own: dict[str, files.File] = {}
+    done = bind(all_done, ranks, f"checkpoint {index.version}", give_up=give_up)
     saved = done(bind(_write_all, engine, partial, ranks))
     saved = saved and done(lambda: own.update(_digests(partial, ranks)))
     if saved:
-        parts = [json.loads(part) for part in ranks.collect(json.dumps(own).encode())]
-        index["files"] = {name: entry for part in parts for name, entry in part.items()}
+        for part in ranks.collect(msgspec.json.encode(own)):
+            index.files |= msgspec.json.decode(part, type=dict[str, files.File])
         saved = done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
     if not saved and ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -141,10 +130,10 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
         raise OSError(errno.ENOSPC, str(met[0])) from met[0]
 
 
-def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
+def _finish(partial: Path, final: Path, index: files.Index, keep: int) -> None:
     """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
     if partial.exists():
-        durable.write(partial / files.INDEX, json.dumps(index, indent=1).encode())
+        durable.write(partial / files.INDEX, msgspec.json.format(msgspec.json.encode(index), indent=1))
         for folder in {partial, *(path.parent for path in partial.rglob("*"))}:
             durable.force(folder)
         durable.rename(partial, final)
@@ -175,15 +164,16 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     return path
 
 
-def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
-    """Bring a fresh engine to a checkpoint that `find` accepted; its version. Collective."""
-    index = json.loads((path / files.INDEX).read_text())
-    if index["fingerprint"] != fingerprint:
+def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> files.Index:
+    """Bring a fresh engine to a checkpoint that `find` accepted; its index. Collective."""
+    index, _ = files.index(path)
+    assert index is not None
+    if index.fingerprint != fingerprint:
         raise DataError(
-            f"checkpoint {path} is of model {index['fingerprint'][:12]}, this run has {fingerprint[:12]}: "
+            f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
         )
-    saved, size = index["world_size"], ranks.world_size
+    saved, size = index.world_size, ranks.world_size
     if saved == size:
         _, state = engine.load_checkpoint(str(path), tag=_TAG)
     else:
@@ -191,12 +181,7 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
         state = repartition.restore(engine, path / _TAG, saved, ranks)
     if "rng" in state:
         _set_rng(state["rng"], path, ranks)
-    return Version.parse(index["version"])
-
-
-def run_of(path: Path) -> str | None:
-    """The id of the run that saved a checkpoint; None: it does not say."""
-    return json.loads((path / files.INDEX).read_text()).get("run_id")
+    return index
 
 
 def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -219,13 +204,13 @@ def _set_rng(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
         )
 
 
-def _digests(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     """Size and digest of this rank's files below `folder`, each forced to disk."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        found[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake3": _digest(path)}
+        found[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
     return found
 
 
@@ -241,8 +226,8 @@ def _digest(path: Path) -> str:
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
-    digests, problem = files.index(path)
-    if problem:
+    index, problem = files.index(path)
+    if index is None:
         return problem
-    own = (name for name in digests if _is_own(name, ranks))
-    return next((f"{name} was altered" for name in own if _digest(path / name) != digests[name]), None)
+    own = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
+    return next((f"{name} was altered" for name, file in own if _digest(path / name) != file.blake3), None)

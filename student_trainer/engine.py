@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from student_trainer import checkpoint
+from student_trainer.checkpoint_files import Index
 from student_trainer.config import LoRAConfig, TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.head import Loss
@@ -42,15 +43,16 @@ class Learner:
         check_head(self._loaded.student, self.engine, ranks.device)
         self.weights = Weights(self._loaded.student, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
-        path = checkpoint.find(self._folder, config.checkpoint, ranks)
+        path, found = checkpoint.find(self._folder, config.checkpoint, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
+            found = checkpoint.load(self.engine, path, self.weights.fingerprint, ranks)
         self.hello = TrainerHello(
             world_size=ranks.world_size,
-            checkpoint=checkpoint.load(self.engine, path, self.weights.fingerprint, ranks) if path else None,
+            checkpoint=None if found is None else Version.parse(found.version),
             fingerprint=self.weights.fingerprint,
             run=config.run,
-            run_id=checkpoint.run_of(path) if path else None,
+            run_id=None if found is None else found.run_id,
         )
 
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:
@@ -70,9 +72,9 @@ class Learner:
 
     def save(self) -> Path | None:
         """Write a checkpoint; its folder. None: the disk is full, and a stop was requested."""
-        source = checkpoint.Source(self.version, self.weights.fingerprint, self._run_id)
-        keep = self._config.trainer.keep_checkpoints
-        return checkpoint.save(self.engine, self._folder, source, self.ranks, keep, self._stopping)
+        size, keep = self.ranks.world_size, self._config.trainer.keep_checkpoints
+        index = Index(str(self.version), size, self.weights.fingerprint, self._run_id)
+        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep, self._stopping)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, whole or not at all; an older one is replaced."""

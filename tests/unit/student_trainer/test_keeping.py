@@ -25,7 +25,7 @@ from distill.bench.full_disk import fill, free
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
 from student_trainer import ranks as room
-from student_trainer.checkpoint import Source
+from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
@@ -70,9 +70,13 @@ class FileEngine:
         return folder, loaded
 
 
+def index_of(version: Version, fingerprint: str, run_id: str | None = None, ranks: int = 1) -> Index:
+    return Index(str(version), ranks, fingerprint, run_id)
+
+
 def saved(folder: Path, *steps: int, keep: int = 2) -> None:
     for step in steps:
-        checkpoint.save(FileEngine(f"at {step}"), folder, Source(Version(0, step), "print"), ALONE, keep)
+        checkpoint.save(FileEngine(f"at {step}"), folder, index_of(Version(0, step), "print"), ALONE, keep)
 
 
 def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) -> None:
@@ -82,16 +86,16 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
     torch.manual_seed(99)
     engine, path = FileEngine(), checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
-    assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+    assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
     assert engine.state == "at 4"
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
-    checkpoint.save(FileEngine(), tmp_path, Source(Version(0, 4), "print", "aa"), ALONE, 2)
-    assert checkpoint.run_of(checkpoint.find(tmp_path, None, ALONE)) == "aa"
-    assert checkpoint.run_of(checkpoint.find(tmp_path, str(Version(0, 2)), ALONE)) is None
+    checkpoint.save(FileEngine(), tmp_path, index_of(Version(0, 4), "print", "aa"), ALONE, 2)
+    path = checkpoint.find(tmp_path, None, ALONE)
+    assert path is not None
+    assert checkpoint.load(FileEngine(), path, "print", ALONE).run_id == "aa"
 
 
 class On(Ranks):
@@ -131,11 +135,11 @@ def test_a_checkpoint_moves_between_cpus_and_gpus(
     said: str,
 ) -> None:
     states = States(monkeypatch)
-    checkpoint.save(FileEngine("at 2"), tmp_path, Source(Version(0, 2), "print"), On(before), 2)
+    checkpoint.save(FileEngine("at 2"), tmp_path, index_of(Version(0, 2), "print"), On(before), 2)
     expected = torch.rand(3)
     path = checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
-    assert checkpoint.load(FileEngine(), path, "print", On(now)) == Version(0, 2)
+    assert checkpoint.load(FileEngine(), path, "print", On(now)).version == str(Version(0, 2))
     assert torch.equal(torch.rand(3), expected)
     assert len(states) == (before == now == "cuda")
     assert [record.getMessage().count(said) for record in caplog.records] == [1] * bool(said)
@@ -244,7 +248,8 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
 
     def work(one: Together) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
-        checkpoint.save(RankEngine(one.rank), tmp_path, Source(Version(0, 2), "print"), one, 2)
+        index = index_of(Version(0, 2), "print", ranks=2)
+        checkpoint.save(RankEngine(one.rank), tmp_path, index, one, 2)
         return checkpoint.find(tmp_path, None, one)
 
     with ThreadPoolExecutor(2) as threads:
@@ -349,7 +354,7 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         assert seen == [disk / str(Version(0, 2))] * 2
         engine, path = FileEngine(), checkpoint.find(disk, None, ALONE)
         assert path is not None
-        assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+        assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
         assert engine.state == "at 4"
         assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
@@ -360,7 +365,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
     saved(tmp_path, 2)
     full_once(monkeypatch, torch, "save", half)
     stopping = partial(
-        checkpoint.save, FileEngine("at 4"), tmp_path, Source(Version(0, 4), "print"), ALONE, 2
+        checkpoint.save, FileEngine("at 4"), tmp_path, index_of(Version(0, 4), "print"), ALONE, 2
     )
     assert stopping(lambda: True) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
@@ -474,7 +479,7 @@ def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> Non
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
     for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
-        checkpoint.save(FileEngine(), tmp_path, Source(version, "print"), ALONE, 2)
+        checkpoint.save(FileEngine(), tmp_path, index_of(version, "print"), ALONE, 2)
     (tmp_path / "L-v").mkdir()
     assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
     (tmp_path / "latest").write_text("L001-v00000002\n")
@@ -500,7 +505,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
     monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
     folder = tmp_path / "checkpoints"
-    checkpoint.save(FileEngine("at 2"), folder, Source(Version(0, 2), "print"), ALONE, 2)
+    checkpoint.save(FileEngine("at 2"), folder, index_of(Version(0, 2), "print"), ALONE, 2)
     partial = "checkpoints/.partial-L000-v00000002"
     moved = order.index(f"rename {partial}")
     forced = {line.removeprefix("force ") for line in order[:moved] if line.startswith("force")}
