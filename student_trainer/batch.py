@@ -70,9 +70,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
     if rows.student_topk_ids is not None:
         ids, name = rows.student_topk_ids, "student_topk_teacher_logprob"
     if (ids is None) != (getattr(rows, name) is None):
-        raise DataError(
-            f"batch has ids of a top-k without {name}, or the reverse: both or neither must be sent"
-        )
+        raise DataError(f"batch has ids of a top-k without {name}, or the reverse: send both or neither")
     by_teacher_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
     fresh_C = (age_C == 0) if by_teacher_C is None else (age_C == 0) & ~by_teacher_C
     return Targets(

@@ -64,7 +64,7 @@ class Learner:
         share = self._config.trainer.lr_share(batch.version.step, self._config.steps)
         zero = self.engine.optimizer
         # DeepSpeed makes a second optimizer for what a partial offload leaves on the GPU
-        for optimizer in [zero, *([zero.backup_optimizer] if hasattr(zero, "backup_optimizer") else [])]:
+        for optimizer in (zero, getattr(zero, "backup_optimizer", zero)):
             apply_rate(optimizer.param_groups, self._given, share)
         metrics = train_step(self.engine, batch, self._loss, self.ranks)
         self.version = after(self.version)

@@ -236,7 +236,7 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
     with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
         collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
-    with pytest.raises(DataError, match="both or neither"):
+    with pytest.raises(DataError, match="send both or neither"):
         collate(msgspec.structs.replace(rows, teacher_topk_logprob=None), 3, VOCAB)
     stranger = msgspec.structs.replace(rows, teacher=pack(np.array([0, 3], np.int32)))
     with pytest.raises(DataError, match="scored by teacher 3, the trainer knows 1"):
