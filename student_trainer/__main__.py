@@ -2,7 +2,7 @@
 
     deepspeed --num_accelerators 2 --module student_trainer --config runs/NAME/roles/trainer.json
 
-Exit 0: stopped as asked by the controller, SIGTERM or SIGINT, everything saved. Exit 1: an error, said once.
+Exit 0: stopped by the controller, SIGTERM or SIGINT, everything saved. Exit 1: an error, logged once.
 Until it trains there is nothing to save, and a signal ends it at once. `student_trainer.launch` starts ranks.
 """
 
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from student_trainer.config import TrainerConfig
-from student_trainer.launch import LAUNCHER, heed_signals
-from student_trainer.signals import die_with
+from student_trainer.launch import LAUNCHER
+from student_trainer.signals import die_with, unblock
 from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.settings import read_settings
@@ -25,28 +25,25 @@ log = logging.getLogger("student_trainer")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a rank and leave with its exit code; never returns."""
+    """Run a rank and leave with its exit code at once: a rank that lingers would hold the others."""
     parser = argparse.ArgumentParser(prog="student_trainer", description="One rank of the student trainer.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a TrainerConfig")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
     arguments = parser.parse_args(argv)
-    heed_signals()
+    unblock()
     redact_process()
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s",
-    )
+    rank = os.environ.get("RANK", "0")
+    line = f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=line)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every batch and event
     if launcher := os.environ.get(LAUNCHER):
         die_with(int(launcher))
-    os._exit(_guarded(arguments.config))
+    code = _exit_code(arguments.config)
+    logging.shutdown()
+    os._exit(code)
 
 
-def _guarded(path: Path) -> int:
-    """Exit code of the run. The process then ends at once: a rank that lingers would hold the others."""
-    code = 0
+def _exit_code(path: Path) -> int:
     try:
         config = read_settings(TrainerConfig, path)
         from student_trainer.run import run
@@ -54,15 +51,14 @@ def _guarded(path: Path) -> int:
         run(config)
     except DistillError as error:
         log.error("%s", error)
-        code = 1
     except Exception as error:
         if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
             log.error("another rank ended, this one cannot go on")
         else:
             log.exception("unexpected %s", type(error).__name__)
-        code = 1
-    logging.shutdown()
-    return code
+    else:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From rows of the wire to the tensors of one forward pass; a pure function.
+"""From rows of the wire to the tensors of one forward pass, and the task's rewards of a step.
 
 Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
 size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
@@ -6,64 +6,31 @@ size of the teacher. Rows are padded on the right: with causal attention no supe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.terms import Targets
+from student_trainer.objectives.targets import Targets
+from student_trainer.ranks import Ranks
 from sync.errors import DataError
-from sync.wire import Array, Rows, unpack
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What the rows say about themselves; sums over rows or tokens, so that ranks can be added."""
-
-    rows: int
-    tokens: int
-    """C"""
-    truncated: int
-    """Rows that ended at the token limit."""
-    age: float
-    """Sum over tokens of the trained version's step − the token's step."""
-    age_max: int
-    padded: int
-    """R · L"""
+from sync.wire import Array, Rows, TrainBatch, unpack
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of one rank."""
+    """One forward pass of one rank; made by `collate`, consumed by the student (`model.Student`)."""
 
     tokens_RL: Tensor
     """int64; at least one row, so that a rank without rows runs the same collectives"""
     positions_C: Tensor
     """int64: place in R · L of the hidden state that predicts each completion token"""
-    row_C: Tensor
-    """int64: row of each completion token"""
     targets: Targets
-    teacher_C: Tensor
-    """int64: index of the teacher"""
-    teacher_hidden_CG: Tensor | None
-    counts: Counts
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
-        values = vars(self.targets)
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        targets = replace(self.targets, **moved)
-        hidden_CG = self.teacher_hidden_CG
-        return replace(
-            self,
-            tokens_RL=self.tokens_RL.to(device),
-            positions_C=self.positions_C.to(device),
-            row_C=self.row_C.to(device),
-            targets=targets,
-            teacher_C=self.teacher_C.to(device),
-            teacher_hidden_CG=None if hidden_CG is None else hidden_CG.to(device),
-        )
+    """of all C completion tokens"""
+    counts: dict[str, float]
+    """the sums named in `diagnostics.COUNTS`, and `age_max`"""
 
 
 def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
@@ -72,8 +39,7 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
     Raises DataError when lengths contradict each other, an id is unknown or a number is not finite.
     """
     prompt_R, completion_R = (
-        unpack(rows.prompt_lens).astype(np.int64),
-        unpack(rows.completion_lens).astype(np.int64),
+        unpack(lens).astype(np.int64) for lens in (rows.prompt_lens, rows.completion_lens)
     )
     flat = unpack(rows.tokens)
     _check_lengths(rows, prompt_R, completion_R, flat.size)
@@ -85,43 +51,51 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
     offset_C = np.arange(row_C.size) - (completion_R.cumsum() - completion_R)[row_C]
     place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
     age_C = step - unpack(rows.token_step)
-    written_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
-    fresh_C = (age_C == 0) if written_C is None else (age_C == 0) & ~written_C
-    targets = _targets(rows, tokens_RL.ravel()[place_C], fresh_C, written_C)
+    targets = _targets(rows, tokens_RL.ravel()[place_C], row_C, age_C)
     _check_ids(rows, flat, targets, vocab)
-    hidden_CG = None if rows.teacher_hidden is None else _floats(rows.teacher_hidden, "teacher_hidden")
-    counts = Counts(
-        rows=int(length_R.size),
-        tokens=int(row_C.size),
-        truncated=0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
-        age=float(age_C.sum()),
-        age_max=int(age_C.max(initial=0)),
-        padded=int(tokens_RL.size),
-    )
-    return MicroBatch(
-        torch.from_numpy(tokens_RL),
-        torch.from_numpy(place_C - 1),
-        torch.from_numpy(row_C),
-        targets,
-        torch.from_numpy(unpack(rows.teacher).astype(np.int64)[row_C]),
-        hidden_CG,
-        counts,
+    counts = {
+        "rows": length_R.size,
+        "tokens": row_C.size,
+        "truncated": 0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
+        "age": float(age_C.sum()),
+        "padded": tokens_RL.size,
+        "age_max": int(age_C.max(initial=0)),
+    }
+    return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts)
+
+
+def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarray) -> Targets:
+    """Targets of all completion tokens; S is the student's set where it was sent, else the teacher's."""
+    ids, name = rows.teacher_topk_ids, "teacher_topk_logprob"
+    if rows.student_topk_ids is not None:
+        ids, name = rows.student_topk_ids, "student_topk_teacher_logprob"
+    if (ids is None) != (getattr(rows, name) is None):
+        raise DataError(f"batch has ids of a top-k without {name}, or the reverse: send both or neither")
+    by_teacher_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
+    fresh_C = (age_C == 0) if by_teacher_C is None else (age_C == 0) & ~by_teacher_C
+    return Targets(
+        token_N=torch.from_numpy(token_C),
+        behavior_logp_N=_floats(rows, "behavior_logprob"),
+        teacher_logp_N=_floats(rows, "teacher_logprob"),
+        fresh_N=torch.from_numpy(fresh_C),
+        support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
+        support_logp_NK=_optional_floats(rows, name),
+        teacher_entropy_N=_optional_floats(rows, "teacher_entropy"),
+        by_teacher_N=None if by_teacher_C is None else torch.from_numpy(by_teacher_C),
+        teacher_N=torch.from_numpy(unpack(rows.teacher).astype(np.int64)[row_C]),
+        teacher_hidden_NG=_optional_floats(rows, "teacher_hidden"),
+        row_N=torch.from_numpy(row_C),
     )
 
 
 def _check_lengths(rows: Rows, prompt_R: np.ndarray, completion_R: np.ndarray, tokens: int) -> None:
     count = len(rows.ids)
     completion = int(completion_R.sum())
-    sizes = [prompt_R.size, completion_R.size, rows.teacher.shape[0]]
-    sizes += [
-        array.shape[0]
-        for array in (rows.reward, rows.by_teacher, rows.weight, rows.baseline)
-        if array is not None
-    ]
-    per_token = [rows.behavior_logprob, rows.token_step, rows.teacher_logprob, rows.teacher_hidden]
-    per_token += [rows.teacher_topk_ids, rows.teacher_topk_logprob, rows.teacher_entropy]
-    per_token += [rows.student_topk_ids, rows.student_topk_teacher_logprob]
-    lengths = [array.shape[0] for array in per_token if array is not None]
+    per_row = ("prompt_lens", "completion_lens", "teacher", "reward", "by_teacher", "weight", "baseline")
+    other = {"ids", "tokens", "truncated", *per_row}
+    arrays = {name: array for name, array in msgspec.structs.asdict(rows).items() if array is not None}
+    sizes = [arrays[name].shape[0] for name in per_row if name in arrays]
+    lengths = [array.shape[0] for name, array in arrays.items() if name not in other]
     if any(size != count for size in sizes) or any(length != completion for length in lengths):
         raise DataError(
             f"batch of {count} rows and {completion} completion tokens carries per-row lengths {sizes} and "
@@ -145,53 +119,59 @@ def _check_ids(rows: Rows, flat: np.ndarray, targets: Targets, vocab: int) -> No
         )
 
 
-def _floats(array: Array, name: str) -> Tensor:
-    """fp32 (bf16 stays bf16) tensor of a wire array. Raises DataError on NaN or infinity."""
-    values = unpack(array)
-    tensor = (
-        torch.tensor(values).view(torch.bfloat16) if array.dtype == "bf16" else torch.tensor(values).float()
-    )
+def _floats(rows: Rows, name: str) -> Tensor:
+    """fp32 (bf16 stays bf16) tensor of an array of `rows`. Raises DataError on NaN or infinity."""
+    array: Array = getattr(rows, name)
+    tensor = torch.tensor(unpack(array))
+    tensor = tensor.view(torch.bfloat16) if array.dtype == "bf16" else tensor.float()
     if not bool(torch.isfinite(tensor).all()):
         raise DataError(f"{name} of a batch is not finite: the teacher or the rollout engine is broken")
     return tensor
 
 
-def _targets(rows: Rows, token_C: np.ndarray, fresh_C: np.ndarray, written_C: np.ndarray | None) -> Targets:
-    """Targets of all completion tokens; S is the student's set where it was sent, else the teacher's."""
-    ids, logprob, name = rows.teacher_topk_ids, rows.teacher_topk_logprob, "teacher_topk_logprob"
-    if rows.student_topk_ids is not None:
-        ids, logprob = rows.student_topk_ids, rows.student_topk_teacher_logprob
-        name = "student_topk_teacher_logprob"
-    if (ids is None) != (logprob is None):
-        raise DataError(
-            f"batch has ids of a top-k without {name}, or the reverse: both or neither must be sent"
-        )
-    entropy = rows.teacher_entropy
-    return Targets(
-        token_N=torch.from_numpy(token_C),
-        behavior_logp_N=_floats(rows.behavior_logprob, "behavior_logprob"),
-        teacher_logp_N=_floats(rows.teacher_logprob, "teacher_logprob"),
-        fresh_N=torch.from_numpy(fresh_C),
-        support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
-        support_logp_NK=None if logprob is None else _floats(logprob, name),
-        teacher_entropy_N=None if entropy is None else _floats(entropy, "teacher_entropy"),
-        by_teacher_N=None if written_C is None else torch.from_numpy(written_C),
-    )
+def _optional_floats(rows: Rows, name: str) -> Tensor | None:
+    return None if getattr(rows, name) is None else _floats(rows, name)
 
 
-def future_credit(d_C: Tensor, factor_C: Tensor, row_C: Tensor) -> Tensor:
-    """Σ_{j≥1} (Π_{i=1…j} factor_{t+i})·d_{t+j} over the rest of each row, [C]; a row's tokens stand together.
+@dataclass(frozen=True)
+class Rewards:
+    """Of one step, all ranks together."""
 
-    Doubling: after i rounds every token holds its next 2^i terms, so log2(longest row) rounds do.
+    mean: float | None
+    """b: over the student's rollouts with a reward; None: the teacher generated all of them"""
+    tokens: float
+    """M: supervised tokens of rollouts with a reward"""
+
+
+def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
+    """Rewards of the whole step, from this rank's share of it. Collective.
+
+    Raises DataError when no rollout has a reward, or one is not finite.
     """
-    total_C, next_C, reach = d_C, torch.zeros_like(d_C), 1
-    next_C[:-1] = torch.where(row_C[1:] == row_C[:-1], factor_C[1:], 0.0)
-    while reach < d_C.shape[0] and bool(next_C.any()):
-        total_C = total_C + next_C * _later(total_C, reach)
-        next_C, reach = next_C * _later(next_C, reach), reach * 2
-    return total_C - d_C
+    own = np.zeros(3)
+    for rows in batch.micro_batches:
+        if rows.reward is not None:
+            reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
+            if rows.by_teacher is not None:
+                student_R = unpack(rows.by_teacher) == 0
+            own += reward_R[student_R].sum(), student_R.sum(), unpack(rows.completion_lens).sum()
+    total, rollouts, tokens = ranks.gather(torch.from_numpy(own)).sum(0).tolist()
+    if tokens == 0 or not np.isfinite(total):
+        raise DataError(
+            f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "
+            "objective.task needs a finite reward; set prompts.reward_fn, take prompts of a task, or leave "
+            "it out"
+        )
+    return Rewards(total / rollouts if rollouts else None, tokens)
 
 
-def _later(values_C: Tensor, reach: int) -> Tensor:
-    """What stands `reach` tokens later, 0 beyond the end."""
-    return torch.cat([values_C[reach:], torch.zeros_like(values_C[:reach])])
+def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
+    """(R − b)·N/M of every completion token [C]; None: these rows have no reward.
+
+    b is the rows' own baseline where they carry one, else the mean of the step.
+    """
+    if rows.reward is None:
+        return None
+    baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
+    advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
+    return torch.from_numpy(np.repeat(advantage_R, unpack(rows.completion_lens)).astype(np.float32))

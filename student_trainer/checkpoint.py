@@ -13,26 +13,27 @@ other no longer than for the largest share.
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial as bind
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from blake3 import blake3
 
 from student_trainer import checkpoint_files as files
 from student_trainer import repartition
-from student_trainer.disk_full import all_done, full_disk_later
-from student_trainer.ranks import Ranks
+from student_trainer.ranks import Ranks, all_done
 from sync import durable
+from sync.durable import is_full
 from sync.errors import DataError
-from sync.wire import Version
 
 log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
@@ -42,45 +43,35 @@ _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 def save(
     engine: Any,
     folder: Path,
-    version: Version,
-    fingerprint: str,
+    index: files.Index,
     ranks: Ranks,
     keep: int,
     give_up: Callable[[], bool] = lambda: False,
-    run_id: str | None = None,
 ) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
-    `run_id`: of the run that it belongs to (`RunIdentity.id`).
-    A version is saved once: what is whole already is never removed to make room for the same again.
-    None: the disk is full and `give_up` said not to wait; the checkpoints are as they were.
+    `index`: of this checkpoint, still without files. A version is saved once: what is whole already is never
+    removed to make room for the same again. None: the disk is full and `give_up` returned True; the
+    checkpoints are as they were.
     """
-    partial, final = folder / f".partial-{version}", folder / str(version)
-    index: dict[str, Any] = {
-        "version": str(version),
-        "world_size": ranks.world_size,
-        "fingerprint": fingerprint,
-        "run_id": run_id,
-    }
-    own: dict[str, Any] = {}
-    write = bind(_write_all, engine, partial, ranks)
-    what = f"checkpoint {version}"
-    done = all_done(ranks, what, write, give_up)
-    done = done and all_done(ranks, what, lambda: own.update(_digests(partial, ranks)), give_up)
-    if done:
-        parts = [json.loads(part) for part in ranks.collect(json.dumps(own).encode())]
-        index["files"] = {name: entry for part in parts for name, entry in part.items()}
-        finish = bind(_finish, partial, final, index, keep) if ranks.rank == 0 else _nothing
-        done = all_done(ranks, what, finish, give_up)
-    if not done and ranks.rank == 0:
+    partial, final = folder / f".partial-{index.version}", folder / index.version
+    own: dict[str, files.File] = {}
+    done = bind(all_done, ranks, f"checkpoint {index.version}", give_up=give_up)
+    saved = done(bind(_write_all, engine, partial, ranks))
+    saved = saved and done(lambda: own.update(_digests(partial, ranks)))
+    if saved:
+        for part in ranks.collect(msgspec.json.encode(own)):
+            index.files |= msgspec.json.decode(part, type=dict[str, files.File])
+        saved = done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
+    if not saved and ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    return final if done else None
+    return final if saved else None
 
 
 def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
     """DeepSpeed's files of all ranks. Raises OSError behind the last collective when the disk is full."""
     try:
-        with full_disk_later(engine) as noted:
+        with _full_disk_later(engine) as noted:
             if ranks.rank == 0:
                 with noted():
                     shutil.rmtree(partial, ignore_errors=True)
@@ -93,14 +84,56 @@ def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
         raise
 
 
-def _nothing() -> None:
-    """What is left to other ranks where rank 0 alone writes."""
+Noted = Callable[[], AbstractContextManager[None]]
 
 
-def _finish(partial: Path, final: Path, index: dict[str, Any], keep: int) -> None:
+@contextmanager
+def _full_disk_later(engine: Any) -> Iterator[Noted]:
+    """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
+
+    Inside what it yields, a full disk is noted and nothing raised.
+    """
+    met: list[BaseException] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            # on a full disk a folder may be missing that could not be made
+            if not is_full(error) and not isinstance(error, FileNotFoundError):
+                raise
+            met.append(error)
+
+    def save(state_dict: Any, path: str) -> None:
+        with noted(), open(path, "wb") as file:  # given a path, torch does not report a full disk
+            torch.save(state_dict, file)
+
+    def guarded(call: Callable[..., Any]) -> Callable[..., None]:
+        def run(*arguments: Any, **named: Any) -> None:
+            with noted():
+                call(*arguments, **named)
+
+        return run
+
+    writer, script = engine.checkpoint_engine, "_copy_recovery_script"
+    with ExitStack() as stack:  # hides methods of DeepSpeed's classes
+        for owner, name, instead in (
+            (writer, "save", save),
+            (writer, "makedirs", guarded(writer.makedirs)),
+            (engine, script, guarded(getattr(engine, script))),
+        ):
+            setattr(owner, name, instead)
+            stack.callback(delattr, owner, name)
+        yield noted
+    if met:
+        raise OSError(errno.ENOSPC, str(met[0])) from met[0]
+
+
+def _finish(partial: Path, final: Path, index: files.Index, keep: int) -> None:
     """Make what all ranks wrote the newest checkpoint; may be called again after a full disk stopped it."""
     if partial.exists():
-        durable.write(partial / files.INDEX, json.dumps(index, indent=1).encode())
+        durable.write(partial / files.INDEX, msgspec.json.format(msgspec.json.encode(index), indent=1))
         for folder in {partial, *(path.parent for path in partial.rglob("*"))}:
             durable.force(folder)
         durable.rename(partial, final)
@@ -131,33 +164,24 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     return path
 
 
-def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> Version:
-    """Bring a fresh engine to a checkpoint that `find` accepted; its version. Collective."""
-    index = json.loads((path / files.INDEX).read_text())
-    if index["fingerprint"] != fingerprint:
+def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> files.Index:
+    """Bring a fresh engine to a checkpoint that `find` accepted; its index. Collective."""
+    index, _ = files.index(path)
+    assert index is not None
+    if index.fingerprint != fingerprint:
         raise DataError(
-            f"checkpoint {path} is of model {index['fingerprint'][:12]}, this run has {fingerprint[:12]}: "
+            f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
         )
-    saved = index["world_size"]
-    if saved == ranks.world_size:
+    saved, size = index.world_size, ranks.world_size
+    if saved == size:
         _, state = engine.load_checkpoint(str(path), tag=_TAG)
     else:
-        log.info(
-            "%s is of %d ranks, this run has %d: every rank cuts its own shards",
-            path,
-            saved,
-            ranks.world_size,
-        )
+        log.info("%s is of %d ranks, this run has %d: every rank cuts its own shards", path, saved, size)
         state = repartition.restore(engine, path / _TAG, saved, ranks)
     if "rng" in state:
-        _draw_on(state["rng"], path, ranks)
-    return Version.parse(index["version"])
-
-
-def run_of(path: Path | None) -> str | None:
-    """The id of the run that saved a checkpoint; None: there is none, or an older release saved it."""
-    return None if path is None else json.loads((path / files.INDEX).read_text()).get("run_id")
+        _set_rng(state["rng"], path, ranks)
+    return index
 
 
 def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -165,7 +189,7 @@ def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
     return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
 
 
-def _draw_on(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
+def _set_rng(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
     """Set the random states that `_rng` saved, as far as this rank's device has one."""
     torch.set_rng_state(states["cpu"])
     on_gpu = ranks.device.type == "cuda"
@@ -180,18 +204,18 @@ def _draw_on(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
         )
 
 
-def _digests(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     """Size and digest of this rank's files below `folder`, each forced to disk."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        found[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake3": _digest(path)}
+        found[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
     return found
 
 
 def _is_own(name: str, ranks: Ranks) -> bool:
-    """Whether this rank digests a file: those of DeepSpeed's bear the number of the rank that wrote them."""
+    """Whether this rank digests a file: DeepSpeed's are numbered by rank."""
     number = _OF_RANK.search(name)
     return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
 
@@ -202,8 +226,8 @@ def _digest(path: Path) -> str:
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
-    digests, problem = files.index(path)
-    if problem:
+    index, problem = files.index(path)
+    if index is None:
         return problem
-    own = (name for name in digests if _is_own(name, ranks))
-    return next((f"{name} was altered" for name in own if _digest(path / name) != digests[name]), None)
+    own = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
+    return next((f"{name} was altered" for name, file in own if _digest(path / name) != file.blake3), None)

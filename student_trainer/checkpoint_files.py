@@ -3,22 +3,47 @@
     checkpoints/L000-v00000012/checkpoint.json    version, ranks, model, size and BLAKE3 of every file
     checkpoints/latest                            name of the newest one
 
-Newer is the later lineage, and of one lineage the later step: the order in which a run saves them. No clock
-has a say in it.
+Newer is the later lineage, and of one lineage the later step: the order in which a run saves them, whatever
+the clocks.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
 INDEX: Final = "checkpoint.json"
+
+
+class File(msgspec.Struct):
+    """One of DeepSpeed's files."""
+
+    size: int
+    """bytes"""
+    blake3: str
+    """hex"""
+
+
+class Index(msgspec.Struct):
+    """checkpoint.json: written by rank 0 when all files are on disk, read at a resume and by the audit."""
+
+    version: str
+    """such as L000-v00000012"""
+    world_size: int
+    """ranks that saved it"""
+    fingerprint: str
+    """of the model: `Weights.fingerprint`"""
+    run_id: str | None = None
+    """`RunIdentity.id` of the run that saved it; None: it had none"""
+    files: dict[str, File] = {}
+    """path below the checkpoint's folder → file"""
 
 
 def latest(folder: Path) -> str:
@@ -38,22 +63,20 @@ def saved(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def index(path: Path) -> tuple[dict[str, str], str | None]:
-    """Digests of a checkpoint's files by name, and what is wrong with index or sizes; None: nothing."""
+def index(path: Path) -> tuple[Index | None, str | None]:
+    """The index of a checkpoint, and what is wrong with it or with sizes of files; None: nothing."""
     try:
-        index = json.loads((path / INDEX).read_text())
-        Version.parse(str(index["version"])), int(index["world_size"]), str(index["fingerprint"])
-        digests = {}
-        for name, entry in dict(index["files"]).items():
-            file = path / name
-            if not file.is_file() or file.stat().st_size != entry["size"]:
-                return {}, f"{name} is missing or cut short"
-            digests[name] = str(entry["blake3"])
+        index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
+        Version.parse(index.version)
     except (FileNotFoundError, NotADirectoryError):
-        return {}, f"it has no {INDEX}"
-    except (ValueError, KeyError, TypeError):  # no JSON or text at all, or other fields
-        return {}, f"its {INDEX} is damaged"
-    return digests, None
+        return None, f"it has no {INDEX}"
+    except (msgspec.MsgspecError, ValueError):
+        return None, f"its {INDEX} is damaged"
+    for name, entry in index.files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != entry.size:
+            return None, f"{name} is missing or cut short"
+    return index, None
 
 
 def retain(folder: Path, keep: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +47,8 @@ class TrainerSettings(Settings):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: `lr`, or down to 0 at run.steps in a line or half a cosine."""
     deepspeed: Path
-    """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload, whatever it knows. A field that it would
-    ignore is refused."""
+    """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload and the rest. A field that it would ignore
+    is refused."""
     overrides: dict[str, Any] = {}
     """Fields put over the JSON, table by table: "optimizer.params.eps" = 1e-6 leaves all other params."""
     attention: str = "sdpa"
@@ -74,6 +75,24 @@ class TrainerSettings(Settings):
     """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
     for one another."""
 
+    def lr_share(self, step: int, steps: int) -> float:
+        """Share of `lr` that the step after n = `step` others uses, in a run of N = `steps`.
+
+            warm-up   n < W            n / W,     W = warmup_steps
+            constant  from W on        1
+            linear    from W to N      (N − n) / (N − W)
+            cosine    from W to N      (1 + cos(π (n − W) / (N − W))) / 2
+
+        linear and cosine are transformers' get_linear_ and get_cosine_schedule_with_warmup.
+        """
+        warmup = self.warmup_steps
+        if step < warmup:
+            return step / warmup
+        if self.lr_schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 1.0 - done if self.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
 
 class TrainerConfig(Settings):
     """Everything a rank is started with: roles/trainer.json in the run's folder."""
@@ -83,7 +102,7 @@ class TrainerConfig(Settings):
     run_dir: Path
     """Its folder, shared by all ranks."""
     controller_url: Url
-    """Where batches are asked for."""
+    """Where batches come from."""
     student: ModelSource
     """What training starts from."""
     objective: ObjectiveConfig = Full()

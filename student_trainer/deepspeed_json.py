@@ -1,11 +1,21 @@
-"""DeepSpeed's JSON with the user's overrides over it, and what the trainer needs of it."""
+"""DeepSpeed's JSON with the user's overrides over it, the trainer's rules for it, and fields it would ignore.
+
+DeepSpeed refuses misspelt fields in some sections only. There is no list of fields here: DeepSpeed reads the
+configuration as it does in the trainer, from a table that records every look-up, and a field that was never
+looked up would be ignored. Parameters of the optimizer are those of its constructors.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from student_trainer.config import TrainerSettings
 from sync.errors import ConfigError
@@ -16,18 +26,16 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
 
     Raises ConfigError for what the trainer cannot work with, and for what DeepSpeed would ignore.
     """
-    from student_trainer.deepspeed_fields import refuse_ignored
-
     config = _read(settings.deepspeed)
     _lay_over(config, settings.overrides, settings.deepspeed)
     source = f"trainer.deepspeed {settings.deepspeed}"
     source = f"{source} with trainer.overrides" if settings.overrides else source
-    _check(config, source)
-    _check_rate(config, settings, source)
+    if problem := next(_problems(config, settings), None):
+        raise ConfigError(f"{source}: {problem}")
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
     params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
     config["optimizer"] = config["optimizer"] | {"params": params}
-    refuse_ignored(config, source)
+    _refuse_ignored(config, source)
     return config
 
 
@@ -49,63 +57,48 @@ def _lay_over(section: dict[str, Any], over: Mapping[str, Any], source: Path) ->
     """Put `over` into `section`, in place and table by table; a key's dots lead into tables too."""
     for path, value in over.items():
         *parents, last = path.split(".")
-        inner = _inside(section, parents, path, source)
+        inner = section
+        for name in [*parents, last] if isinstance(value, Mapping) else parents:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"trainer.overrides {path!r}: {name!r} is {inner!r} in {source}, not a section"
+                )
         if isinstance(value, Mapping):
-            _lay_over(_inside(inner, [last], path, source), value, source)
+            _lay_over(inner, value, source)
         else:
             inner[last] = value
 
 
-def _inside(section: dict[str, Any], names: list[str], path: str, source: Path) -> dict[str, Any]:
-    for name in names:
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"trainer.overrides {path!r}: {name!r} is {section!r} in {source}, not a section"
-            )
-    return section
-
-
-def _check(config: dict[str, Any], source: str) -> None:
-    zero, fp16 = (_table(config, name) for name in ("zero_optimization", "fp16"))
-    if zero.get("stage") != 3:
-        raise ConfigError(
-            f"{source}: zero_optimization.stage is {zero.get('stage')}: weights are published from ZeRO-3 "
-            "shards, set 3"
-        )
-    if fp16.get("enabled"):
-        raise ConfigError(f"{source}: fp16 skips steps that overflow: enable bf16, or neither for fp32")
+def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str]:
+    """What the trainer cannot work with."""
+    zero, optimizer = _table(config, "zero_optimization"), _table(config, "optimizer")
+    if (stage := zero.get("stage")) != 3:
+        yield f"zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
+    if _table(config, "fp16").get("enabled"):
+        yield "fp16 skips steps that overflow: enable bf16, or neither for fp32"
     if _table(zero, "offload_param").get("device") == "nvme":
-        raise ConfigError(
-            f"{source}: zero_optimization.offload_param.device is 'nvme': weights are published from "
-            "shards in memory, set cpu, or leave offload_param out"
+        yield (
+            "zero_optimization.offload_param.device is 'nvme': weights are published from shards in memory, "
+            "set cpu, or leave offload_param out"
         )
     for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         if config.get(name, 1) != 1:
-            raise ConfigError(
-                f"{source}: {name} is {config[name]}: batches come from the controller, leave it 1"
-            )
+            yield f"{name} is {config[name]}: batches come from the controller, leave it 1"
     if "train_batch_size" in config:
-        raise ConfigError(
-            f"{source}: train_batch_size is the controller's: set rollout.batch and leave it out"
-        )
-    if not _table(config, "optimizer").get("type"):
-        raise ConfigError(f"{source} has no optimizer section with a type: name one, such as AdamW")
-
-
-def _check_rate(config: dict[str, Any], settings: TrainerSettings, source: str) -> None:
-    """Raise ConfigError where another learning rate or schedule than [trainer]'s is given."""
+        yield "train_batch_size is the controller's: set rollout.batch and leave it out"
+    if not optimizer.get("type"):
+        yield "there is no optimizer section with a type: name one, such as AdamW"
     if "scheduler" in config:
-        raise ConfigError(
-            f"{source}: scheduler is {_table(config, 'scheduler').get('type')!r}: the schedule is set by "
+        yield (
+            f"scheduler is {_table(config, 'scheduler').get('type')!r}: the schedule is set by "
             "trainer.warmup_steps and trainer.lr_schedule alone: set those and leave it out"
         )
-    params = _table(_table(config, "optimizer"), "params")
-    for key, table in {"lr": config, "optimizer.params.lr": params}.items():
+    for key, table in {"lr": config, "optimizer.params.lr": _table(optimizer, "params")}.items():
         if (lr := table.get("lr", settings.lr)) != settings.lr:
-            raise ConfigError(
-                f"{source}: {key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by "
-                f"trainer.lr alone: set trainer.lr = {lr}, or leave {key} out"
+            yield (
+                f"{key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by trainer.lr alone: "
+                f"set trainer.lr = {lr}, or leave {key} out"
             )
 
 
@@ -113,3 +106,125 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
     """A section; empty where there is none."""
     found = config.get(name, {})
     return found if isinstance(found, dict) else {}
+
+
+# --- fields that DeepSpeed would ignore ---------------------------------------------------------------------
+
+
+class _Recorded(dict[str, Any]):
+    """A table that records which of its keys were looked up, whether they are there or not."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        super().__init__({k: _Recorded(v) if isinstance(v, dict) else v for k, v in table.items()})
+        self.names: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Also keeps `**table` from going past `__getitem__`."""
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """Looked up one by one, as by `"x" in table.keys()`, or all at once by iteration."""
+        return _Keys(self)
+
+    def items(self) -> Any:
+        """Looks up all."""
+        self.names |= set(self)
+        return super().items()
+
+    def __copy__(self) -> _Recorded:
+        return self
+
+
+class _Keys:
+    def __init__(self, table: _Recorded) -> None:
+        self._table = table
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+
+def _refuse_ignored(config: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for a field that DeepSpeed refuses or would ignore, with the nearest known one."""
+    silenced = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the trainer logs it again
+    try:
+        from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+        recorded = _Recorded(config)
+        try:
+            DeepSpeedConfig(recorded)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {'; '.join(_refused(error))}") from None
+        except (DeepSpeedConfigError, ValueError, AssertionError, TypeError) as error:
+            raise ConfigError(f"{source} is refused by DeepSpeed: {error}") from None
+    finally:
+        logging.disable(silenced)
+    optimizer = recorded["optimizer"]
+    kind, known = optimizer["type"], _parameters(optimizer["type"])
+    problems = list(_ignored(recorded))
+    for name in sorted(set(optimizer["params"]) - known):
+        problems.append(f"optimizer.params.{name} is unknown to {kind}{_nearest(name, known)}")
+    if problems:
+        raise ConfigError(f"{source}: {'; '.join(problems)}")
+
+
+def _refused(error: ValidationError) -> Iterator[str]:
+    """What a section of DeepSpeed's that checks itself finds wrong with each field."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    sections = {section.__name__: section for section in DeepSpeedConfigModel.__subclasses__()}
+    known = set(sections[error.title].model_fields) if error.title in sections else set()
+    for detail in error.errors():
+        name = ".".join(map(str, detail["loc"]))
+        remedy = _nearest(name, known) if detail["type"] == "extra_forbidden" else ""
+        yield f"{name} = {detail['input']!r:.80} is refused by {error.title}: {detail['msg']}{remedy}"
+
+
+def _ignored(table: _Recorded, path: str = "") -> Iterator[str]:
+    for name, value in dict.items(table):
+        if name not in table.names and table.names:
+            yield f"{path}{name} is not read by DeepSpeed{_nearest(name, table.names)}"
+        elif isinstance(value, _Recorded) and f"{path}{name}" != "optimizer.params":
+            yield from _ignored(value, f"{path}{name}.")
+
+
+def _parameters(optimizer: str) -> set[str]:
+    """What the constructors behind an optimizer's name take. Raises ConfigError when there is none."""
+    import torch
+    from deepspeed.ops import adagrad, adam, lamb, lion
+    from deepspeed.runtime import config
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    name = optimizer.lower()
+    kinds = {name, "adam"} if name in (config.ADAMW_OPTIMIZER, config.MUON_OPTIMIZER) else {name}
+    names = {f"{maker}{kind}" for maker in ("", "fused", "deepspeedcpu") for kind in kinds}
+    classes = {n: c for m in (torch.optim, adagrad, adam, lamb, lion) for n, c in vars(m).items()}
+    known = {p for n, c in classes.items() if n.lower() in names for p in inspect.signature(c).parameters}
+    if "adam" in kinds:
+        known |= {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE}
+    if name == config.MUON_OPTIMIZER:
+        known |= {*DeepSpeedEngine._MUON_HALF_KEYS, "muon_lr", "adam_lr"}
+    if not known:
+        choice = {n for n, c in classes.items() if inspect.isclass(c)} | set(config.DEEPSPEED_OPTIMIZERS)
+        raise ConfigError(f"optimizer.type {optimizer!r} is unknown{_nearest(optimizer, choice)}")
+    return known - {"params", "model_params"}
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(sorted(known))}"

@@ -9,19 +9,19 @@ G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.diagnostics import diagnose
-from student_trainer.objectives.terms import STATS, Objective, Targets, own
+from student_trainer.objectives.diagnostics import STATS, diagnose
+from student_trainer.objectives.divergences import Objective
+from student_trainer.objectives.targets import Discount, Targets, at, own
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
-M teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
+M tracked teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class HeadShape:
     """logits = cap(scale · (hidden · weightᵀ + bias)) / temperature, over the first `vocab` rows."""
 
     vocab: int
-    """Rows that the tokenizer knows; rows of the model beyond it do not exist for the loss."""
+    """Ids of the tokenizer; rows of the model beyond them do not exist for the loss."""
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
@@ -45,17 +45,25 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class Supervision:
-    """What the loss of a micro-batch needs besides hidden states, all of it with C in front."""
+class Loss:
+    """What is minimised, the same for every step of a run; made by `step.loss_of`."""
 
-    targets: Targets
-    teacher_C: Tensor
-    """int64: index into `heads`"""
-    teacher_hidden_CG: Tensor | None = None
+    objective: Objective
+    discount: Discount | None = None
+    """How later tokens are credited; None: credit is immediate."""
     heads: tuple[HeadWeights, ...] = ()
-    """Of the teachers, in the order of TrainerWelcome.teachers; empty unless hidden states are sent."""
-    teachers: int = 0
-    """M, where the reverse KL is wanted for each of them; else 0"""
+    """Of the teachers, for objectives over the whole vocabulary; else empty."""
+    teachers: tuple[str, ...] = ()
+    """Names, as Rows.teacher indexes them."""
+    coefficients: tuple[float, ...] = ()
+    """λ·c of each teacher; empty: 1 for all."""
+    task: bool = False
+    """Whether rollouts' rewards are part of the loss."""
+
+    @property
+    def tracked(self) -> int:
+        """M: teachers whose reverse KL is summed one by one; 0 when there is only one."""
+        return len(self.teachers) if len(self.teachers) > 1 else 0
 
 
 def log_probs(raw_NV: Tensor, shape: HeadShape) -> Tensor:
@@ -89,43 +97,29 @@ def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int
     with torch.no_grad():
         weight_VH, bias_V = _known_rows(head, hidden_CH.device)
         parts = [
-            log_probs(project(hidden_NH, weight_VH, bias_V), head.shape).gather(1, token_N.unsqueeze(1))
+            at(log_probs(project(hidden_NH, weight_VH, bias_V), head.shape), token_N)
             for hidden_NH, token_N in zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
         ]
-        return torch.cat(parts).squeeze(1) if parts else hidden_CH.new_zeros(0, dtype=torch.float32)
+        return torch.cat(parts) if parts else hidden_CH.new_zeros(0, dtype=torch.float32)
 
 
-def _teacher_logp(part: Supervision) -> Tensor | None:
+def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | None:
     """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
-    if part.teacher_hidden_CG is None or not part.heads:
+    hidden_NG = targets.teacher_hidden_NG
+    if hidden_NG is None or not heads:
         return None
-    if len(part.heads) == 1:
-        return _one_teacher(part.teacher_hidden_CG, part.heads[0])
-    hidden_NG = part.teacher_hidden_CG
-    logq_NV = hidden_NG.new_empty((hidden_NG.shape[0], part.heads[0].shape.vocab), dtype=torch.float32)
-    for index, head in enumerate(part.heads):
-        mine_N = part.teacher_C == index
-        logq_NV[mine_N] = _one_teacher(hidden_NG[mine_N], head)
+    if len(heads) == 1:
+        return _one_teacher(hidden_NG, heads[0])
+    logq_NV = hidden_NG.new_empty((hidden_NG.shape[0], heads[0].shape.vocab), dtype=torch.float32)
+    for index, head in enumerate(heads):
+        scored_N = targets.teacher_N == index
+        logq_NV[scored_N] = _one_teacher(hidden_NG[scored_N], head)
     return logq_NV
 
 
 def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
     weight_VG, bias_V = _known_rows(head, hidden_NG.device)
     return log_probs(project(hidden_NG[:, : weight_VG.shape[1]], weight_VG, bias_V), head.shape)
-
-
-def _chunks(work: Supervision, count: int, chunk: int) -> Iterator[tuple[slice, Supervision]]:
-    """Slices of C and what belongs to them."""
-    for start in range(0, count, chunk):
-        part = slice(start, min(start + chunk, count))
-        cut = {
-            field.name: value[part]
-            for field in fields(Targets)
-            if isinstance(value := getattr(work.targets, field.name), Tensor)
-        }
-        hidden = None if work.teacher_hidden_CG is None else work.teacher_hidden_CG[part]
-        targets = replace(work.targets, **cut)
-        yield part, Supervision(targets, work.teacher_C[part], hidden, work.heads, work.teachers)
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
@@ -147,20 +141,21 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         shape: HeadShape,
-        work: Supervision,
-        objective: Objective,
+        targets: Targets,
+        spec: Loss,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         rows_VH, rows_V = _known_rows(HeadWeights(weight_VH, bias_V, shape), hidden_CH.device)
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
-        stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * work.teachers, dtype=torch.float32)
+        stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        for part, piece in _chunks(work, hidden_CH.shape[0], chunk):
+        for start in range(0, hidden_CH.shape[0], chunk):
+            part = slice(start, start + chunk)
             hidden_NH = hidden_CH[part].detach()
             raw_NV = project(hidden_NH, rows_VH, rows_V).requires_grad_()
-            total, sums, grad_NV = _chunk_loss(raw_NV, shape, piece, objective)
+            total, sums, grad_NV = _chunk_loss(raw_NV, shape, targets.part(part), spec)
             loss += total
             _record(stats, sums)
             grad_hidden_CH[part] = grad_NV.to(rows_VH.dtype) @ rows_VH
@@ -189,39 +184,39 @@ def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
 
 
 def _chunk_loss(
-    raw_NV: Tensor, shape: HeadShape, piece: Supervision, objective: Objective
+    raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Summed loss of one chunk, its statistics, and the gradient of the sum in `raw_NV`."""
     with torch.no_grad():
-        targets = replace(piece.targets, teacher_logp_NV=_teacher_logp(piece))
+        targets = replace(targets, teacher_logp_NV=_teacher_logp(targets, spec.heads))
     with torch.enable_grad():
         logp_NV = log_probs(raw_NV, shape)
-        loss_N, terms = objective(logp_NV, targets)
+        loss_N, terms = spec.objective(logp_NV, targets)
         total = loss_N.sum()
     (grad_NV,) = torch.autograd.grad(total, raw_NV)
     sums = diagnose(logp_NV.detach(), targets)
     sums |= {name: value.sum() for name, value in terms.items()}
-    if piece.teachers and "reverse_kl" in terms:
-        sums["by_teacher"] = _by_teacher(terms["reverse_kl"], piece)
+    if spec.tracked and "reverse_kl" in terms:
+        sums["by_teacher"] = _by_teacher(terms["reverse_kl"], targets, spec.tracked)
     return total.detach(), sums | {"loss": total.detach()}, grad_NV
 
 
-def _by_teacher(kl_N: Tensor, piece: Supervision) -> Tensor:
-    """[2M]: sums of each teacher's reverse KL, then counts of the student's tokens that it marked."""
-    sums_2M = kl_N.new_zeros(2, piece.teachers)
-    own_N = own(piece.targets).to(kl_N.dtype)
-    return sums_2M.index_add_(1, piece.teacher_C, torch.stack([kl_N, own_N])).flatten()
+def _by_teacher(kl_N: Tensor, targets: Targets, teachers: int) -> Tensor:
+    """[2M]: sums of each teacher's reverse KL, then counts of the student's tokens that it scored."""
+    assert targets.teacher_N is not None
+    both_2N = torch.stack([kl_N, own(targets).to(kl_N.dtype)])
+    return kl_N.new_zeros(2, teachers).index_add_(1, targets.teacher_N, both_2N).flatten()
 
 
 def chunked_loss(
-    hidden_CH: Tensor, head: HeadWeights, work: Supervision, objective: Objective, chunk: int
+    hidden_CH: Tensor, head: HeadWeights, targets: Targets, loss: Loss, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Sum of the objective over C tokens, and the statistics vector (see RHO_MAX).
 
     The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be
     0: then both are zero, and so are the gradients.
     """
-    loss, stats = _ChunkedLoss.apply(
-        hidden_CH, head.weight_VH, head.bias_V, head.shape, work, objective, chunk
+    total, stats = _ChunkedLoss.apply(
+        hidden_CH, head.weight_VH, head.bias_V, head.shape, targets, loss, chunk
     )
-    return loss, stats
+    return total, stats

@@ -1,49 +1,58 @@
-"""How the ranks are started and asked to stop, through the deepspeed launcher.
+"""Start the ranks, and ask them to stop, through the deepspeed launcher.
 
     python -m student_trainer.launch --num_accelerators 2 … --module student_trainer --config FILE
 
 runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for itself and for its children.
-Left alone, the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
+By default the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
 signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
-exit 0, and so does the launcher. Ranks unblock the signals for themselves (`heed_signals`).
-They leave when the launcher is killed (`LAUNCHER` tells them who it is): its child, their parent, stays.
-With a hostfile the launcher does as it does: ranks stop when the controller says so.
+exit 0, and so does the launcher. Ranks unblock the signals for themselves (`signals.unblock`).
+They leave when the launcher is killed (`LAUNCHER` is its process id): its child, their parent, stays.
+
+With a hostfile the launcher's own behaviour stays: ranks stop when the controller sends Stop. It starts them
+over ssh and passes only the environment variables of a list, on a command line that every user of those
+machines can read. Settings travel that way; secrets do not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
-from student_trainer.hostfile import ENVIRONMENT_VARIABLE, HERE, check_reach, read_hosts, write_environment
 from sync import secrets
-from sync.client import TOKEN_FILE_VARIABLE
+from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError
 from sync.server import ON_LOOPBACK
 
-_MODULE = "student_trainer"
-_LOOK_SECONDS = 0.2
-_STOPPING = {signal.SIGTERM, signal.SIGINT}
-LAUNCHER = "STUDENT_TRAINER_LAUNCHER"
+TITLE: Final = "distill trainer"
+"""What a rank's process title begins with."""
+LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"
 """Environment variable with the launcher's process id; not set with a hostfile."""
-_INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
-"""Variables of this process that ranks on other machines need too."""
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
-can enter: nothing listens. Not set with a hostfile: they meet at a port, chosen anew at every start."""
-TITLE = "distill trainer"
-"""What a rank's process title begins with."""
+can enter: no port is opened. Not set with a hostfile: they meet at a port, chosen anew at every start."""
+_ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
+"""Environment variable of the deepspeed launcher: a file of variables for the ranks."""
+_INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
+"""Variables of this process that ranks on other machines need too."""
+_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Names of this machine."""
+_HOST: Final = re.compile(r"(\S+)\s+slots=\d+")
+_LOOK_SECONDS: Final = 0.2
+_STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
 
 
 def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str]]:
@@ -54,15 +63,18 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
     settings = config.trainer
     argv = [sys.executable, "-m", "student_trainer.launch"]
     argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
-    argv += ["--log_level", "warning", *settings.launcher_args, "--module", _MODULE, "--config", str(path)]
+    argv += ["--log_level", "warning", *settings.launcher_args]
+    argv += ["--module", "student_trainer", "--config", str(path)]
     given = secrets.environment(config.model_dump(mode="json"))
-    environment = _environment(settings) | given
+    on_loopback = ON_LOOPBACK if settings.hostfile is None else {}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings) | on_loopback
+    environment |= settings.env | given
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
-        told = {name: environment[name] for name in names if name in environment}
-        environment[ENVIRONMENT_VARIABLE] = str(write_environment(path.with_suffix(".env"), told))
-        if given and not set(read_hosts(settings.hostfile)) <= HERE:
+        passed = {name: environment[name] for name in names if name in environment}
+        environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), passed))
+        if given and not set(read_hosts(settings.hostfile)) <= _HERE:
             places = ", ".join(json.loads(given[secrets.VARIABLE]))
             raise ConfigError(
                 f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
@@ -86,13 +98,6 @@ def _placement(settings: TrainerSettings) -> list[str]:
     return ["--include", f"localhost:{','.join(devices[: settings.ranks])}"]
 
 
-def _environment(settings: TrainerSettings) -> dict[str, str]:
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings)
-    if settings.hostfile is None:
-        environment |= ON_LOOPBACK
-    return environment | settings.env
-
-
 def _fixed(settings: TrainerSettings) -> dict[str, str]:
     """Variables that every rank is given, whatever this process has."""
     environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -103,50 +108,98 @@ def _fixed(settings: TrainerSettings) -> dict[str, str]:
     return environment
 
 
+# --- several machines ---------------------------------------------------------------------------------------
+
+
+def read_hosts(hostfile: Path) -> list[str]:
+    """Names of the machines in a DeepSpeed hostfile, one `NAME slots=N` a line. Raises ConfigError.
+
+    The launcher itself takes this machine alone when the file is missing.
+    """
+    try:
+        lines = hostfile.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"trainer.hostfile {hostfile} cannot be read: {error.strerror}") from None
+    hosts: list[str] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        entry = _HOST.match(line)
+        if entry is None:
+            raise ConfigError(f"{hostfile}:{number}: {line!r} is no entry: write NAME slots=N")
+        if entry[1] in hosts:
+            raise ConfigError(f"{hostfile}:{number}: {entry[1]} stands there twice: add its slots up")
+        hosts.append(entry[1])
+    if not hosts:
+        raise ConfigError(f"trainer.hostfile {hostfile} names no machine: write NAME slots=N, one a line")
+    return hosts
+
+
+def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, str]) -> None:
+    """Refuse what ranks on other machines could not use. Raises ConfigError."""
+    if set(read_hosts(hostfile)) <= _HERE:
+        return
+    if is_loopback(urlsplit(controller_url).hostname or ""):
+        raise ConfigError(
+            f"trainer.hostfile names other machines, and {controller_url} is this machine's loopback: set "
+            "controller.host to an address that they reach (or controller.url)"
+        )
+    if environment.get(TOKEN_VARIABLE) and not environment.get(TOKEN_FILE_VARIABLE):
+        raise ConfigError(
+            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them, for the "
+            "launcher would show it on its command line: put the token into a file that every machine can "
+            f"read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path instead"
+        )
+
+
+def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
+    """Write the variables that the launcher passes to every rank; `path`. Raises ConfigError for a secret."""
+    for name, value in variables.items():
+        if secrets.is_secret(name) or secrets.redact(value) != value:
+            raise ConfigError(
+                f"trainer.env.{name} looks like a secret, and the launcher would show it on its command line "
+                "on every machine of the hostfile: set it in the environment of each machine instead"
+            )
+        if "\n" in value:
+            raise ConfigError(f"trainer.env.{name} has a line break, which the launcher cannot hand on")
+    path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+    return path.absolute()
+
+
+# --- the launcher's process ---------------------------------------------------------------------------------
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """Rank processes below the launcher's process id, on this machine."""
+
+    def is_rank(process: psutil.Process) -> bool:
+        try:
+            return any(part.startswith(("--local_rank=", TITLE)) for part in process.cmdline())
+        except psutil.Error:
+            return False
+
+    try:
+        children = psutil.Process(launcher).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if is_rank(child)]
+
+
+def _forward() -> None:
+    """Forward every stop signal of this process to the ranks, as soon as there are any."""
+    while True:
+        signal.sigwait(_STOPPING)
+        while not (ranks := ranks_of(os.getpid())):
+            time.sleep(_LOOK_SECONDS)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+
+
 def _free_port() -> int:
     """A port that was free a moment ago, for the ranks to meet at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def ranks_of(launcher: int) -> list[psutil.Process]:
-    """Rank processes below the launcher's process id, on this machine."""
-    try:
-        children = psutil.Process(launcher).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if _is_rank(child)]
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    """Whether a process is a rank, before or after it took its title."""
-    try:
-        line = process.cmdline()
-    except psutil.Error:
-        return False
-    return any(part.startswith(("--local_rank=", TITLE)) for part in line)
-
-
-def ask_to_stop(launcher: int) -> int:
-    """Send SIGTERM to every rank below the launcher; how many there were."""
-    ranks = ranks_of(launcher)
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    return len(ranks)
-
-
-def heed_signals() -> None:
-    """Let a rank receive what its launcher blocked."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-
-
-def _forward() -> None:
-    """Hand every stop signal of this process on to the ranks, as soon as there are any."""
-    while True:
-        signal.sigwait(_STOPPING)
-        while ask_to_stop(os.getpid()) == 0:
-            time.sleep(_LOOK_SECONDS)
 
 
 def main() -> None:

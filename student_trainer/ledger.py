@@ -6,8 +6,8 @@
 
 Each line is forced to disk before its step is reported, so the files prove what the weights were trained on.
 "weights" is the checksum of the rank's shards after the step: trained again after a resume, the step must
-show it again. "chain" is a digest over the line and the chain of the line before it: a line that was altered,
-left out, repeated or moved shows. A crash can spoil the last line alone, of a step that was not reported yet.
+have it again. "chain" is a digest over the line and the chain of the line before it: it reveals a line that
+was altered, left out, repeated or moved. A crash can spoil the last line alone, of a step not yet reported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Step(msgspec.Struct, forbid_unknown_fields=True):
     weights: str
 
 
-L = TypeVar("L", _First, _Step)
+Line = TypeVar("Line", _First, _Step)
 
 
 class Ledger:
@@ -94,11 +94,11 @@ def _digest(before: bytes, text: bytes) -> bytes:
 
 @dataclass
 class Lineage:
-    """What the files of one lineage say, all ranks together."""
+    """The content of the files of one lineage, all ranks together; made by `read` for the audit."""
 
     parent: Version | None = None
     start: int | None = None
-    """Step that it begins at; None: no file has said so."""
+    """Step that it begins at; None: no file says so."""
     steps: dict[int, list[str]] = field(default_factory=dict)
     """Step after it → ids it trained on."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def _texts(path: Path) -> Iterator[bytes]:
         yield linked[1] + b"}"
 
 
-def _decode(path: Path, text: bytes, kind: type[L]) -> L:
+def _decode(path: Path, text: bytes, kind: type[Line]) -> Line:
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
@@ -170,22 +170,18 @@ def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]
     """
     same: list[Version] = []
     other: list[Version] = []
+    roots: list[int] = []
     for number, lineage in sorted(lineages.items()):
-        before = _before(number, lineages)
+        source = roots[-1:] if lineage.parent is None else [lineage.parent.lineage]
+        before = lineages.get(source[0]) if source else None
+        if lineage.parent is None:
+            roots.append(number)
         for step, now in sorted(lineage.shown.items()):
             then = {} if before is None else before.shown.get(step, {})
             if rows_of(now) != rows_of(then):
                 break
             (same if now == then else other).append(Version(number, step))
     return same, other
-
-
-def _before(number: int, lineages: dict[int, Lineage]) -> Lineage | None:
-    """The lineage that held the same weights where this one began."""
-    if (parent := lineages[number].parent) is not None:
-        return lineages.get(parent.lineage)
-    roots = [earlier for earlier in lineages if earlier < number and lineages[earlier].parent is None]
-    return lineages[max(roots)] if roots else None
 
 
 def rows_of(shown: dict[int, tuple[tuple[str, ...], str]]) -> dict[int, tuple[str, ...]]:

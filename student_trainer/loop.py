@@ -2,38 +2,34 @@
 
     batch (agreed by all ranks) → step → ledger → publish → checkpoint → report → the same again, until Stop
 
-Every rank goes through the same collectives in the same order; whatever only one rank knows (a signal, a
-Stop, an anchor that is due) goes through `Ranks.highest` first.
+Every rank runs the same collectives in the same order; what only one rank knows (a signal, a Stop, an anchor
+that is due) is agreed on by `Ranks.highest` first.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
-from typing import Any
 
-from student_trainer.batch_client import BatchSource
-from student_trainer.controller_client import Controller
-from student_trainer.disk_full import all_done
+from student_trainer.config import TrainerConfig
+from student_trainer.controller_client import LAST_WORDS_SECONDS, ControllerClient
+from student_trainer.engine import Learner, after
 from student_trainer.ledger import Ledger
-from student_trainer.ranks import Ranks
-from student_trainer.transports import WeightTransport
-from sync.errors import DataError
-from sync.wire import CheckpointSaved, StepReport, Stop, TrainBatch, Version, Wait
+from student_trainer.ranks import Ranks, all_done
+from student_trainer.transports import Publishing
+from sync.errors import DataError, StoreError
+from sync.wire import CheckpointSaved, FinalDigests, StepReport, Stop, TrainBatch, Version, Wait
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
-"""Between two times that the ranks tell each other that a version is still on its way."""
+"""Between two exchanges of the ranks about a version that is still on its way."""
 _UNSETTLED = 2.0
 
 
 class Outcome(IntEnum):
-    """What a rank got for its poll; the highest one counts for all."""
+    """What a rank's poll returned; the highest one counts for all."""
 
     BATCH = 0
     WAIT = 1
@@ -45,55 +41,46 @@ class Outcome(IntEnum):
 
 @dataclass
 class Trainer:
-    """One rank of a running trainer; `version` moves with every step, the rest stays."""
+    """One rank of a running trainer."""
 
-    version: Version
-    step: Callable[[TrainBatch], dict[str, float]]
-    """Train on a batch; metrics. Collective."""
-    save: Callable[[Version], Path | None]
-    """Write a checkpoint; its folder. None: the disk is full, and the run was asked to stop. Collective."""
-    shown: Callable[[], str]
-    """Checksum of this rank's shards as they are now."""
-    source: BatchSource
-    controller: Controller
-    transport: WeightTransport
-    ledger: Ledger
+    config: TrainerConfig
     ranks: Ranks
-    interrupted: threading.Event
-    publish_every: int
-    checkpoint_every: int
-    """Steps; 0: not by their number."""
-    checkpoint_seconds: float
-    """By rank 0's clock; 0: not by time."""
-    saved: Version | None = None
+    learner: Learner
+    client: ControllerClient
+    publishing: Publishing
+    ledger: Ledger
+    saved: Version | None = field(default=None, init=False)
     """The newest checkpoint of this start: the same version is not written over it."""
-    saved_at: float = field(default_factory=time.monotonic)
+    saved_at: float = field(default_factory=time.monotonic, init=False)
     """Monotonic time of that, or of the start."""
+
+    @property
+    def version(self) -> Version:
+        """Of the weights; every step makes the next one."""
+        return self.learner.version
 
 
 def train(trainer: Trainer) -> Outcome:
-    """Train until told to stop; why it stopped. A checkpoint is saved when the ending asks for one."""
+    """Train until Stop or a signal; which of them. A checkpoint ends it unless Stop asks for none."""
     while True:
-        with Stopwatch() as clock:
-            outcome, batch = agreed_batch(trainer)
-            clock.lap("wait")
-            if batch is None:
-                break
-            trainer.source.expect(after(trainer.version))
-            metrics = trainer.step(batch)
-            trainer.version = after(trainer.version)
-            record(trainer, [id for rows in batch.micro_batches for id in rows.ids])
-            clock.lap("train")
-            if trainer.version.step % trainer.publish_every == 0:
-                publish(trainer)
-            clock.lap("publish")
-            if checkpoint_due(trainer):
-                checkpoint(trainer)
-            clock.lap("checkpoint")
+        watch = Stopwatch()
+        outcome, batch = agreed_batch(trainer)
+        watch.lap("wait")
+        if batch is None:
+            break
+        trainer.client.expect(after(trainer.version))
+        metrics = trainer.learner.train(batch)
+        record(trainer, batch)
+        watch.lap("train")
+        if trainer.version.step % trainer.config.weights.publish_every == 0:
+            publish(trainer)
+        watch.lap("publish")
+        if checkpoint_due(trainer):
+            checkpoint(trainer)
+        watch.lap("checkpoint")
         if trainer.ranks.rank == 0:
-            trainer.controller.tell(
-                StepReport(version=trainer.version, metrics=metrics, seconds=clock.seconds)
-            )
+            report = StepReport(version=trainer.version, metrics=metrics, seconds=watch.seconds)
+            trainer.client.report(report)
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
     return outcome
@@ -107,12 +94,16 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     answer: TrainBatch | Wait | Stop = Wait()
     while True:
         if isinstance(answer, Wait):
-            answer = trainer.source.poll(trainer.version, trainer.interrupted)
-        own = outcome_of(answer, trainer.interrupted.is_set())
+            answer = trainer.client.poll(trainer.version)
+        own = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
         outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
-            check_version(answer, trainer.version)
+            if answer.version != trainer.version:  # its ages would be wrong
+                raise DataError(
+                    f"batch is for {answer.version}, the trainer is at {trainer.version}: controller and "
+                    "trainer disagree"
+                )
             return outcome, answer
         if outcome is Outcome.PUBLISH:
             publish(trainer)
@@ -121,10 +112,8 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
             return outcome, None
 
 
-def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
-    """What this rank brings to the agreement."""
-    if interrupted:
-        return Outcome.INTERRUPTED
+def outcome_of(answer: TrainBatch | Wait | Stop) -> Outcome:
+    """What the controller's answer asks for."""
     if isinstance(answer, Stop):
         return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
     if isinstance(answer, Wait):
@@ -132,30 +121,17 @@ def outcome_of(answer: TrainBatch | Wait | Stop, interrupted: bool) -> Outcome:
     return Outcome.BATCH
 
 
-def check_version(batch: TrainBatch, version: Version) -> None:
-    """Refuse a batch made for other weights: its ages would be wrong."""
-    if batch.version != version:
-        raise DataError(
-            f"batch is for {batch.version}, the trainer is at {version}: controller and trainer disagree"
-        )
-
-
-def record(trainer: Trainer, ids: list[str]) -> None:
-    """Put the step into the ledger on every rank, before anybody hears of it. Collective."""
-    step, weights = trainer.version.step, trainer.shown()
+def record(trainer: Trainer, batch: TrainBatch) -> None:
+    """Write the step into the ledger on every rank, before it is reported. Collective."""
+    step, weights = trainer.version.step, trainer.learner.weights.checksum()
+    ids = [id for rows in batch.micro_batches for id in rows.ids]
     all_done(trainer.ranks, "the ledger", lambda: trainer.ledger.record(step, ids, weights))
 
 
 def publish(trainer: Trainer) -> None:
     """Send the weights on their way once the version before has arrived or failed. Collective."""
-    trainer.transport.publish(trainer.version, settle(trainer))
-
-
-def arrived(trainer: Trainer) -> bool:
-    """Whether the newest version is out, once all that was sent has arrived or failed. Collective."""
-    settle(trainer)
-    missing = trainer.ranks.rank == 0 and trainer.transport.arrived != trainer.version
-    return not trainer.ranks.highest(missing)
+    anchor = settle(trainer)
+    trainer.publishing.publish(trainer.version, anchor)
 
 
 def settle(trainer: Trainer) -> bool:
@@ -163,41 +139,64 @@ def settle(trainer: Trainer) -> bool:
 
     Ranks that wait for one whose disk is full stay in touch: no collective runs into its time-out.
     """
-    while (vote := trainer.ranks.highest(_settled(trainer.transport))) == _UNSETTLED:
+    publishing = trainer.publishing
+    while True:
+        own = float(publishing.anchor_due) if publishing.settle(SETTLE_SECONDS) else _UNSETTLED
+        if (vote := trainer.ranks.highest(own)) != _UNSETTLED:
+            return bool(vote)
         log.info("a version up to %s is still on its way", trainer.version)
-    return bool(vote)
-
-
-def _settled(transport: WeightTransport) -> float:
-    """Whether an anchor is due, or that a version is still on its way."""
-    return float(transport.anchor_due) if transport.settle(SETTLE_SECONDS) else _UNSETTLED
 
 
 def checkpoint_due(trainer: Trainer) -> bool:
     """Whether this step ends with a checkpoint: by its number, or by rank 0's clock. Collective."""
-    if trainer.checkpoint_every and trainer.version.step % trainer.checkpoint_every == 0:
+    settings = trainer.config.trainer
+    if settings.checkpoint_every and trainer.version.step % settings.checkpoint_every == 0:
         return True
-    if not trainer.checkpoint_seconds:
+    if not settings.checkpoint_minutes:
         return False
-    overdue = time.monotonic() - trainer.saved_at >= trainer.checkpoint_seconds
+    overdue = time.monotonic() - trainer.saved_at >= 60 * settings.checkpoint_minutes
     return bool(trainer.ranks.highest(trainer.ranks.rank == 0 and overdue))
 
 
 def checkpoint(trainer: Trainer) -> None:
-    """Save where the trainer stands, unless that is done already, and say so. Collective."""
+    """Save the trainer's state, unless that is done already, and report it. Collective."""
     if trainer.saved == trainer.version:
         return
-    path = trainer.save(trainer.version)
+    path = trainer.learner.save()
     if path is None:
         return
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
-        trainer.controller.tell(CheckpointSaved(version=trainer.version, path=str(path)))
+        trainer.client.report(CheckpointSaved(version=trainer.version, path=str(path)))
 
 
-def after(version: Version) -> Version:
-    """The version that the next step makes."""
-    return Version(version.lineage, version.step + 1)
+def finish(trainer: Trainer, outcome: Outcome) -> None:
+    """Publish what is not yet out, report its digests, and leave a model folder. Collective.
+
+    When the last version could not be published, no digests are reported, and StoreError is raised behind
+    all that unless the run was interrupted: another start publishes it from its checkpoint, newly named.
+    """
+    learner, first = trainer.learner, trainer.ranks.rank == 0
+    if trainer.publishing.newest != trainer.version:
+        publish(trainer)
+    settle(trainer)
+    is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
+    trainer.publishing.close()
+    digests = learner.weights.digests()
+    if is_out and first:
+        trainer.client.report(FinalDigests(version=trainer.version, digests=digests))
+    if outcome is not Outcome.INTERRUPTED:
+        learner.export(trainer.config.run_dir / "final")
+    trainer.client.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
+    if not is_out:
+        problem = (
+            f"the last version {trainer.version} was not published, so no replica can be compared with it: "
+            "mend what its publication met and start the trainer again"
+        )
+        if outcome is not Outcome.INTERRUPTED:
+            raise StoreError(problem)
+        log.error("%s", problem)
+    log.info("finished at %s", trainer.version)
 
 
 class Stopwatch:
@@ -205,13 +204,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-
-    def __enter__(self) -> Stopwatch:
         self._last = time.monotonic()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """Nothing to release."""
 
     def lap(self, name: str) -> None:
         """Give the time since the last lap to `name`."""

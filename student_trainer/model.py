@@ -12,18 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from student_trainer.batch import MicroBatch, future_credit
-from student_trainer.head import (
-    HeadShape,
-    HeadWeights,
-    Supervision,
-    chunked_loss,
-    log_probs,
-    project,
-    token_logp,
-)
-from student_trainer.objectives.importance import Discount
-from student_trainer.objectives.terms import Objective
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
+from student_trainer.objectives.targets import Targets, future_credit
 from sync.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,36 +32,17 @@ class Head(nn.Module):
         self.shape = shape
         self.chunk = chunk
 
-    def forward(self, hidden_CH: Tensor, job: Job | None) -> Any:
-        """Loss sum and statistics of `job`; without one, the raw projection [C, V]."""
+    def forward(self, hidden_CH: Tensor, targets: Targets | None, loss: Loss | None) -> Any:
+        """Loss sum and statistics (see head.chunked_loss); without targets, the raw projection [C, V]."""
         head = HeadWeights(self.weight, self.bias, self.shape)
-        if job is None:
+        if targets is None or loss is None:
             return project(hidden_CH, self.weight, self.bias)
-        work = job.work
-        if job.discount is not None:
-            targets = work.targets
+        if loss.discount is not None and targets.row_N is not None:
             logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
-            factor_C = job.discount.factor(logp_C, targets)
-            future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, job.row_C)
-            work = replace(work, targets=replace(targets, future_N=future_C))
-        return chunked_loss(hidden_CH, head, work, job.objective, self.chunk)
-
-
-class Job:
-    """What is asked of the head for one micro-batch; not a container that DeepSpeed looks into."""
-
-    def __init__(
-        self,
-        batch: MicroBatch,
-        objective: Objective,
-        discount: Discount | None,
-        heads: tuple[HeadWeights, ...],
-        teachers: int = 0,
-    ) -> None:
-        self.work = Supervision(batch.targets, batch.teacher_C, batch.teacher_hidden_CG, heads, teachers)
-        self.row_C = batch.row_C
-        self.objective = objective
-        self.discount = discount
+            factor_C = loss.discount.factor(logp_C, targets)
+            future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, targets.row_N)
+            targets = replace(targets, future_N=future_C)
+        return chunked_loss(hidden_CH, head, targets, loss, self.chunk)
 
 
 class Student(nn.Module):
@@ -82,23 +53,28 @@ class Student(nn.Module):
         self.model = model
         self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
 
-    def forward(self, tokens_RL: Tensor, positions_C: Tensor, job: Job | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        tokens_RL: Tensor,
+        positions_C: Tensor,
+        targets: Targets | None = None,
+        loss: Loss | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Loss sum over the C positions and statistics (see head.chunked_loss).
 
-        Without a job: log p [C, V] at temperature 1, ours and the model's own, for `check_head`.
+        Without targets: log p [C, V] at temperature 1, ours and the model's own, for `check_head`.
         """
         base = plain(self.model).base_model
         hidden_RLH = base(input_ids=tokens_RL, use_cache=False).last_hidden_state
         hidden_CH = hidden_RLH.flatten(0, 1).index_select(0, positions_C)
-        if job is not None:
-            loss, stats = self.head(hidden_CH, job)
-            return loss, stats
+        if targets is not None:
+            total, stats = self.head(hidden_CH, targets, loss)
+            return total, stats
         shape = replace(self.head.shape, temperature=1.0)
         theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False).logits
         theirs_CV = theirs_RLV.flatten(0, 1).index_select(0, positions_C)[:, : shape.vocab]
-        return log_probs(self.head(hidden_CH, None)[:, : shape.vocab], shape), theirs_CV.float().log_softmax(
-            1
-        )
+        ours_CV = log_probs(self.head(hidden_CH, None, None)[:, : shape.vocab], shape)
+        return ours_CV, theirs_CV.float().log_softmax(1)
 
 
 def plain(model: nn.Module) -> Any:
@@ -129,7 +105,7 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     """
     tokens_RL = torch.arange(12, device=device).remainder(student.head.shape.vocab).reshape(1, 12)
     run.eval()
-    ours_CV, theirs_CV = run(tokens_RL, torch.arange(12, device=device), None)
+    ours_CV, theirs_CV = run(tokens_RL, torch.arange(12, device=device))
     run.train()
     difference = float((ours_CV - theirs_CV).abs().max())
     precise = student.head.weight.dtype == torch.float32

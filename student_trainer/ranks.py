@@ -1,16 +1,44 @@
-"""What the ranks tell each other besides gradients, in the same order everywhere."""
+"""How the ranks meet, what they exchange besides gradients, and how they wait together for disk space.
+
+On one machine they meet at the launcher's file, so that no port is opened. On several they meet at rank 0's
+MASTER_ADDR:MASTER_PORT, set by the deepspeed launcher. torch's own store would listen there on every
+interface, and it obeys every client: here it listens on that one address. docs/operations.md has the rule for
+the firewall.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from student_trainer.launch import RENDEZVOUS
+from sync.durable import RETRY_SECONDS, is_full
+from sync.errors import ConfigError
+from sync.server import bind_alone
+
+log = logging.getLogger(__name__)
+_SCHEME: Final = "own-address"
+_DONE, _FULL, _GIVE_UP = range(3)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers. With a world of 1 nothing is sent, and no process group is needed."""
+    """This process among its peers; every rank makes the same calls in the same order.
+
+    With a world of 1 nothing is sent, and no process group is needed.
+    """
 
     rank: int
     world_size: int
@@ -40,21 +68,84 @@ class Ranks:
         rows = every.cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
-    def broadcast(self, body: bytes | None) -> bytes:
+    def broadcast(self, body: bytes) -> bytes:
         """Bytes of rank 0 on every rank, whatever the others pass. Collective."""
-        own = body or b""
-        if self.world_size == 1:
-            return own
-        size = torch.tensor([len(own)], device=self.device)
-        dist.broadcast(size, src=0)
-        if int(size) == 0:
-            return b""
-        content = bytearray(own if self.rank == 0 else bytes(int(size)))
-        data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
-        dist.broadcast(data, src=0)
-        return bytes(data.cpu().numpy().tobytes())
+        return self.collect(body if self.rank == 0 else b"")[0]
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self.world_size > 1:
             dist.barrier()
+
+
+def all_done(
+    ranks: Ranks, what: str, work: Callable[[], None], give_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Repeat `work` on every rank until none meets a full disk, which is logged once. Collective.
+
+    All ranks wait for the one that has no room, so that no collective is left half-way: `work` may be
+    collective only if a full disk makes it raise behind its last collective. False: `give_up` returned True,
+    on any rank, while the disk was full. Other errors are raised.
+    """
+    waiting = False
+    while True:
+        problem: Exception | None = None
+        try:
+            work()
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            if not is_full(error):
+                raise
+            problem = error
+        vote = ranks.highest(_DONE if problem is None else _GIVE_UP if give_up() else _FULL)
+        if vote == _DONE:
+            if waiting:
+                log.warning("there is room again for %s, training goes on", what)
+            return True
+        if vote == _GIVE_UP:
+            log.error("disk full: %s is left out, for the run was asked to stop", what)
+            return False
+        if not waiting:
+            log.error("disk full: %s waits for room, training pauses (%s)", what, problem or "another rank")
+        waiting = True
+        time.sleep(RETRY_SECONDS)
+
+
+# --- where they meet ----------------------------------------------------------------------------------------
+
+
+def meeting_point() -> dict[str, Any]:
+    """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
+    if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {}
+    rank, size = _rank()
+    return {"init_method": os.environ.get(RENDEZVOUS, f"{_SCHEME}://"), "rank": rank, "world_size": size}
+
+
+def _rank() -> tuple[int, int]:
+    """This rank and how many there are, from the launcher's environment."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _at_own_address(
+    url: str, timeout: timedelta = default_pg_timeout, **_: Any
+) -> Iterator[tuple[TCPStore, int, int]]:
+    """torch's rendezvous handler: its store, on a socket that is bound to one address."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = _rank()
+    listening = _listening(host, port) if rank == 0 else None
+    yield TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listening), rank, size
+
+
+def _listening(host: str, port: int) -> int:
+    try:
+        listener = bind_alone(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
+            'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
+        ) from error
+    listener.listen()
+    return listener.detach()
+
+
+register_rendezvous_handler(_SCHEME, _at_own_address)

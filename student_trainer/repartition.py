@@ -12,8 +12,7 @@ a second checkpoint to disk, and loads it with `weights_only=False`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from torch import Tensor
 
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
-
-log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -75,48 +72,37 @@ def rebuild(
     """
     optimizers = [shard["optimizer_state_dict"] for shard in shards]
     masters = [shard["fp32_flat_groups"] for shard in shards]
-    states = [optimizer["state"] for optimizer in optimizers]
     settings = [dict(group) for group in optimizers[0]["param_groups"]]
     for number, group in enumerate(settings):
         group["params"] = [index for index, owner in enumerate(owners) if owner == number]
-    state = {
-        index: {
-            name: _state(
-                [[s[place][name] for s in states] for place in _groups(group)], group, masters, ranks
-            )
-            for name in states[0][group[0].group]
+    state = {}
+    for index, places in enumerate(groups):
+        old = [[optimizer["state"][place.group] for optimizer in optimizers] for place in places]
+        master = masters[0][places[0].group]
+        state[index] = {
+            name: _state([[values[name] for values in of_rank] for of_rank in old], places, master, ranks)
+            for name in old[0][0]
         }
-        for index, group in enumerate(groups)
-    }
-    flat = [joined([[m[p] for m in masters] for p in _groups(group)], group, ranks) for group in groups]
+    flat = [
+        joined([[master[place.group] for master in masters] for place in places], places, ranks)
+        for places in groups
+    ]
     optimizer = {"state": state, "param_groups": settings}
     return {**shards[0], "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
 
 
-def _groups(places: Sequence[Place]) -> Iterator[int]:
-    """Old flat group of each parameter."""
-    return (place.group for place in places)
-
-
-def _state(
-    values: list[list[Any]], places: Sequence[Place], masters: Sequence[Sequence[Tensor]], ranks: Ranks
-) -> Any:
+def _state(values: list[list[Any]], places: Sequence[Place], master: Tensor, ranks: Ranks) -> Any:
     """One state of a flat group: cut like the weights, or a number that all old ranks share."""
-    first, master = values[0][0], masters[0][places[0].group]
+    first = values[0][0]
     if isinstance(first, Tensor) and first.shape == master.shape and first.dim() == 1:
         return joined(values, places, ranks)
-    if not all(_equal(value, first) for of_rank in values for value in of_rank):
+    both = torch.equal if isinstance(first, Tensor) else lambda one, other: one == other
+    if not all(both(value, first) for of_rank in values for value in of_rank):
         raise DataError(
             "the optimizer keeps a state that is neither one value a weight nor the same on all ranks: "
             "resume on as many ranks as wrote the checkpoint"
         )
     return first
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:

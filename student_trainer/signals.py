@@ -1,6 +1,6 @@
-"""Stop signals of a rank, heard even while its main thread is inside a collective.
+"""Stop signals of a rank, heard even while its main thread is inside a collective; and what ends it at once.
 
-    training ──SIGTERM/SIGINT──▶ asked (the step ends, a checkpoint is saved) ──▶ finished
+    training ──SIGTERM/SIGINT──▶ stopping (the step ends, a checkpoint is saved) ──▶ finished
                                    └── another rank of this machine is gone ──▶ exit 1 at once
 
 The launcher sends SIGTERM both to end a run in order and after a rank died; in the second case the others can
@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from types import FrameType
 
 import psutil
 
@@ -27,43 +26,44 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into the event `asked`. Made in the main thread; `finished` ends the watch."""
+    """Turns SIGTERM and SIGINT into the event `stopping`; made in the main thread."""
 
-    def __init__(self, local_ranks: int, asked: threading.Event) -> None:
-        self.asked = asked
+    def __init__(self, local_ranks: int, stopping: threading.Event) -> None:
+        self._stopping, self._local_ranks = stopping, local_ranks
         self._over = threading.Event()
-        self._local_ranks = local_ranks
-        self._pipe, writer = socket.socketpair()
-        writer.setblocking(False)
-        self._writer = writer
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._pipe, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._heard)
+            signal.signal(number, lambda *_: None)  # the watching thread acts: it needs no main thread
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def finished(self) -> None:
         """Everything is saved on every rank: peers may leave now."""
         self._over.set()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        """Python's half; the event is set by the watching thread, which needs no main thread."""
-
     def _watch(self) -> None:
-        heard = self._pipe.recv(1)
-        log.warning("asked to stop by %s", signal.Signals(heard[0]).name)
-        self.asked.set()
+        received = self._pipe.recv(1)
+        log.warning("asked to stop by %s", signal.Signals(received[0]).name)
+        self._stopping.set()
         while not self._over.wait(_LOOK_SECONDS):
-            if self._siblings() < self._local_ranks:
+            if _siblings() < self._local_ranks:
                 log.error("another rank ended, this one cannot go on")
                 os._exit(1)
 
-    def _siblings(self) -> int:
-        """Ranks of this machine that live, this one included."""
-        try:
-            children = psutil.Process(os.getppid()).children()
-            return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
-        except psutil.Error:
-            return 0
+
+def _siblings() -> int:
+    """Ranks of this machine that are alive, this one included."""
+    try:
+        children = psutil.Process(os.getppid()).children()
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    except psutil.Error:
+        return 0
+
+
+def unblock() -> None:
+    """Let a rank receive what its launcher blocked."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def die_with_parent() -> None:

@@ -17,93 +17,104 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
-from student_trainer.controller_client import Controller
-from student_trainer.weights import Weights
+import tenacity
+
+from student_trainer.controller_client import ControllerClient
+from student_trainer.engine import Learner
 from sync.broadcast import BroadcastSender
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
+from sync.snapshots.admin import Collected
 from sync.snapshots.checkpoint import meta_of
 from sync.wire import Published, Version
 
 log = logging.getLogger(__name__)
-_PATIENCE: Final = 3
+Work = Callable[[], None]
+MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
 _TRIES: Final = 4
-"""How often one version is broadcast, each time without the replicas that were lost in the time before."""
+"""How often one version is broadcast, each time without the replicas that were lost before."""
+_PAUSE_SECONDS: Final = 0.5
+"""Before another try: by then the controller has noticed replicas that died."""
 _COLLECT_SECONDS: Final = 600.0
 """Between two garbage collections of the store."""
-_PAUSE_SECONDS: Final = 0.5
-"""Before another try: whoever died on the way is missed by then."""
 
 
 class WeightTransport(Protocol):
-    """One way to publish. `start` first, `close` last; every method is called on all ranks alike."""
+    """One way for versions to leave; every method is called on all ranks alike."""
 
     @property
     def anchor_due(self) -> bool:
-        """Between `settle` and `publish`: this version should be a full one; any rank may say so."""
+        """The next version should be a whole one; any rank may say so. Read while none is on its way."""
 
-    newest: Version | None
-    """The version published last, or on its way."""
-
-    @property
-    def arrived(self) -> Version | None:
-        """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
-
-    def start(self, version: Version, parent: Version | None) -> None:
-        """Publish what training starts from, and wait until it can be read. Collective."""
-
-    def settle(self, seconds: float | None = None) -> bool:
-        """Wait until the version before can be read, or has failed; False: neither after `seconds`.
-
-        Raises what may not go on.
-        """
-
-    def publish(self, version: Version, anchor: bool) -> None:
-        """Send this version on its way; call `settle` first. Collective."""
+    def stage(self, version: Version, anchor: bool) -> Work | None:
+        """Copy what is published, collectively; what is left to do in the background, None: nothing."""
 
     def close(self) -> None:
-        """Settle, and give up what is held."""
+        """Give up what is held; called once, after the last version arrived or failed."""
 
 
-class Background:
-    """A thread that publishes one version at a time; a store or replica that fails costs that version."""
+class Publishing:
+    """Sends versions by a transport, one at a time. A version whose transport fails is skipped, a few times.
 
-    def __init__(self) -> None:
-        self.failures = 0
-        """In a row, so far."""
+    Order: `start` → (`settle` → `publish`)* → `settle` → `close`.
+    """
+
+    def __init__(self, transport: WeightTransport) -> None:
+        self.newest: Version | None = None
+        """The version published last, or on its way."""
         self.arrived: Version | None = None
-        """The newest version whose work was done."""
+        """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
+        self._transport, self._failures = transport, 0
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Whether nothing runs, after `seconds` at most. Raises what went wrong; of failures, the last of
-        `_PATIENCE`."""
-        if self._running is not None and wait([self._running], seconds).not_done:
-            return False
-        running, self._running = self._running, None
-        if running is not None:
+    @property
+    def anchor_due(self) -> bool:
+        """Between `settle` and `publish`: this version should be a whole one; a failed one left no base."""
+        return self._transport.anchor_due or self._failures > 0
+
+    def start(self, version: Version) -> None:
+        """Publish what training starts from, and wait until it can be read. Collective."""
+        self.publish(version, anchor=True)
+        self.settle()
+
+    def settle(self, seconds: float | None = None) -> bool:
+        """Wait until the version before has arrived or failed; False: neither after `seconds`.
+
+        Raises what went wrong; of failures of store or replica, the last of MAX_FAILURES in a row.
+        """
+        if self._running is not None:
+            if wait([self._running], seconds).not_done:
+                return False
+            running, self._running = self._running, None
             running.result()
         return True
 
-    def submit(self, version: Version, work: Callable[[], None]) -> None:
-        """Start `work`, which publishes `version`; nothing else may be running."""
+    def publish(self, version: Version, anchor: bool) -> None:
+        """Send this version on its way; call `settle` first. Collective."""
         assert self._running is None
-        self._running = self._thread.submit(self._attempt, version, work)
+        self.newest = version
+        if work := self._transport.stage(version, anchor):
+            self._running = self._thread.submit(self._attempt, version, work)
 
-    def _attempt(self, version: Version, work: Callable[[], None]) -> None:
+    def _attempt(self, version: Version, work: Work) -> None:
         try:
             work()
         except (StoreError, Unreachable) as error:
-            self.failures += 1
-            if self.failures >= _PATIENCE:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
                 raise
-            log.error("%s was not published (%d of %d): %s", version, self.failures, _PATIENCE, error)
+            log.error("%s was not published (%d of %d): %s", version, self._failures, MAX_FAILURES, error)
         else:
-            self.failures, self.arrived = 0, version
+            self._failures, self.arrived = 0, version
+
+    def close(self) -> None:
+        """Settle, and give up what is held."""
+        self.settle()
+        self._transport.close()
 
 
 class SnapshotTransport:
@@ -112,89 +123,72 @@ class SnapshotTransport:
     def __init__(
         self,
         publisher: Publisher,
-        weights: Weights,
-        export: Callable[[Path], None],
+        learner: Learner,
+        client: ControllerClient,
         scratch: Path,
-        controller: Controller,
-        rank: int,
-        collect: Callable[[], object] = lambda: None,
+        parent: Version | None,
+        collect: Callable[[], Collected],
     ) -> None:
-        """`export` writes the folder of an anchor, a collective; `scratch` holds it until it is published.
+        """`scratch` holds the folder of an anchor until it is published; `parent`: of the first version.
 
         `collect` removes what a new anchor made superfluous; called on rank 0, beside everything else.
         """
-        self.newest: Version | None = None
-        self._publisher, self._weights, self._export = publisher, weights, export
-        self._scratch, self._controller, self._rank = scratch, controller, rank
+        self._publisher, self._learner, self._client = publisher, learner, client
+        self._scratch, self._parent = scratch, parent
         self._collect, self._collect_at = collect, 0.0
-        self._due = False
-        self._parent: Version | None = None
-        self._background = Background()
+        self._due, self._rank0 = False, learner.ranks.rank == 0
+        if self._rank0:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     @property
     def anchor_due(self) -> bool:
-        """Adapters always go whole; else deltas grew dear, or the last version failed and left no base."""
-        return self._weights.adapters or self._due or self._background.failures > 0
+        """Adapters always go whole; else the deltas since the last anchor cost too much."""
+        return self._learner.weights.adapters or self._due
 
-    @property
-    def arrived(self) -> Version | None:
-        return self._background.arrived
-
-    def start(self, version: Version, parent: Version | None) -> None:
-        self._parent = parent
-        if self._rank == 0:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-        self.publish(version, anchor=True)
-        self.settle()
-
-    def settle(self, seconds: float | None = None) -> bool:
-        return self._background.wait(seconds)
-
-    def publish(self, version: Version, anchor: bool) -> None:
-        self.newest, shards = version, self._weights.snapshot()
+    def stage(self, version: Version, anchor: bool) -> Work:
+        shards = self._learner.weights.snapshot()
         if not anchor:
-            self._background.submit(version, lambda: self._tell(self._publisher.delta(version, shards)))
-            return
+            return lambda: self._report(self._publisher.delta(version, shards))
         folder = self._scratch / str(version)
-        self._export(folder)
-        self._background.submit(version, lambda: self._anchor(version, folder, shards))
+        self._learner.export(folder)
+        return lambda: self._anchor(version, folder, shards)
 
     def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
-        own = folder if self._rank == 0 else None
+        own = folder if self._rank0 else None
         try:
-            kind: Literal["full", "lora"] = "lora" if self._weights.adapters else "full"
+            kind: Any = "lora" if self._learner.weights.adapters else "full"
             report = self._publisher.anchor(version, self._parent, own, shards, kind)
         finally:
             if own is not None:
                 shutil.rmtree(own)
-        self._tell(report)
-        if own is not None and time.monotonic() >= self._collect_at:
+        self._report(report)
+        if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS
             Thread(target=self._collect_garbage, name="collect", daemon=True).start()
 
     def _collect_garbage(self) -> None:
         """What fails, or is cut off by the end of the process, is made up for by a later one."""
         try:
-            self._collect()
+            for odd in self._collect().odd:
+                log.warning("garbage collection left %s: %s", odd.name, odd.problem)
         except (StoreError, SnapshotError) as error:
             log.warning("the store was not collected: %s", error)
 
-    def _tell(self, report: PublishReport) -> None:
+    def _report(self, report: PublishReport) -> None:
         self._due = report.anchor_due
-        if self._rank != 0:
-            return
-        self._controller.tell(
-            Published(
-                version=report.version,
-                kind=report.kind,
-                bytes=report.bytes,
-                full_bytes=report.full_bytes,
-                seconds=report.seconds,
+        if self._rank0:
+            self._client.report(
+                Published(
+                    version=report.version,
+                    kind=report.kind,
+                    bytes=report.bytes,
+                    full_bytes=report.full_bytes,
+                    seconds=report.seconds,
+                )
             )
-        )
 
     def close(self) -> None:
-        self.settle()
+        """Nothing is held."""
 
 
 class BroadcastTransport:
@@ -205,48 +199,27 @@ class BroadcastTransport:
 
     anchor_due = False
 
-    def __init__(
-        self,
-        sender: BroadcastSender | None,
-        weights: Weights,
-        controller: Controller,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`sender` on rank 0, None elsewhere. `stopping`: asked to stop, nothing is tried again."""
-        self.newest: Version | None = None
-        self._sender, self._weights, self._controller = sender, weights, controller
-        self._stopping = stopping
-        self._background = Background()
+    def __init__(self, sender: BroadcastSender | None, learner: Learner, client: ControllerClient) -> None:
+        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried."""
+        self._sender, self._learner, self._client = sender, learner, client
 
-    @property
-    def arrived(self) -> Version | None:
-        return self._background.arrived
+    def stage(self, version: Version, anchor: bool) -> Work | None:
+        tensors, sender = dict(self._learner.weights.gathered()), self._sender
+        return None if sender is None else lambda: self._send(sender, version, tensors)
 
-    def start(self, version: Version, parent: Version | None) -> None:
-        self.publish(version, anchor=True)
-        self.settle()
+    def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(Unreachable),
+            stop=tenacity.stop_after_attempt(_TRIES) | tenacity.stop_when_event_set(self._client.stopping),
+            wait=tenacity.wait_fixed(_PAUSE_SECONDS),
+            before_sleep=lambda state: log.warning(
+                "%s; %s goes to those that are left", state.outcome and state.outcome.exception(), version
+            ),
+            reraise=True,
+        )
+        retrying(self._send_once, sender, version, tensors)
 
-    def settle(self, seconds: float | None = None) -> bool:
-        return self._background.wait(seconds)
-
-    def publish(self, version: Version, anchor: bool) -> None:
-        self.newest, tensors = version, dict(self._weights.gathered())
-        if self._sender is not None:
-            self._background.submit(version, lambda: self._send(version, tensors))
-
-    def _send(self, version: Version, tensors: dict[str, Any]) -> None:
-        for attempt in range(1, _TRIES + 1):
-            try:
-                self._send_once(version, tensors)
-                return
-            except Unreachable as error:
-                if attempt == _TRIES or self._stopping():
-                    raise
-                log.warning("%s; %s goes to those that are left", error, version)
-                time.sleep(_PAUSE_SECONDS)
-
-    def _send_once(self, version: Version, tensors: dict[str, Any]) -> None:
-        assert self._sender is not None
+    def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
         started = time.monotonic()
         size = sum(tensor.nbytes for tensor in tensors.values())
         published = Published(
@@ -255,40 +228,15 @@ class BroadcastTransport:
             bytes=size,
             full_bytes=size,
             seconds=0.0,
-            rendezvous=self._sender.address,
+            rendezvous=sender.address,
         )
-        audience = self._controller.audience(published)
+        audience = self._client.audience(published)
         metas = [meta_of(name, tensor) for name, tensor in tensors.items()]
         group, replicas = audience.group, audience.world_size - 1
         log.info("%s goes to %d replicas as broadcast %s", version, replicas, group)
-        self._sender.send(audience, metas, tensors.items(), lambda: self._controller.lost(group))
+        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(group))
         log.info("%s went to %d replicas in %.3f s", version, replicas, time.monotonic() - started)
 
     def close(self) -> None:
-        self.settle()
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
-
-
-class NullTransport:
-    """Nothing is published, only remembered: for tests of training alone."""
-
-    anchor_due = False
-    newest: Version | None = None
-
-    @property
-    def arrived(self) -> Version | None:
-        return self.newest
-
-    def start(self, version: Version, parent: Version | None) -> None:
-        self.newest = version
-
-    def publish(self, version: Version, anchor: bool) -> None:
-        self.newest = version
-
-    def settle(self, seconds: float | None = None) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing."""

@@ -2,35 +2,37 @@
 
 Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
 end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once;
-a parameter that fuses several checkpoint tensors is cut where they meet (`student_trainer.layout`).
+a parameter that fuses several checkpoint tensors is cut where they meet (`layout`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer.checksum import checksum
-from student_trainer.disk_full import all_done
-from student_trainer.layout import alone, layout
 from student_trainer.model import Student
-from student_trainer.ranks import Ranks
+from student_trainer.ranks import Ranks, all_done
 from sync.delta.codec import Bits
 from sync.errors import ConfigError
 from sync.publish import Slice
 from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
 
-log = logging.getLogger(__name__)
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "f4"}
+DTYPES: Final = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
-_SIGNED = {2: torch.int16, 4: torch.int32}
+_SIGNED: Final = {2: torch.int16, 4: torch.int32}
+_ADAPTER: Final = ".default."
+_NUMBER: Final = 1 << 40
+"""A probe's elements are parameter number × this + flat element."""
 
 
 class Weights:
@@ -40,12 +42,14 @@ class Weights:
     """
 
     def __init__(self, student: Student, ranks: Ranks) -> None:
-        self._student, self._ranks = student, ranks
+        self._model: Any = student.model
+        self._ranks = ranks
         self.adapters = hasattr(student.model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
-        self.parameters = trained_parameters(student.model) if self.adapters else whole_model(student.model)
+        self.parameters = trained_parameters(student.model)
         shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
-        self.pieces = alone(shapes) if self.adapters else layout(student.model, shapes)
+        alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
+        self.pieces = alone if self.adapters else layout(student.model, shapes)
         """Parameter → the checkpoint tensors in it."""
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
@@ -54,7 +58,7 @@ class Weights:
 
     @property
     def fingerprint(self) -> str:
-        """Names the model's checkpoint: tensors, shapes, precision."""
+        """Identifies the model's checkpoint: tensors, shapes, precision."""
         return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
 
     def _slices(self, name: str) -> list[tuple[Slice, int]]:
@@ -84,7 +88,7 @@ class Weights:
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
         for name, parameter in self.parameters.items():
-            with _whole(parameter):
+            with _gathered(parameter):
                 own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
                 tensor = own.to("cpu", copy=True)
             yield name, tensor
@@ -104,7 +108,7 @@ class Weights:
         named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
         return {name: digest(bits(tensor.flatten())) for name, tensor in named}
 
-    def shown(self) -> str:
+    def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
         held = {name: sum(part.count for part, _ in self._slices(name)) for name in self.parameters}
         return checksum(_local(self.parameters[name])[:count] for name, count in held.items())
@@ -112,40 +116,31 @@ class Weights:
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self._whole_parameters())
-        all_done(self._ranks, str(folder), lambda: self._write(folder, tokenizer, state))
 
-    def _write(self, folder: Path, tokenizer: Any, state: dict[str, Tensor]) -> None:
-        """Rank 0's part of `save_folder`; the others have none."""
-        model: Any = self._student.model
-        if self._ranks.rank == 0 and self.adapters:
-            model.save_pretrained(folder, state_dict={in_memory(name): state[name] for name in state})
-            # peft's empty model card would be a fifth of a small adapter
-            (folder / "README.md").unlink(missing_ok=True)
-        elif self._ranks.rank == 0:
-            model.save_pretrained(folder, state_dict=state)
-            tokenizer.save_pretrained(folder)
-        if self._ranks.rank == 0:
+        def write() -> None:
+            if self._ranks.rank != 0:
+                return
+            if self.adapters:  # `lora_A.weight` in the folder is `lora_A.default.weight` in memory
+                split = ((name.rpartition("."), tensor) for name, tensor in state.items())
+                named = {f"{stem}{_ADAPTER}{last}": tensor for (stem, _, last), tensor in split}
+                self._model.save_pretrained(folder, state_dict=named)
+                # peft's empty model card would be a fifth of a small adapter
+                (folder / "README.md").unlink(missing_ok=True)
+            else:
+                self._model.save_pretrained(folder, state_dict=state)
+                tokenizer.save_pretrained(folder)
             let_others_read(folder)
 
-
-_ADAPTER = ".default."
-
-
-def whole_model(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by its name; a tied one once."""
-    return dict(model.named_parameters())
+        all_done(self._ranks, str(folder), write)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of peft's adapter by their names in its folder, where the adapter's own name is left out."""
+    """Every parameter by its checkpoint name, a tied one once; of an adapter (peft) the trained ones alone,
+    by their names in its folder, where the adapter's own name is left out."""
+    if not hasattr(model, "peft_config"):
+        return dict(model.named_parameters())
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name.replace(_ADAPTER, "."): parameter for name, parameter in trained.items()}
-
-
-def in_memory(name: str) -> str:
-    """Inverse of the renaming of `trained_parameters`, for LoRA's matrices."""
-    stem, _, last = name.rpartition(".")
-    return f"{stem}{_ADAPTER}{last}"
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -171,10 +166,153 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().flatten() if shard is None else shard
 
 
-def _whole(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-    """The parameter gathered on every rank, for reading."""
+def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+    """The parameter whole on every rank, for reading."""
     if not hasattr(parameter, "ds_tensor"):
         return contextlib.nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter])
+
+
+# --- where checkpoint tensors lie in parameters ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor as a flat range of one parameter."""
+
+    name: str
+    """In the checkpoint."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    start: int
+    """Its first element in the flat parameter."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def layout(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+    """Parameter → the checkpoint tensors that tile it, in flat order.
+
+    Most lie alone in a parameter of the same name and shape. transformers fuses the experts of a layer: the
+    checkpoint has `experts.3.up_proj.weight`, memory has `experts.gate_up_proj`, whose flat elements are gate
+    and up of expert 0, of expert 1, … Such a tensor is still one flat range of its parameter, so a shard of
+    the parameter is, in checkpoint coordinates, ranges of a few tensors: nothing has to be gathered.
+
+    Found by letting transformers convert probes whose elements say where they come from; a probe has at most
+    two columns, so it is small. Raises ConfigError when a checkpoint tensor is no flat range of one
+    parameter (transposed, interleaved or joined from several).
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = list(shapes)
+    probes = {name: _probe(i, shapes[name]) for i, name in enumerate(names)}
+    try:
+        written = revert_weight_conversion(model, probes)
+        pieces = [_piece(name, tensor, names, shapes) for name, tensor in written.items()]
+    except (ValueError, RuntimeError) as error:
+        raise _refusal(model, str(error)) from None
+    found: dict[str, list[Piece]] = {name: [] for name in names}
+    for name, piece in sorted(pieces, key=lambda one: one[1].start):
+        found[name].append(piece)
+    for name, parts in found.items():
+        ends = list(itertools.accumulate((part.count for part in parts), initial=0))
+        if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
+            raise _refusal(model, f"{name} is not tiled by {[part.name for part in parts[:3]]}")
+    return found
+
+
+def _probe(number: int, shape: tuple[int, ...]) -> Tensor:
+    """Where each of the first two columns' elements lies."""
+    if len(shape) < 2:
+        return torch.arange(math.prod(shape)).reshape(shape) + number * _NUMBER
+    rows, columns = math.prod(shape[:-1]), torch.arange(min(2, shape[-1]))
+    places = torch.arange(rows).unsqueeze(1) * shape[-1] + columns
+    return places.reshape(*shape[:-1], len(columns)) + number * _NUMBER
+
+
+def _piece(
+    name: str, probe: Tensor, names: list[str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, Piece]:
+    """(parameter, piece) of a converted probe. Raises ValueError when it is no flat range."""
+    number, start = divmod(int(probe.flatten()[0]), _NUMBER)
+    source = shapes[names[number]]
+    shape = tuple(probe.shape)
+    if len(source) >= 2:
+        shape = (*shape[:-1], source[-1])
+    expected = _probe(number, shape) + start
+    if probe.shape != expected.shape or not torch.equal(probe, expected):
+        raise ValueError(f"{name} is no flat range of {names[number]}")
+    return names[number], Piece(name, shape, start)
+
+
+def _refusal(model: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {why}; only "
+        "tensors that are flat ranges of a parameter can be published from shards"
+    )
+
+
+# --- checksum -----------------------------------------------------------------------------------------------
+
+BLOCK: Final = 1 << 15
+"""Elements that share a factor r; a CPU's cache holds so many as int64, and as many k."""
+_BLOCKS_AT_ONCE: Final = 128
+"""Of a GPU: 32 MiB for a moment."""
+_STREAM_R: Final = 1 << 32
+"""Where the numbers r begin in the sequence that k begins."""
+
+
+def checksum(shards: Iterable[Tensor]) -> str:
+    """16 hex digits of the bits of flat bf16 or fp32 tensors, in their order. Each begins a block.
+
+        block b of 2¹⁵ elements        s_b = Σ_j k_j · x_bj        x: the element's bits as a signed integer
+        all blocks, in order           c   = Σ_b r_b · s_b         everything modulo 2⁶⁴
+
+    Computed where the tensors lie; of a GPU's, eight bytes a block come to the host. k and r are fixed odd
+    pseudo-random numbers of 64 bits. Sums modulo 2⁶⁴ do not depend on their order, so that every device and
+    every way to cut the work gives the same c. A single changed element is always seen, since odd numbers
+    have inverses. That several changes cancel has a chance of about 2⁻⁶³; at worst, where they are of sign
+    bits alone, of 2⁻⁴⁸ for bf16 and 2⁻³² for fp32. This detects accidents, not forgeries: what is published
+    has BLAKE3 digests.
+    """
+    numbers = (shard.detach().view(_SIGNED[shard.itemsize]) for shard in shards)
+    sums = [part for one in numbers for part in (_host_sums if one.is_cpu else device_sums)(one)]
+    s = np.concatenate([np.zeros(0, np.int64), *(one.cpu().numpy() for one in sums)]).view(np.uint64)
+    return f"{int((s * odd_numbers(len(s), _STREAM_R)).sum(dtype=np.uint64)):016x}"
+
+
+def _host_sums(numbers_N: Tensor) -> Iterator[Tensor]:
+    """int64: s of every block of a tensor in host memory; numpy is the faster one there."""
+    k, array = _keys(numbers_N.device).numpy(), numbers_N.numpy()
+    parts = (array[start : start + BLOCK].astype(np.int64) for start in range(0, len(array), BLOCK))
+    yield torch.tensor([int(part.dot(k[: len(part)])) for part in parts], dtype=torch.int64)
+
+
+def device_sums(numbers_N: Tensor) -> Iterator[Tensor]:
+    """int64: the same for a tensor on any device, where it lies; of several blocks at a time."""
+    k = _keys(numbers_N.device)
+    for part in numbers_N.split(BLOCK * _BLOCKS_AT_ONCE):
+        wide, whole = part.long(), len(part) // BLOCK * BLOCK
+        yield wide[:whole].view(-1, BLOCK).mul_(k).sum(1)
+        if whole < len(part):
+            yield wide[whole:].mul_(k[: len(part) - whole]).sum(0, keepdim=True)
+
+
+@cache
+def _keys(device: torch.device) -> Tensor:
+    """int64 [BLOCK]: k"""
+    return torch.from_numpy(odd_numbers(BLOCK, 0).view(np.int64)).to(device)
+
+
+def odd_numbers(count: int, first: int) -> np.ndarray:
+    """uint64: a part of one fixed sequence, SplitMix64 with its lowest bit set."""
+    mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    odd: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return odd

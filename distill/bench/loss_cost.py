@@ -29,14 +29,14 @@ import numpy as np
 
 from distill.bench.objective import configured
 from distill.bench.runner import Figures, markdown, write_report
-from student_trainer.objectives.needs import needs
+from student_trainer.objectives.config import needs
 from sync.errors import DistillError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from student_trainer.head import HeadWeights, Supervision
-    from student_trainer.objectives.terms import Targets
+    from student_trainer.head import HeadWeights, Loss
+    from student_trainer.objectives.targets import Targets
 
 log = logging.getLogger(__name__)
 FULL_ARRAYS: Final = 6
@@ -85,54 +85,54 @@ def measure(case: Case) -> Cost:
 
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
-    hidden_CH, head, work = _inputs(case)
+    hidden_CH, head, targets, spec = _inputs(case)
     before = _reset_peak(case.device)
-    loss, seconds = _once(case, hidden_CH, head, work)
+    loss, seconds = _once(case, hidden_CH, head, targets, spec)
     peak = _peak(case.device) - before
-    _, again = _once(case, hidden_CH, head, work)
+    _, again = _once(case, hidden_CH, head, targets, spec)
     return Cost(peak, min(seconds, again), loss)
 
 
-def _once(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> tuple[float, float]:
+def _once(
+    case: Case, hidden_CH: Tensor, head: HeadWeights, targets: Targets, spec: Loss
+) -> tuple[float, float]:
     import torch
 
     hidden_CH.grad = head.weight_VH.grad = None
     now = time.perf_counter if case.device == "cuda" else time.process_time
     begun = now()
-    loss = _loss(case, hidden_CH, head, work)
+    loss = _loss(case, hidden_CH, head, targets, spec)
     loss.backward()
     if case.device == "cuda":
         torch.cuda.synchronize()
     return float(loss.detach()), now() - begun
 
 
-def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, work: Supervision) -> Tensor:
+def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, targets: Targets, spec: Loss) -> Tensor:
     import torch
 
     from student_trainer.head import chunked_loss, log_probs, project
     from student_trainer.objectives.diagnostics import diagnose
-    from student_trainer.objectives.registry import build
 
-    objective = build(configured(case.objective, case.k))
     if case.way == "chunked":
-        return chunked_loss(hidden_CH, head, work, objective, case.chunk)[0]
-    targets = work.targets
-    if work.teacher_hidden_CG is not None:
-        teacher, hidden_CG = work.heads[0], work.teacher_hidden_CG
+        return chunked_loss(hidden_CH, head, targets, spec, case.chunk)[0]
+    if targets.teacher_hidden_NG is not None:
+        teacher, hidden_CG = spec.heads[0], targets.teacher_hidden_NG
         with torch.no_grad():
             logq_CV = log_probs(project(hidden_CG, teacher.weight_VH, teacher.bias_V), teacher.shape)
         targets = replace(targets, teacher_logp_NV=logq_CV)
     logp_CV = log_probs(project(hidden_CH, head.weight_VH, head.bias_V), head.shape)
-    loss = objective(logp_CV, targets)[0].sum()
+    loss = spec.objective(logp_CV, targets)[0].sum()
     diagnose(logp_CV.detach(), targets)  # the chunked loss gives these figures too
     return loss
 
 
-def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Supervision]:
+def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Targets, Loss]:
     """Random hidden states, head and the scores that the objective needs, on the case's device."""
     import torch
 
-    from student_trainer.head import HeadShape, HeadWeights, Supervision
+    from student_trainer.head import HeadShape, HeadWeights, Loss
+    from student_trainer.objectives.divergences import build
 
     dtype = torch.bfloat16 if case.device == "cuda" else torch.float32
     shape, count = HeadShape(case.vocabulary), case.tokens
@@ -145,21 +145,18 @@ def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Supervision]:
 
     with torch.device(case.device):
         student = HeadWeights(weight().requires_grad_(), None, shape)
-        teacher = needs(configured(case.objective, case.k)).hidden
-        work = Supervision(
-            _targets(case),
-            torch.zeros(count, dtype=torch.int64),
-            hidden() if teacher else None,
-            (HeadWeights(weight(), None, shape),) if teacher else (),
-        )
-        return hidden().requires_grad_(), student, work
+        config = configured(case.objective, case.k)
+        teacher = needs(config).hidden
+        targets = replace(_targets(case), teacher_hidden_NG=hidden() if teacher else None)
+        spec = Loss(build(config), heads=(HeadWeights(weight(), None, shape),) if teacher else ())
+        return hidden().requires_grad_(), student, targets, spec
 
 
 def _targets(case: Case) -> Targets:
     """Random scores; the top-k ids of a token are all different and hold 97 % of the teacher's mass."""
     import torch
 
-    from student_trainer.objectives.terms import Targets
+    from student_trainer.objectives.targets import Targets
 
     count, k, stretch = case.tokens, case.k, case.vocabulary // case.k
     ids_CK = logq_CK = None

@@ -38,7 +38,7 @@ from distill.run_log.audit import audit
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
-from student_trainer.objectives.needs import needs
+from student_trainer.objectives.config import needs
 from sync.jsonl import JsonLines
 from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TeacherInfo, TrainBatch, Version, Want
 

@@ -30,13 +30,12 @@ from distill.evaluation.evaluation import LanguageModel, Limits, evaluate, sampl
 from distill.evaluation.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, spellings
-from student_trainer.batch import MicroBatch, collate
-from student_trainer.head import RHO_MAX, HeadShape, HeadWeights
-from student_trainer.model import Job, Student, head_shape
-from student_trainer.objectives.config import SFT, ObjectiveConfig
-from student_trainer.objectives.needs import needs, student_topk
-from student_trainer.objectives.registry import build, discount
-from student_trainer.objectives.terms import STATS
+from student_trainer.batch import collate
+from student_trainer.head import RHO_MAX, HeadShape, HeadWeights, Loss
+from student_trainer.model import Student, head_shape
+from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk
+from student_trainer.objectives.diagnostics import STATS
+from student_trainer.step import loss_of
 from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions
@@ -262,7 +261,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self._student.parameters(), trial.rate, BETAS, weight_decay=0.0)
         self._delayed = Delayed(self._live, trial.lag)
         self._generator = torch.Generator().manual_seed(trial.seed)
-        self._objective = build(objective)
+        self._loss = self._make_loss()
         self._by_teacher = isinstance(objective, SFT)
         self._seconds: dict[str, list[Seconds]] = defaultdict(list)
         self.steps = self.tokens = self.bytes = 0
@@ -304,22 +303,22 @@ class Learner:
         micro = collate(rows, self.steps, self._world.vocab)
         for group in self._optimizer.param_groups:
             group["lr"] = self._trial.rate * min(1.0, (self.steps + 1) / WARM_UP_STEPS)
-        loss, stats = self._student(micro.tokens_RL, micro.positions_C, self._job(micro))
-        (loss / micro.counts.tokens).backward()
+        loss, stats = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss)
+        (loss / micro.counts["tokens"]).backward()
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._age += micro.counts.age
+        self._age += micro.counts["age"]
         for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
             self._sums[name] += value
 
-    def _job(self, micro: MicroBatch) -> Job:
+    def _make_loss(self) -> Loss:
         heads: tuple[HeadWeights, ...] = ()
         if needs(self._config).hidden:
             head = self._world.teacher.head
             shape = HeadShape(self._world.vocab, head.scale, head.soft_cap)
             heads = (HeadWeights(head.weight_VH, head.bias_V, shape),)
-        return Job(micro, self._objective, discount(self._config), heads)
+        return loss_of(self._config, (), heads)
 
     def point(self) -> Point:
         """The student as it is now, on held-out prompts."""

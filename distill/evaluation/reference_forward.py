@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from distill.evaluation.evaluation import LanguageModel
-from student_trainer.objectives.config import SFT, ForwardTopK, ObjectiveConfig, StudentTopK, TopK
-from student_trainer.objectives.needs import teacher_temperature
-from student_trainer.objectives.registry import build
-from student_trainer.objectives.terms import Objective, Targets, at
+from student_trainer.objectives.config import (
+    SFT,
+    ForwardTopK,
+    ObjectiveConfig,
+    StudentTopK,
+    TopK,
+    teacher_temperature,
+)
+from student_trainer.objectives.divergences import Objective, build
+from student_trainer.objectives.targets import Targets, at
 from sync.wire import ProbeReply, ProbeRequest, ReferenceScores, ScoreSequence, pack, unpack
 
 

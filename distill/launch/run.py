@@ -41,7 +41,7 @@ from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal
 from distill.run_log.records import Opened
 from distill.run_log.segments import read_all
-from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
 from sync.client import token_from_environment
 from sync.durable import write_json

@@ -17,7 +17,7 @@ from distill.models import check_folder, longest_sequence
 from distill.preflight.machine import check_processor, runs_vllm
 from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk, teacher_temperature
+from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
 from teacher_service.describe import load_tokenizer

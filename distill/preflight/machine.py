@@ -18,7 +18,7 @@ from typing import Final
 from distill.config import RunConfig
 from distill.models import count_parameters, text_config
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.objectives.needs import needs, student_topk
+from student_trainer.objectives.config import needs, student_topk
 from sync.errors import ConfigError
 from sync.settings import ModelSource
 from teacher_service.config import TeacherConfig

@@ -1,4 +1,8 @@
-"""Which objective is optimised; formulas and sources are in docs/objectives.md."""
+"""Which objective is minimised, and what it needs from the teacher. Formulas and sources: docs/objectives.md.
+
+No torch here: the controller and the preflight read these too. The table `divergences.DIVERGENCES` shows what
+an objective consists of.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from sync.settings import Settings
+from sync.wire import Want
 
 Cap = Annotated[
     Annotated[float, Field(gt=0)] | None, AfterValidator(lambda cap: None if cap == math.inf else cap)
 ]
-"""TOML knows no None: inf is another way to write it."""
+"""TOML has no None: inf is another way to write it."""
 
 
 class TaskReward(Settings):
@@ -34,16 +39,16 @@ class Mixing(Settings):
     coefficient: float = Field(1.0, gt=0)
     """λ: weight of the divergence from the teacher, against a `task` of weight 1."""
     teacher_coefficients: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Teacher's name → a further factor of λ for the samples it marks; teachers not named: 1."""
+    """Teacher's name → a further factor of λ for the samples it scores; teachers not named: 1."""
     task: TaskReward | None = None
     """None: the divergence alone."""
     on_policy: float = Field(1.0, ge=0, le=1)
-    """Share of the rollouts that the student writes. The teacher writes the others (teacher engine
+    """Share of the rollouts that the student generates. The teacher generates the others (teacher engine
     "transformers" or "vllm"), and they are learned by cross-entropy."""
     teacher_temperature: Literal["one", "rollout"] = "one"
-    """Temperature at which the teacher is compared with the student, who stands at rollout.temperature. one:
-    its own distribution, which the student then matches when it is sampled at rollout.temperature. rollout:
-    the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
+    """Temperature of the teacher's distribution; the student's is taken at rollout.temperature. one: the
+    teacher's own distribution, which the student then matches when it is sampled at rollout.temperature.
+    rollout: the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
 
@@ -79,7 +84,7 @@ class StudentTopK(PolicyGradientTerms):
 
     type: Literal["student_topk"] = "student_topk"
     k: int = Field(64, ge=1)
-    """Ids per position that the replica returns and the teacher marks."""
+    """Ids per position that the replica returns and the teacher scores."""
 
 
 class ForwardTopK(Mixing):
@@ -113,14 +118,37 @@ class SkewReverse(Mixing):
 
 
 class SFT(PolicyGradientTerms):
-    """Cross-entropy on the teacher's own samples: cold start and baseline; what the student writes, if
-    anything, is learned as by `sampled`."""
+    """Cross-entropy on the teacher's own samples: cold start and baseline. Samples of the student, if any,
+    are learned as by `sampled`."""
 
     type: Literal["sft"] = "sft"
     on_policy: float = Field(0.0, ge=0, le=1)
-    """Share of the rollouts that the student writes; 0: none."""
+    """Share of the rollouts that the student generates; 0: none."""
 
 
 ObjectiveConfig = Annotated[
     Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT, Field(discriminator="type")
 ]
+
+
+def teacher_temperature(objective: ObjectiveConfig, rollouts: float) -> float:
+    """Temperature at which q is taken where the rollouts are sampled at temperature `rollouts`."""
+    return rollouts if objective.teacher_temperature == "rollout" else 1.0
+
+
+def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
+    """What is requested from the teacher at each completion position; `rollouts`: their temperature.
+
+    `student_topk` is scored at ids that the request carries (ScoreSequence.gather_ids): no more is wanted
+    here. The teacher sends its entropy unless its whole distribution is rebuilt from hidden states.
+    """
+    temperature = teacher_temperature(objective, rollouts)
+    if isinstance(objective, Full | JSD | SkewReverse):
+        return Want(hidden=True, temperature=temperature)
+    topk = objective.k if isinstance(objective, TopK | ForwardTopK) else 0
+    return Want(topk=topk, entropy=True, temperature=temperature)
+
+
+def student_topk(objective: ObjectiveConfig) -> int:
+    """Ids per position that the rollout engine returns (Sampling.student_topk); 0: none."""
+    return objective.k if isinstance(objective, StudentTopK) else 0

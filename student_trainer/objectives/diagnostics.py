@@ -1,22 +1,48 @@
 """Statistics of every step, whatever the objective: sums over tokens, without gradient.
 
-ρ = p(y)/μ(y) of the tokens that the student wrote
+ρ = p(y)/μ(y) of the tokens that the student generated
 fresh: tokens sampled from these very weights, where ρ should be 1
 fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
-score_gap = |log q(y) of the teacher's dense marks − log q(y) as sent|: rounding, when both are right
+score_gap = |log q(y) of the teacher's dense scores − log q(y) as sent|: rounding, when both are right
 student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.importance import ratio
-from student_trainer.objectives.terms import Targets, at, own
+from student_trainer.objectives.targets import Targets, at, own, ratio
 
+COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded")
+"""Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
+version's step − the token's step, R · L."""
+MEANS: Final = {
+    "loss": ("loss", "denominator"),
+    "reverse_kl": ("reverse_kl", "own_tokens"),
+    "student_entropy": ("student_entropy", "tokens"),
+    "teacher_entropy": ("teacher_entropy", "teacher_entropy_tokens"),
+    "rho_mean": ("rho", "own_tokens"),
+    "rho_squared_mean": ("rho_squared", "own_tokens"),
+    "mismatch_kl": ("fresh_kl", "fresh_tokens"),
+    "score_gap": ("score_gap", "score_gap_tokens"),
+    "student_mass": ("student_mass", "support_tokens"),
+    "teacher_mass": ("teacher_mass", "support_tokens"),
+    "topk_overlap": ("overlap", "overlap_tokens"),
+    "truncation_rate": ("truncated", "rows"),
+    "age_mean": ("age", "tokens"),
+    "tokens_per_slot": ("tokens", "padded"),
+}
+"""Metric of a step → (sum, count) over all ranks whose quotient it is; left out where the count is 0. A new
+metric is a row here, and its sums in `diagnose`."""
+_SUMS = (name for pair in MEANS.values() for name in pair)
+STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
+"""Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
+`reverse_kl`, `rho` and `rho_squared` are of them alone."""
 _OVERLAP_TOKENS = 64
-"""Tokens of a chunk whose overlap is looked at: a top-k over the vocabulary is dear."""
+"""Tokens of a chunk whose overlap is computed: a top-k over the vocabulary is expensive."""
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
 from distill.trainer_api.http_api import answered, exposition, listen
-from student_trainer.controller_client import HttpController, beat
+from student_trainer.controller_client import ControllerClient
 from sync.client import BlockingPeer
 from sync.errors import ConfigError, RemoteError
 from sync.wire import (
@@ -133,7 +133,7 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
     await client.call("/v1/hello", hello(2), TrainerWelcome)
     for rank in range(2):
         await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
-    beat(client.peer, Heartbeat(version=Version(0, 0), rank=0), 0.05)
+    ControllerClient(client.peer).beat(Version(0, 0), 0.05)
     assert await asyncio.wait_for(hung.get(), 20) == "trainer"
     await asyncio.to_thread(until, lambda: run.heartbeats.watched == [0])
     assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
@@ -336,11 +336,11 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
 
 
 async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:
-    lost = await asyncio.to_thread(HttpController(remote.peer).lost, "0-7")
+    lost = await asyncio.to_thread(ControllerClient(remote.peer).lost, "0-7")
     assert "broadcast 0-7 is over, the newest is None" in (lost or "")
 
 
 def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
     peer = BlockingPeer("http://127.0.0.1:1", TOKEN)
-    assert HttpController(peer).lost("0-1") is None
+    assert ControllerClient(peer).lost("0-1") is None
     peer.close()

@@ -27,7 +27,7 @@ from student_trainer.objectives.config import (
     SkewReverse,
     TopK,
 )
-from student_trainer.objectives.registry import build
+from student_trainer.objectives.divergences import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
 from teacher_service.engines.base import Item, ScoreOptions
 

@@ -1,4 +1,4 @@
-"""The road of broadcasts: whoever is lost is left out, and the rest get the very version."""
+"""Broadcasts: a lost replica is left out, and the rest get the very version."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
-from student_trainer.controller_client import HttpController, SilentController
-from student_trainer.transports import BroadcastTransport
-from student_trainer.weights import Weights
+from student_trainer.controller_client import ControllerClient
+from student_trainer.transports import BroadcastTransport, Publishing
 from sync.broadcast import BroadcastSender, Reception
 from sync.client import BlockingPeer
 from sync.errors import SnapshotError, Unreachable
-from sync.wire import Audience, BroadcastTicket, Published, RunIdentity, TrainerWelcome, Version
+from sync.wire import Audience, BroadcastTicket, Published, Version
 
-WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
 VERSION = Version(0, 3)
 
 
-class Two(Weights):
+class TwoTensors(RecordedLearner):
     """Two tensors and no model."""
 
     def __init__(self) -> None:
-        """Nothing to look at."""
+        super().__init__()
+        self.weights = self
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.arange(5.0)
         yield "b", torch.ones(2, 2, dtype=torch.bfloat16)
 
 
-class Seating(SilentController):
+class Listeners(RecordedClient):
     """One replica that listens, and `dead` broadcasts with a second one that died before it came."""
 
     def __init__(self, dead: int) -> None:
-        super().__init__(WELCOME)
+        super().__init__()
         self.receptions: list[Reception] = []
         self._dead = dead
 
     def audience(self, published: Published) -> Audience:
         assert published.rendezvous is not None
-        self.told.append(published)
-        group, size = f"0-{len(self.told)}", 3 if len(self.told) <= self._dead else 2
+        self.reported.append(published)
+        group, size = f"0-{len(self.reported)}", 3 if len(self.reported) <= self._dead else 2
         self.receptions.append(Reception(BroadcastTicket(published.rendezvous, group, 1, size), 3600.0))
         return Audience(group=group, world_size=size)
 
@@ -57,30 +57,30 @@ def sender() -> BroadcastSender:
     return BroadcastSender("127.0.0.1", 0, timeout=3600.0)
 
 
-def test_a_version_goes_to_those_that_are_left(
+def test_a_version_goes_to_the_replicas_that_are_left(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Seating(dead=2)
-    transport = BroadcastTransport(sender, Two(), controller)
+    controller = Listeners(dead=2)
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
     transport.publish(VERSION, anchor=False)
     transport.settle()
-    assert [event.version for event in controller.told if isinstance(event, Published)] == [VERSION] * 3
+    assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
     for left in controller.receptions[:2]:
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
     received = controller.receptions[-1].result().tensors
-    assert all(torch.equal(received[name], tensor) for name, tensor in Two().gathered())
+    assert all(torch.equal(received[name], tensor) for name, tensor in TwoTensors().gathered())
     assert caplog.text.count("student-1: killed") == 2
     transport.close()
 
 
-def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
+def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
-    controller = Seating(dead=12)
-    transport = BroadcastTransport(sender, Two(), controller)
+    controller = Listeners(dead=12)
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
     for _ in range(2):
         transport.publish(VERSION, anchor=False)
         transport.settle()
@@ -88,7 +88,7 @@ def test_a_version_that_nobody_takes_is_given_up_and_the_run_goes_on(
     transport.publish(VERSION, anchor=False)
     with pytest.raises(Unreachable, match="student-1: killed"):
         transport.settle()
-    assert len(controller.told) == 12
+    assert len(controller.reported) == 12
 
 
 # --- a stop while the controller is gone -------------------------------------------------------------------
@@ -118,19 +118,18 @@ def asked_in(seconds: float) -> threading.Event:
     return stopping
 
 
-def test_who_would_listen_is_not_waited_for_after_a_stop(gone: str, short: None) -> None:
-    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
-    with pytest.raises(Unreachable, match=r"of the stop signal who listens to L000-v00000003"):
+def test_after_a_stop_the_receivers_are_not_waited_for(gone: str, short: None) -> None:
+    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+    with pytest.raises(Unreachable, match=r"of the stop signal the receivers of L000-v00000003"):
         controller.audience(PUBLISHED)
     controller.close(0.0)
 
 
-def test_a_broadcast_under_way_is_given_up_after_a_stop(
-    gone: str, short: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    stopping = asked_in(0.5)
-    controller = HttpController(BlockingPeer(gone, timeout=6.0), stopping=stopping)
-    transport = BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), Two(), controller, stopping.is_set)
+def test_a_stop_ends_a_broadcast_under_way(gone: str, short: None, caplog: pytest.LogCaptureFixture) -> None:
+    controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
+    transport = Publishing(
+        BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), TwoTensors(), controller)
+    )
     transport.publish(Version(0, 3), anchor=False)
     transport.close()
     assert "L000-v00000003 was not published (1 of 3)" in caplog.text

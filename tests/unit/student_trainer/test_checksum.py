@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from student_trainer import checksum as module
-from student_trainer.checksum import BLOCK, checksum, device_sums, odd_numbers
+from student_trainer import weights as module
+from student_trainer.weights import BLOCK, checksum, device_sums, odd_numbers
 
 LENGTHS = [0, 1, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7]
 
@@ -34,13 +34,13 @@ def defined(shards: list[torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_what_it_is_defined_to_be(dtype: torch.dtype) -> None:
+def test_the_checksum_is_its_definition(dtype: torch.dtype) -> None:
     assert checksum(weights(dtype)) == defined(weights(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("blocks", [1, 2, 256])
-def test_the_way_of_a_gpu_gives_the_same_however_the_work_is_cut(
+def test_the_gpu_path_gives_the_same_for_every_split(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, blocks: int
 ) -> None:
     monkeypatch.setattr(module, "_BLOCKS_AT_ONCE", blocks)
@@ -55,7 +55,7 @@ def test_shards_may_begin_anywhere_in_memory() -> None:
         assert checksum([moved]) == checksum([shard])
 
 
-def test_it_is_the_same_tomorrow() -> None:
+def test_the_checksum_of_fixed_weights_is_fixed() -> None:
     """Ledgers of different days are compared."""
     assert checksum([]) == "0" * 16
     assert checksum([torch.arange(40000.0)]) == "91402e566d9ef200"
@@ -74,7 +74,7 @@ def test_every_single_bit_counts(position: int, bit: int) -> None:
 
 
 @given(st.data())
-def test_swapped_elements_are_seen_near_and_far(data: Any) -> None:
+def test_swapped_elements_change_the_checksum(data: Any) -> None:
     shards, last = weights(torch.bfloat16), LENGTHS[-1] - 1
     one, other = (data.draw(st.integers(0, last)) for _ in range(2))
     before, kept = checksum(shards), shards[-1].clone()
@@ -82,7 +82,7 @@ def test_swapped_elements_are_seen_near_and_far(data: Any) -> None:
     assert (checksum(shards) == before) is torch.equal(shards[-1], kept)
 
 
-def test_a_zero_is_not_a_negative_zero_and_nans_have_payloads() -> None:
+def test_signed_zeros_and_nan_payloads_count() -> None:
     assert checksum([torch.tensor([0.0])]) != checksum([torch.tensor([-0.0])])
     nans = [torch.tensor([0x7FC00000 + i], dtype=torch.int32).view(torch.float32) for i in (0, 1)]
     assert checksum(nans[:1]) != checksum(nans[1:])

@@ -26,10 +26,11 @@ from student_trainer.objectives.config import (
     SkewReverse,
     StudentTopK,
     TopK,
+    needs,
+    student_topk,
 )
-from student_trainer.objectives.importance import Discount
-from student_trainer.objectives.needs import needs, student_topk
-from student_trainer.objectives.registry import build, discount
+from student_trainer.objectives.divergences import build, discount
+from student_trainer.objectives.targets import Discount
 from sync.errors import ConfigError
 from sync.settings import read_settings
 from sync.wire import Want
@@ -116,7 +117,7 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
 
 
 @pytest.mark.parametrize("lr", [3e-6, None])
-def test_a_json_that_says_what_the_key_says_is_accepted(lr: float | None) -> None:
+def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
     overrides = {} if lr is None else {"optimizer.params.lr": lr}
     merged = deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
     assert merged["optimizer"]["params"]["lr"] == 3e-6
@@ -136,7 +137,7 @@ def test_a_json_that_says_what_the_key_says_is_accepted(lr: float | None) -> Non
         },
     ],
 )
-def test_whatever_deepspeed_reads_is_accepted(overrides: dict[str, Any]) -> None:
+def test_every_field_that_deepspeed_reads_is_accepted(overrides: dict[str, Any]) -> None:
     deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
 
 
@@ -160,7 +161,7 @@ def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
         read_settings(TrainerConfig, tmp_path / "none.json")
 
 
-def test_the_launcher_is_told_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_gets_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
@@ -203,7 +204,7 @@ def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
     assert [words[2:] for words in started] == [["--hostfile", "hosts", "--module", "m"]] * 2
 
 
-def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_passed_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     argv, _ = launch.command(config(JSONS[0], ranks=2, devices="4,6"), Path("t.json"))
     assert argv[argv.index("--include") + 1] == "localhost:4,6"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
@@ -213,7 +214,7 @@ def test_devices_are_named_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> N
         launch.command(config(JSONS[0], ranks=2, devices="4"), Path("t.json"))
 
 
-def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
+def test_every_objective_has_a_divergence_and_states_its_needs() -> None:
     wants = [
         (Sampled(), Want(entropy=True), 0),
         (TopK(k=7), Want(topk=7, entropy=True), 0),
@@ -233,7 +234,7 @@ def test_every_objective_has_a_function_and_says_what_it_needs() -> None:
 
 
 def test_what_the_controller_imports_brings_no_torch() -> None:
-    code = "import sys, student_trainer.objectives.needs, student_trainer.launch, student_trainer.ledger"
+    code = "import sys, student_trainer.objectives.config, student_trainer.launch, student_trainer.ledger"
     code += ", student_trainer.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -248,7 +249,7 @@ def test_head_shapes_of_model_families() -> None:
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
 
 
-def test_a_cap_is_taken_away_by_infinity_which_toml_can_write() -> None:
+def test_infinity_in_toml_removes_a_cap() -> None:
     assert Sampled.model_validate({"rho_cap": math.inf}) == Sampled.model_validate({"rho_cap": None})
     with pytest.raises(ValidationError, match="greater than 0"):
         Sampled.model_validate({"rho_cap": 0.0})

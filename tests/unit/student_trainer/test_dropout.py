@@ -20,7 +20,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_a_model_in_training_gives_the_logits_of_one_that_is_not(config: Any) -> None:
+def test_training_mode_does_not_change_the_logits(config: Any) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.arange(12)[None]

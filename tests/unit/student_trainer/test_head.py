@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from student_trainer.head import HeadShape, HeadWeights, Supervision, chunked_loss
-from student_trainer.objectives.full import full
-from student_trainer.objectives.terms import Targets
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
+from student_trainer.objectives.divergences import full
+from student_trainer.objectives.targets import Targets
 
 C, V, H = 96, 40, 6
 
@@ -30,54 +30,55 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Supervision]:
+def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Targets, Loss]:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(C, H, generator=g), torch.randn(V, H, generator=g)
     token = torch.randint(0, V, (C,), generator=g)
-    targets = Targets(token, torch.full((C,), -3.0), torch.full((C,), -3.0), token >= 0)
     heads = tuple(
         HeadWeights(torch.randn(V, 3 + i, generator=g), None, HeadShape(V)) for i in range(teachers)
     )
     teacher_hidden = torch.randn(C, 2 + teachers, generator=g)
-    return hidden, weight, Supervision(targets, torch.arange(C) % teachers, teacher_hidden, heads)
+    low = torch.full((C,), -3.0)
+    targets = Targets(
+        token, low, low, token >= 0, teacher_N=torch.arange(C) % teachers, teacher_hidden_NG=teacher_hidden
+    )
+    return hidden, weight, targets, Loss(full, heads=heads)
 
 
 @pytest.mark.parametrize("chunk", [8, 16])
 def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
-    hidden, weight, supervision = work()
+    hidden, weight, targets, loss = work()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        loss, _ = chunked_loss(
-            leaves[0], HeadWeights(leaves[1], None, HeadShape(V)), supervision, full, chunk
-        )
-        loss.backward()
+        total, _ = chunked_loss(leaves[0], HeadWeights(leaves[1], None, HeadShape(V)), targets, loss, chunk)
+        total.backward()
     assert largest.elements <= max(chunk * V, C * H, V * H)
     assert largest.elements < C * V
 
 
 def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
-    hidden, weight, supervision = work(teachers=3)
+    hidden, weight, targets, loss = work(teachers=3)
     head = HeadWeights(weight, None, HeadShape(V))
-    value, _ = chunked_loss(hidden.requires_grad_(), head, supervision, full, 16)
+    value, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 16)
     logp = (hidden @ weight.t()).log_softmax(1)
     expected = 0.0
-    assert supervision.teacher_hidden_CG is not None
-    for index, teacher in enumerate(supervision.heads):
-        mine = supervision.teacher_C == index
-        own = supervision.teacher_hidden_CG[mine][:, : teacher.weight_VH.shape[1]]
+    assert targets.teacher_hidden_NG is not None
+    for index, teacher in enumerate(loss.heads):
+        mine = targets.teacher_N == index
+        own = targets.teacher_hidden_NG[mine][:, : teacher.weight_VH.shape[1]]
         logq = (own @ teacher.weight_VH.t()).log_softmax(1)
         expected += float((logp[mine].exp() * (logp[mine] - logq)).sum().detach())
     assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_bf16_head_sums_in_fp32() -> None:
-    hidden, weight, supervision = work()
+    hidden, weight, targets, loss = work()
     rounded = hidden.bfloat16(), weight.bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in rounded]
         head = HeadWeights(leaves[1], None, HeadShape(V))
-        value, _ = chunked_loss(leaves[0], head, supervision, full, 8)
+        value, _ = chunked_loss(leaves[0], head, targets, loss, 8)
         value.backward()
         results.append(
             (float(value.detach()), [leaf.grad.float() for leaf in leaves if leaf.grad is not None])
@@ -88,11 +89,11 @@ def test_a_bf16_head_sums_in_fp32() -> None:
 
 
 def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
-    hidden, weight, supervision = work()
+    hidden, weight, targets, loss = work()
     padded = torch.cat([weight, torch.full((4, H), 50.0)]).requires_grad_()
     whole = weight.clone().requires_grad_()
     values = [
-        chunked_loss(hidden, HeadWeights(leaf, None, HeadShape(V)), supervision, full, 16)[0]
+        chunked_loss(hidden, HeadWeights(leaf, None, HeadShape(V)), targets, loss, 16)[0]
         for leaf in (whole, padded)
     ]
     for value in values:

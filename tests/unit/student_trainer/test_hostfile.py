@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from student_trainer.hostfile import check_reach, read_hosts, write_environment
+from student_trainer.launch import check_reach, read_hosts, write_environment
 from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
 from sync.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_settings_travel_and_secrets_do_not(tmp_path: Path) -> None:
     assert not (tmp_path / "refused.env").exists()
 
 
-def test_the_token_is_read_from_a_file_where_the_variable_does_not_reach(
+def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "token"

@@ -24,7 +24,8 @@ from small_disk import mounted
 from distill.bench.faults import fill, free
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
-from student_trainer import disk_full as room
+from student_trainer import ranks as room
+from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
@@ -69,9 +70,13 @@ class FileEngine:
         return folder, loaded
 
 
+def index_of(version: Version, fingerprint: str, run_id: str | None = None, ranks: int = 1) -> Index:
+    return Index(str(version), ranks, fingerprint, run_id)
+
+
 def saved(folder: Path, *steps: int, keep: int = 2) -> None:
     for step in steps:
-        checkpoint.save(FileEngine(f"at {step}"), folder, Version(0, step), "print", ALONE, keep)
+        checkpoint.save(FileEngine(f"at {step}"), folder, index_of(Version(0, step), "print"), ALONE, keep)
 
 
 def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) -> None:
@@ -81,17 +86,16 @@ def test_the_newest_checkpoint_comes_back_with_its_random_state(tmp_path: Path) 
     torch.manual_seed(99)
     engine, path = FileEngine(), checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
-    assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+    assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
     assert engine.state == "at 4"
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
-    checkpoint.save(FileEngine(), tmp_path, Version(0, 4), "print", ALONE, 2, run_id="aa")
-    assert checkpoint.run_of(checkpoint.find(tmp_path, None, ALONE)) == "aa"
-    assert checkpoint.run_of(checkpoint.find(tmp_path, str(Version(0, 2)), ALONE)) is None
-    assert checkpoint.run_of(None) is None
+    checkpoint.save(FileEngine(), tmp_path, index_of(Version(0, 4), "print", "aa"), ALONE, 2)
+    path = checkpoint.find(tmp_path, None, ALONE)
+    assert path is not None
+    assert checkpoint.load(FileEngine(), path, "print", ALONE).run_id == "aa"
 
 
 class On(Ranks):
@@ -131,11 +135,11 @@ def test_a_checkpoint_moves_between_cpus_and_gpus(
     said: str,
 ) -> None:
     states = States(monkeypatch)
-    checkpoint.save(FileEngine("at 2"), tmp_path, Version(0, 2), "print", On(before), 2)
+    checkpoint.save(FileEngine("at 2"), tmp_path, index_of(Version(0, 2), "print"), On(before), 2)
     expected = torch.rand(3)
     path = checkpoint.find(tmp_path, None, ALONE)
     assert path is not None
-    assert checkpoint.load(FileEngine(), path, "print", On(now)) == Version(0, 2)
+    assert checkpoint.load(FileEngine(), path, "print", On(now)).version == str(Version(0, 2))
     assert torch.equal(torch.rand(3), expected)
     assert len(states) == (before == now == "cuda")
     assert [record.getMessage().count(said) for record in caplog.records] == [1] * bool(said)
@@ -174,7 +178,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
     "index",
     [b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}", b"7"],
 )
-def test_an_index_of_other_bytes_is_refused_whatever_they_are(tmp_path: Path, index: bytes) -> None:
+def test_an_index_of_any_other_bytes_is_refused(tmp_path: Path, index: bytes) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
     with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
@@ -244,7 +248,8 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
 
     def work(one: Together) -> Path | None:
         threading.current_thread().name = f"rank {one.rank}"
-        checkpoint.save(RankEngine(one.rank), tmp_path, Version(0, 2), "print", one, 2)
+        index = index_of(Version(0, 2), "print", ranks=2)
+        checkpoint.save(RankEngine(one.rank), tmp_path, index, one, 2)
         return checkpoint.find(tmp_path, None, one)
 
     with ThreadPoolExecutor(2) as threads:
@@ -311,7 +316,7 @@ def nothing(*_: Any) -> None:
         (checkpoint.durable, "write", nothing),
     ],
 )
-def test_a_full_disk_is_waited_for_and_never_leaves_half_a_checkpoint_as_latest(
+def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -349,7 +354,7 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         assert seen == [disk / str(Version(0, 2))] * 2
         engine, path = FileEngine(), checkpoint.find(disk, None, ALONE)
         assert path is not None
-        assert checkpoint.load(engine, path, "print", ALONE) == Version(0, 4)
+        assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
         assert engine.state == "at 4"
         assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
@@ -359,13 +364,15 @@ def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
 ) -> None:
     saved(tmp_path, 2)
     full_once(monkeypatch, torch, "save", half)
-    stopping = partial(checkpoint.save, FileEngine("at 4"), tmp_path, Version(0, 4), "print", ALONE, 2)
+    stopping = partial(
+        checkpoint.save, FileEngine("at 4"), tmp_path, index_of(Version(0, 4), "print"), ALONE, 2
+    )
     assert stopping(lambda: True) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
     assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
-def test_the_ledger_joins_ranks_and_tells_lineages_apart(tmp_path: Path) -> None:
+def test_the_ledger_joins_ranks_and_separates_lineages(tmp_path: Path) -> None:
     first = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for rank, part in enumerate(first):
@@ -379,7 +386,7 @@ def test_the_ledger_joins_ranks_and_tells_lineages_apart(tmp_path: Path) -> None
     assert lineages[0].shown[2] == {0: (("20",), "bits 2"), 1: (("21",), "bits 2")}
 
 
-def test_a_step_that_was_trained_again_must_show_the_same_bits(tmp_path: Path) -> None:
+def test_a_repeated_step_must_have_the_same_bits(tmp_path: Path) -> None:
     first = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3, 4):
         first.record(step, [f"r{step}"], f"bits {step}")
@@ -399,7 +406,7 @@ def test_a_start_from_the_model_folder_repeats_the_newest_earlier_one(tmp_path: 
     assert repeated(read(tmp_path)) == ([Version(1, 1)], [Version(2, 1)])
 
 
-def test_a_line_that_finds_no_room_is_not_there_at_all(
+def test_a_line_is_whole_or_absent_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Ledger(tmp_path, Version(0, 0), None, 0)
@@ -435,7 +442,7 @@ def test_a_line_that_a_crash_cut_off_does_not_count(tmp_path: Path) -> None:
     assert (lineage.steps, lineage.damage) == ({1: ["a"]}, [])
 
 
-def test_a_rank_that_had_room_does_not_write_its_line_again_while_another_waits(
+def test_a_rank_writes_its_line_once_while_another_waits_for_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "time", SimpleNamespace(sleep=lambda _: None))
@@ -472,7 +479,7 @@ def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> Non
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
     for version in (Version(0, 8), Version(1, 2), Version(2, 3)):
-        checkpoint.save(FileEngine(), tmp_path, version, "print", ALONE, 2)
+        checkpoint.save(FileEngine(), tmp_path, index_of(version, "print"), ALONE, 2)
     (tmp_path / "L-v").mkdir()
     assert [path.name for path in files.saved(tmp_path)] == ["L001-v00000002", "L002-v00000003"]
     (tmp_path / "latest").write_text("L001-v00000002\n")
@@ -498,7 +505,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
     monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
     monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
     folder = tmp_path / "checkpoints"
-    checkpoint.save(FileEngine("at 2"), folder, Version(0, 2), "print", ALONE, 2)
+    checkpoint.save(FileEngine("at 2"), folder, index_of(Version(0, 2), "print"), ALONE, 2)
     partial = "checkpoints/.partial-L000-v00000002"
     moved = order.index(f"rename {partial}")
     forced = {line.removeprefix("force ") for line in order[:moved] if line.startswith("force")}
@@ -513,7 +520,7 @@ def test_every_name_of_a_checkpoint_is_on_disk_before_latest_moves(
 
 
 @pytest.mark.parametrize("harm", ["flip", "zero", "drop", "repeat", "swap", "cut"])
-def test_a_line_that_is_not_the_last_cannot_be_changed_unseen(tmp_path: Path, harm: str) -> None:
+def test_a_change_to_any_line_but_the_last_is_detected(tmp_path: Path, harm: str) -> None:
     ledger = Ledger(tmp_path, Version(0, 0), None, 0)
     for step in (1, 2, 3):
         ledger.record(step, [f"r{step}"], "bits")
@@ -533,7 +540,7 @@ def test_a_line_that_is_not_the_last_cannot_be_changed_unseen(tmp_path: Path, ha
     assert re.search(r"L000-rank0.jsonl line [234] is not what was written there", *lineage.damage)
 
 
-def test_whatever_a_power_cut_does_behind_the_last_fsync_the_ledger_before_it_stands(
+def test_a_power_cut_spoils_nothing_before_the_last_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, path, sizes = random.Random(0), tmp_path / "L000-rank0.jsonl", []

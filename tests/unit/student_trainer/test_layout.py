@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from student_trainer.head import HeadShape
-from student_trainer.layout import Piece, layout
 from student_trainer.model import Student
 from student_trainer.ranks import Ranks
-from student_trainer.weights import Weights, shape_of
+from student_trainer.weights import Piece, Weights, layout, shape_of
 from sync.errors import ConfigError
 from sync.publish import Slice
 from sync.snapshots import checkpoint

@@ -1,4 +1,4 @@
-"""The loop's order of events, its endings, and the roads that versions take; all in memory."""
+"""The loop's order of events, its endings, and the ways that versions leave; all in memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from trainer_fakes import ALONE, RecordedClient, RecordedLearner, RecordedTransport
 
-from student_trainer.batch_client import HttpSource, MemorySource
-from student_trainer.controller_client import HttpController, SilentController
+from student_trainer.config import TrainerConfig
+from student_trainer.controller_client import ControllerClient
 from student_trainer.ledger import Ledger, read
-from student_trainer.loop import Outcome, Trainer, checkpoint_due, train
+from student_trainer.loop import Outcome, Trainer, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
-from student_trainer.run import finish
-from student_trainer.transports import Background, NullTransport, SnapshotTransport
+from student_trainer.transports import Publishing, SnapshotTransport
 from sync.errors import DataError, StoreError, Unreachable
 from sync.publish import PublishReport
+from sync.snapshots.admin import Collected, Odd
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,
@@ -29,18 +29,13 @@ from sync.wire import (
     Ok,
     Published,
     Rows,
-    RunIdentity,
     StepReport,
     Stop,
     TrainBatch,
-    TrainerWelcome,
     Version,
     Wait,
     pack,
 )
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
-WELCOME = TrainerWelcome(version=Version(0, 0), parent=None, teachers=[], run=RunIdentity("test", "1"))
 
 
 def batch(step: int) -> TrainBatch:
@@ -55,90 +50,70 @@ class Story:
     def __init__(
         self, tmp_path: Path, batches: list[TrainBatch], checkpoint: bool = False, **more: Any
     ) -> None:
-        self.lines: list[str] = []
-        self.controller = SilentController(WELCOME)
-        self.folder = tmp_path / "ledger"
-        settings: dict[str, Any] = {"publish_every": 1, "checkpoint_every": 0, "checkpoint_seconds": 0.0}
-        self.trainer = Trainer(
-            version=Version(0, 0),
-            step=self._step,
-            save=self._save,
-            shown=lambda: "weights",
-            source=MemorySource(batches, checkpoint),
-            controller=self.controller,
-            transport=_Road(self.lines),
-            ledger=Ledger(self.folder, Version(0, 0), None, 0),
-            ranks=ALONE,
-            interrupted=threading.Event(),
-            **settings | more,
+        settings = {"deepspeed": "ds.json", "checkpoint_minutes": 0.0}
+        settings |= {name: value for name, value in more.items() if name.startswith("checkpoint")}
+        config = TrainerConfig(
+            run="r",
+            run_dir=tmp_path,
+            controller_url="http://c",
+            student={"path": "s"},
+            steps=1,
+            trainer=settings,
+            weights={"publish_every": more.get("publish_every", 1)},
         )
+        self.client, self.learner = RecordedClient(batches, checkpoint), RecordedLearner()
+        self.lines, self.folder = self.learner.lines, tmp_path / "ledger"
+        publishing = Publishing(RecordedTransport(self.lines))
+        ledger = Ledger(self.folder, Version(0, 0), None, 0)
+        self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
 
-    def _step(self, batch: TrainBatch) -> dict[str, float]:
-        self.lines.append(f"step {batch.version.step}")
-        return {"loss": 1.0}
-
-    def _save(self, version: Version) -> Path:
-        self.lines.append(f"save {version.step}")
-        return Path("there")
-
-    def told(self) -> list[str]:
-        return [f"{type(event).__name__} {event.version.step}" for event in self.controller.told]  # type: ignore[attr-defined]
-
-
-class _Road(NullTransport):
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
-
-    def publish(self, version: Version, anchor: bool) -> None:
-        self._lines.append(f"publish {version.step}")
+    def reported(self) -> list[str]:
+        return [f"{type(event).__name__} {event.version.step}" for event in self.client.reported]  # type: ignore[attr-defined]
 
 
 def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0), batch(1)], checkpoint_every=2)
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
-    assert story.told() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
+    assert story.reported() == ["StepReport 1", "CheckpointSaved 2", "StepReport 2"]
     assert read(story.folder)[0].steps == {1: ["r0"], 2: ["r1"]}
-    report = story.controller.told[0]
+    report = story.client.reported[0]
     assert isinstance(report, StepReport)
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
 
 
-def test_versions_between_two_publications_stay_here(tmp_path: Path) -> None:
+def test_versions_between_two_publications_are_not_published(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)], publish_every=2)
     train(story.trainer)
     assert [line for line in story.lines if line.startswith("publish")] == ["publish 2", "publish 4"]
 
 
-def test_asked_to_publish_while_it_waits_it_does_and_asks_on(tmp_path: Path) -> None:
+def test_a_waiting_trainer_publishes_again_on_request(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
     answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), Stop(reason="over", checkpoint=False)]
-    story.trainer.source.poll = lambda version, interrupted: answers.pop(0)  # type: ignore[method-assign]
+    story.client.poll = lambda version: answers.pop(0)  # type: ignore[method-assign]
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["publish 0", "step 0", "publish 1"]
 
 
-def test_a_checkpoint_is_saved_when_rank_0_says_that_it_is_time(
+def test_a_checkpoint_is_saved_when_rank_0s_clock_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("student_trainer.loop.time.monotonic", lambda: now[0])
-    story = Story(tmp_path, [batch(step) for step in range(6)], checkpoint_every=4, checkpoint_seconds=25.0)
-    step = story.trainer.step
+    batches = [batch(step) for step in range(6)]
+    story = Story(tmp_path, batches, checkpoint_every=4, checkpoint_minutes=25 / 60)
 
-    def stepping(part: TrainBatch) -> dict[str, float]:
+    def stepping(part: TrainBatch) -> None:
         now[0] += 10.0
-        return step(part)
 
-    story.trainer.step, story.trainer.saved_at = stepping, now[0]
+    story.learner.on_step, story.trainer.saved_at = stepping, now[0]
     train(story.trainer)
     assert [line for line in story.lines if line.startswith("save")] == ["save 3", "save 4"]
 
 
 @pytest.mark.parametrize(("rank", "due"), [(0, True), (1, False)])
-def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
-    tmp_path: Path, rank: int, due: bool
-) -> None:
+def test_the_clock_of_rank_0_alone_decides_for_every_rank(tmp_path: Path, rank: int, due: bool) -> None:
     votes: list[float] = []
 
     class Voting(Ranks):
@@ -146,20 +121,20 @@ def test_the_clock_of_rank_0_alone_decides_and_every_rank_is_told(
             votes.append(value)
             return 1.0
 
-    story = Story(tmp_path, [], checkpoint_seconds=1e-9)
+    story = Story(tmp_path, [], checkpoint_minutes=1e-9)
     story.trainer.ranks = Voting(rank, 2, torch.device("cpu"))
     story.trainer.saved_at = 0.0
     assert checkpoint_due(story.trainer), "what the ranks agreed on"
     assert votes == [due]
 
 
-def test_stop_says_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
+def test_stop_decides_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)], checkpoint=True)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
-    assert story.told() == ["StepReport 1", "CheckpointSaved 1"]
+    assert story.reported() == ["StepReport 1", "CheckpointSaved 1"]
 
 
-def test_a_checkpoint_that_was_just_written_is_not_written_over_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_last_step_is_not_overwritten_at_the_end(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0), batch(1)], checkpoint=True, checkpoint_every=2)
     assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
     assert [line for line in story.lines if line.startswith("save")] == ["save 2"]
@@ -167,32 +142,22 @@ def test_a_checkpoint_that_was_just_written_is_not_written_over_at_the_end(tmp_p
 
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)])
-    original = story.trainer.step
 
-    def stepping(part: TrainBatch) -> dict[str, float]:
+    def stepping(part: TrainBatch) -> None:
         if part.version.step == 1:
-            story.trainer.interrupted.set()
-        return original(part)
+            story.client.stopping.set()
 
-    story.trainer.step = stepping
+    story.learner.on_step = stepping
     assert train(story.trainer) is Outcome.INTERRUPTED
     assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
-    assert isinstance(story.controller.told[-1], CheckpointSaved)
+    assert isinstance(story.client.reported[-1], CheckpointSaved)
 
 
 def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
-    story.trainer.source = _Wrong()
+    story.client.poll = lambda version: batch(7)  # type: ignore[method-assign]
     with pytest.raises(DataError, match="batch is for L000-v00000007, the trainer is at L000-v00000000"):
         train(story.trainer)
-
-
-class _Wrong(MemorySource):
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def poll(self, version: Version, interrupted: threading.Event) -> TrainBatch:
-        return batch(7)
 
 
 # --- HTTP, with a peer in memory -----------------------------------------------------------------------
@@ -219,16 +184,16 @@ class FakePeer:
 
 def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     peer = FakePeer([batch(0), batch(1), Wait(), Stop(reason="", checkpoint=False)])
-    source, never = HttpSource(peer, 1, 2), threading.Event()  # type: ignore[arg-type]
-    assert source.poll(Version(0, 0), never) == batch(0)
+    source = ControllerClient(peer, 1, 2)  # type: ignore[arg-type]
+    assert source.poll(Version(0, 0)) == batch(0)
     source.expect(Version(0, 1))
     deadline = time.monotonic() + 60.0
     while len(peer.asked) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(peer.asked) == 2
-    assert source.poll(Version(0, 1), never) == batch(1)
-    assert source.poll(Version(0, 2), never) == Wait()
-    assert isinstance(source.poll(Version(0, 2), never), Stop)
+    assert source.poll(Version(0, 1)) == batch(1)
+    assert source.poll(Version(0, 2)) == Wait()
+    assert isinstance(source.poll(Version(0, 2)), Stop)
     requests = [body for _, body in peer.asked]
     assert [(r.version.step, r.rank, r.world_size) for r in requests] == [
         (0, 1, 2),
@@ -241,42 +206,42 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
 
 def test_a_signal_ends_the_wait_for_a_batch() -> None:
     peer, asked = FakePeer([Wait()], at_once=False), threading.Event()
-    source = HttpSource(peer, 0, 1)  # type: ignore[arg-type]
+    source = ControllerClient(peer, stopping=asked)  # type: ignore[arg-type]
     threading.Timer(0.05, asked.set).start()
-    assert source.poll(Version(0, 0), asked) == Wait()
+    assert source.poll(Version(0, 0)) == Wait()
     assert peer.asked == [], "the answer had not come"
     peer.may_answer.set()
     source.close()
 
 
 def test_a_controller_that_is_gone_ends_the_trainer() -> None:
-    source = HttpSource(FakePeer([Unreachable("gone")]), 0, 1)  # type: ignore[arg-type]
+    source = ControllerClient(FakePeer([Unreachable("gone")]))  # type: ignore[arg-type]
     with pytest.raises(Unreachable, match="gone"):
-        source.poll(Version(0, 0), threading.Event())
+        source.poll(Version(0, 0))
     source.close()
 
 
-def test_events_arrive_in_order_and_a_lost_one_is_noticed() -> None:
+def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     events = [StepReport(version=Version(0, step), metrics={}, seconds={}) for step in range(3)]
     peer = FakePeer([Ok(), Ok(), Unreachable("gone")])
-    controller = HttpController(peer)  # type: ignore[arg-type]
+    controller = ControllerClient(peer)  # type: ignore[arg-type]
     for event in events:
-        controller.tell(event)
+        controller.report(event)
     with pytest.raises(Unreachable, match="gone"):
         controller.close()
     assert [body for _, body in peer.asked] == events
 
 
-def test_a_controller_that_left_does_not_hold_a_stopped_trainer() -> None:
+def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None:
     peer = FakePeer([Ok()], at_once=False)
-    controller = HttpController(peer)  # type: ignore[arg-type]
-    controller.tell(StepReport(version=Version(0, 1), metrics={}, seconds={}))
-    controller.close(patience=0.05)
+    controller = ControllerClient(peer)  # type: ignore[arg-type]
+    controller.report(StepReport(version=Version(0, 1), metrics={}, seconds={}))
+    controller.close(0.05)
     assert peer.asked == [], "it was not waited for"
     peer.may_answer.set()
 
 
-# --- roads --------------------------------------------------------------------------------------------------
+# --- publishing ------------------------------------------------------------------------------------------
 
 
 class FakePublisher:
@@ -304,50 +269,40 @@ class FakePublisher:
         return PublishReport(version, kind, 5, 10, 0.1, anchor_due=version.step == 2)
 
 
-class FakeWeights:
-    def __init__(self, adapters: bool = False) -> None:
-        self.adapters = adapters
-
-    def snapshot(self) -> dict[str, Any]:
-        return {}
-
-    def digests(self) -> dict[str, str]:
-        return {"a": "digest"}
+def nothing_collected() -> Collected:
+    return Collected([], [], 0)
 
 
-def _export(folder: Path) -> None:
-    folder.mkdir(parents=True)
+def snapshots(
+    tmp_path: Path, publisher: FakePublisher, adapters: bool = False, collect: Any = nothing_collected
+) -> tuple[Publishing, RecordedClient]:
+    client, learner = RecordedClient(), RecordedLearner(adapters)
+    transport = SnapshotTransport(publisher, learner, client, tmp_path / "scratch", None, collect)  # type: ignore[arg-type]
+    return Publishing(transport), client
 
 
-def transport(
-    tmp_path: Path, publisher: FakePublisher, adapters: bool = False
-) -> tuple[SnapshotTransport, SilentController]:
-    controller = SilentController(WELCOME)
-    return SnapshotTransport(
-        publisher, FakeWeights(adapters), _export, tmp_path / "scratch", controller, 0
-    ), controller  # type: ignore[arg-type]
-
-
-def go(transport: SnapshotTransport, *steps: int) -> None:
+def go(publishing: Publishing, *steps: int) -> None:
     for step in steps:
-        transport.settle()
-        transport.publish(Version(0, step), transport.anchor_due)
-    transport.settle()
+        publishing.settle()
+        publishing.publish(Version(0, step), publishing.anchor_due)
+    publishing.settle()
 
 
-def test_an_anchor_starts_the_road_and_comes_again_when_it_is_due(tmp_path: Path) -> None:
+def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, controller = transport(tmp_path, publisher)
-    path.start(Version(0, 0), None)
+    path, client = snapshots(tmp_path, publisher)
+    path.start(Version(0, 0))
     go(path, 1, 2, 3, 4)
     assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
-    assert [event.kind for event in controller.told if isinstance(event, Published)] == [
+    assert [event.kind for event in client.reported if isinstance(event, Published)] == [
         "full", "delta", "delta", "full", "delta",
     ]  # fmt: skip
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_often(tmp_path: Path) -> None:
+def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_ten_minutes(
+    tmp_path: Path,
+) -> None:
     collected, going_on = threading.Event(), threading.Event()
 
     def collect() -> None:
@@ -356,35 +311,33 @@ def test_the_store_is_collected_after_an_anchor_beside_training_and_not_too_ofte
         collected.set()
         raise StoreError("the store went away")  # costs nothing
 
-    path = SnapshotTransport(
-        FakePublisher(), FakeWeights(), _export, tmp_path / "scratch", SilentController(WELCOME), 0, collect
-    )  # type: ignore[arg-type]
-    path.start(Version(0, 0), None)
+    path, _ = snapshots(tmp_path, FakePublisher(), collect=collect)
+    path.start(Version(0, 0))
     go(path, 1, 2, 3, 4)
     going_on.set()
     assert collected.wait(60)
 
 
-def test_adapters_always_go_whole(tmp_path: Path) -> None:
+def test_adapters_are_always_published_whole(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, _ = transport(tmp_path, publisher, adapters=True)
-    path.start(Version(0, 0), None)
+    path, _ = snapshots(tmp_path, publisher, adapters=True)
+    path.start(Version(0, 0))
     go(path, 1, 2)
     assert publisher.done == [("lora", 0), ("lora", 1), ("lora", 2)]
 
 
 def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    path, controller = transport(tmp_path, publisher)
-    path.start(Version(0, 0), None)
+    path, client = snapshots(tmp_path, publisher)
+    path.start(Version(0, 0))
     publisher.failures = 1
     go(path, 1, 2)
     assert publisher.done == [("full", 0), ("full", 2)]
-    assert [event.version.step for event in controller.told if isinstance(event, Published)] == [0, 2]
+    assert [event.version.step for event in client.reported if isinstance(event, Published)] == [0, 2]
 
 
 def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
-    path, _ = transport(tmp_path, FakePublisher(failures=3))
+    path, _ = snapshots(tmp_path, FakePublisher(failures=3))
     with pytest.raises(StoreError, match="disk full"):
         go(path, 1, 2, 3)
 
@@ -392,37 +345,50 @@ def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
 def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     """A run of one step from its first version to its end; so many publications after the first fail."""
     story, publisher = Story(tmp_path, [batch(0)]), FakePublisher()
-    story.trainer.transport = SnapshotTransport(
-        publisher, FakeWeights(), _export, tmp_path / "scratch", story.controller, 0
+    transport = SnapshotTransport(
+        publisher, story.learner, story.client, tmp_path / "scratch", None, nothing_collected
     )  # type: ignore[arg-type]
-    story.trainer.transport.start(Version(0, 0), None)
+    story.trainer.publishing = Publishing(transport)
+    story.trainer.publishing.start(Version(0, 0))
     publisher.failures = failures
     train(story.trainer)
-    config: Any = SimpleNamespace(run_dir=tmp_path)
     with pytest.raises(StoreError) if failures and outcome is not Outcome.INTERRUPTED else nullcontext():
-        finish(config, story.trainer, FakeWeights(), _export, outcome)  # type: ignore[arg-type]
+        finish(story.trainer, outcome)
     return story
 
 
-def test_the_end_says_what_the_last_version_is(tmp_path: Path) -> None:
+def test_the_digests_of_the_last_version_are_reported(tmp_path: Path) -> None:
     story = ended(tmp_path, 0, Outcome.STOP)
-    assert story.controller.told[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
+    assert story.client.reported[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
     assert (tmp_path / "final").is_dir()
 
 
 @pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
-def test_of_a_last_version_that_failed_nothing_is_claimed_and_everybody_hears_of_it(
+def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
     tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = ended(tmp_path, 1, outcome)
-    assert not [event for event in story.controller.told if isinstance(event, FinalDigests)]
+    assert not [event for event in story.client.reported if isinstance(event, FinalDigests)]
     assert (tmp_path / "final").is_dir() is (outcome is not Outcome.INTERRUPTED), "what was trained is there"
     loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
     assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)
 
 
-def test_other_errors_of_a_publication_are_not_forgiven() -> None:
-    background = Background()
-    background.submit(Version(0, 1), lambda: [][1])
+def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
+    publisher = FakePublisher()
+    publisher.delta = lambda version, shards: [][1]  # type: ignore[method-assign]
+    path, _ = snapshots(tmp_path, publisher)
+    path.publish(Version(0, 1), anchor=False)
     with pytest.raises(IndexError):
-        background.wait()
+        path.settle()
+
+
+def test_what_garbage_collection_leaves_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, _ = snapshots(
+        tmp_path, FakePublisher(), collect=lambda: Collected([], [], 0, [Odd("L000-v00000001", "is damaged")])
+    )
+    path.start(Version(0, 0))
+    for thread in threading.enumerate():
+        if thread.name == "collect":
+            thread.join(60)
+    assert "garbage collection left L000-v00000001: is damaged" in caplog.text

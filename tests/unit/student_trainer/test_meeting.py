@@ -15,7 +15,7 @@ from sync.server import ON_LOOPBACK
 RANK = """
 import sys
 from torch import distributed, tensor
-from student_trainer.meeting import meeting_point
+from student_trainer.ranks import meeting_point
 distributed.init_process_group("gloo", **meeting_point())
 total = tensor([1.0])
 distributed.all_reduce(total)
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("place", ["file", "port"])
-def test_ranks_meet_and_nothing_of_them_listens_beyond_loopback(place: str, tmp_path: Path) -> None:
+def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> None:
     port = free_port()
     where = {RENDEZVOUS: f"file://{tmp_path}/store"} if place == "file" else {}
     where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

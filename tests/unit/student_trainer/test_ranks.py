@@ -28,7 +28,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bytes_of_any_length_reach_every_rank_as_they_were_sent(tmp_path: Path, size: int) -> None:
+def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / "meet")], stdout=subprocess.PIPE

@@ -79,7 +79,7 @@ def test_masters_moments_and_settings_are_those_that_were_saved(old: int, new: i
             assert optimizer["state"][index]["step"] == 4.0
 
 
-def test_flat_groups_may_be_other_ones_than_before() -> None:
+def test_flat_groups_may_differ_from_the_saved_ones() -> None:
     places = layout(SHAPES, 2)
     state = rebuild(saved(2), [[places[name]] for name in "abc"], [0, 0, 1], Ranks(0, 1, torch.device("cpu")))
     assert [group["params"] for group in state["optimizer_state_dict"]["param_groups"]] == [[0, 1], [2]]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from student_trainer import schedule
 from student_trainer.config import TrainerSettings
+from student_trainer.engine import apply_rate, hyperparameters
 
 STEPS, WARMUP, RATE = 24, 5, 2e-3
 
@@ -29,9 +29,9 @@ def optimizer(rate: float = RATE, **more: Any) -> torch.optim.Optimizer:
 )
 def test_rates_are_those_of_transformers_schedules(kind: str, make: Any) -> None:
     theirs, ours = optimizer(), optimizer()
-    known, given = make(theirs, WARMUP, STEPS), schedule.hyperparameters(ours.param_groups)
+    known, given = make(theirs, WARMUP, STEPS), hyperparameters(ours.param_groups)
     for step in range(STEPS):
-        schedule.apply(ours.param_groups, given, schedule.share(settings(kind), step, STEPS))
+        apply_rate(ours.param_groups, given, settings(kind).lr_share(step, STEPS))
         assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-18)
         theirs.step()
         known.step()
@@ -43,19 +43,19 @@ def test_rates_are_those_of_deepspeeds_schedule_which_uses_every_rate_a_step_lat
     theirs = WarmupDecayLR(optimizer(), STEPS, 0.0, RATE, WARMUP, "linear")
     for step in range(STEPS):
         theirs.step()  # behind a step, for the next one; the first step has the lowest rate too
-        ours = RATE * schedule.share(settings("linear"), step, STEPS)
+        ours = RATE * settings("linear").lr_share(step, STEPS)
         assert ours == pytest.approx(theirs.get_last_lr()[0], abs=1e-18)
 
 
 def test_a_constant_rate_warms_up_and_stays() -> None:
-    shares = [schedule.share(settings("constant"), step, STEPS) for step in range(8)]
+    shares = [settings("constant").lr_share(step, STEPS) for step in range(8)]
     assert shares == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
-    assert schedule.share(settings("constant", warmup=0), 0, STEPS) == 1.0
+    assert settings("constant", warmup=0).lr_share(0, STEPS) == 1.0
 
 
 def test_a_run_as_short_as_its_warm_up_still_has_a_rate() -> None:
-    assert schedule.share(settings("linear", warmup=4), 3, 4) == 0.75
-    assert schedule.share(settings("cosine", warmup=4), 9, 4) == 0.0
+    assert settings("linear", warmup=4).lr_share(3, 4) == 0.75
+    assert settings("cosine", warmup=4).lr_share(9, 4) == 0.0
 
 
 def test_a_restored_optimizer_trains_with_what_is_configured_and_keeps_its_moments() -> None:
@@ -63,10 +63,10 @@ def test_a_restored_optimizer_trains_with_what_is_configured_and_keeps_its_momen
     saved.param_groups[0]["params"][0].grad = torch.ones(1)
     saved.step()
     resumed = optimizer(weight_decay=0.1)
-    given = schedule.hyperparameters(resumed.param_groups)
+    given = hyperparameters(resumed.param_groups)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.param_groups[0]["lr"] == 1.0, "the checkpoint's rate is restored"
-    schedule.apply(resumed.param_groups, given, 0.5)
+    apply_rate(resumed.param_groups, given, 0.5)
     (group,) = resumed.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (RATE / 2, (0.9, 0.999), 0.1)
     assert resumed.state[group["params"][0]]["step"] == 1
@@ -74,7 +74,7 @@ def test_a_restored_optimizer_trains_with_what_is_configured_and_keeps_its_momen
 
 def test_groups_with_rates_of_their_own_keep_their_ratio() -> None:
     groups = [{"params": [], "lr": 0.02}, {"params": [], "lr": 0.001}]
-    given = schedule.hyperparameters(groups)
+    given = hyperparameters(groups)
     for share in (0.5, 0.25):
-        schedule.apply(groups, given, share)
+        apply_rate(groups, given, share)
     assert [group["lr"] for group in groups] == [0.005, 0.00025]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from student_trainer.batch import collate
-from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.head import HeadShape, HeadWeights, Loss
 from student_trainer.model import Student, check_head, head_shape
 from student_trainer.objectives.config import (
     SFT,
@@ -20,9 +20,8 @@ from student_trainer.objectives.config import (
     TaskReward,
     TopK,
 )
-from student_trainer.objectives.registry import build, coefficients, discount
 from student_trainer.ranks import Ranks
-from student_trainer.step import LossSpec, train_step
+from student_trainer.step import loss_of, train_step
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -45,13 +44,13 @@ class PlainEngine:
     """What DeepSpeed's engine does, in one process: adds gradients up to the boundary, then one SGD step."""
 
     def __init__(self, student: Student, learning_rate: float) -> None:
-        self.student = student
+        self.module = student
         self.gradients: list[torch.Tensor] = []
         self._optimizer = torch.optim.SGD(student.parameters(), lr=learning_rate)
         self.boundaries: list[bool] = []
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.student(*arguments)
+        return self.module(*arguments)
 
     def set_gradient_accumulation_boundary(self, last: bool) -> None:
         self.boundaries.append(last)
@@ -60,7 +59,7 @@ class PlainEngine:
         loss.backward()
 
     def step(self) -> None:
-        self.gradients = [p.grad.clone() for p in self.student.parameters() if p.grad is not None]
+        self.gradients = [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
         self._optimizer.step()
 
     def was_step_applied(self) -> bool:
@@ -74,7 +73,7 @@ class PlainEngine:
 
 
 @torch.no_grad()
-def marked_rows(teacher: Student, indices: list[int], step: int = 3) -> Rows:
+def scored_rows(teacher: Student, indices: list[int], step: int = 3) -> Rows:
     """Rollouts whose every mark is computed from `teacher` one row at a time, without any padding."""
     prompts, completions, log_rows, hidden_rows = [], [], [], []
     for index in indices:
@@ -123,14 +122,11 @@ def own_topk(rows: Rows) -> Rows:
     return msgspec.structs.replace(rows, **moved)
 
 
-def spec(config: ObjectiveConfig, teacher: Student) -> LossSpec:
+def spec(config: ObjectiveConfig, teacher: Student) -> Loss:
     heads: tuple[HeadWeights, ...] = ()
     if isinstance(config, Full):
         heads = (HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
-    coefficient = coefficients(config, TEACHERS)
-    return LossSpec(
-        build(config), discount(config), heads, VOCAB, TEACHERS, coefficient, config.task is not None
-    )
+    return loss_of(config, TEACHERS, heads)
 
 
 def batch(parts: list[Rows]) -> TrainBatch:
@@ -149,7 +145,7 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
     for packing in packings:
         for chunk in (3, 64):
             engine = PlainEngine(student(2, chunk), 0.1)
-            parts = [marked_rows(teacher, part) for part in packing]
+            parts = [scored_rows(teacher, part) for part in packing]
             metrics.append(train_step(engine, batch(parts), spec(config, teacher), ALONE))
             assert engine.boundaries == [False] * (len(parts) - 1) + [True]
             found.append(engine.gradients)
@@ -164,7 +160,7 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
 
 def test_a_rank_without_rows_adds_nothing() -> None:
     teacher = student(1)
-    rows, nothing = marked_rows(teacher, [1, 2]), marked_rows(teacher, [0])
+    rows, nothing = scored_rows(teacher, [1, 2]), scored_rows(teacher, [0])
     empty = pack(np.zeros(0, np.int32)), pack(np.zeros(0, np.float32))
     nothing = Rows([], empty[0], empty[0], empty[0], empty[1], empty[0], empty[0], empty[1])
     found = []
@@ -178,19 +174,19 @@ def test_a_rank_without_rows_adds_nothing() -> None:
 @pytest.mark.parametrize("config", [*OBJECTIVES, StudentTopK(k=5)], ids=str)
 def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config: ObjectiveConfig) -> None:
     teacher = student(1)
-    rows = marked_rows(teacher, [0, 1, 2, 3, 4])
+    rows = scored_rows(teacher, [0, 1, 2, 3, 4])
     if isinstance(config, StudentTopK):
         rows = own_topk(rows)
     engine = PlainEngine(student(1), 0.1)
     metrics = train_step(engine, batch([rows]), spec(config, teacher), ALONE)
     assert abs(metrics["loss"]) < 1e-6
-    for before, after in zip(teacher.parameters(), engine.student.parameters(), strict=True):
+    for before, after in zip(teacher.parameters(), engine.module.parameters(), strict=True):
         assert float((after - before).norm().detach()) <= 1e-6 * float(before.norm().detach())
 
 
-def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> None:
+def test_teacher_scores_shifted_by_one_token_raise_the_reverse_kl() -> None:
     teacher = student(1)
-    rows = marked_rows(teacher, list(range(8)))
+    rows = scored_rows(teacher, list(range(8)))
     hidden = np.frombuffer(rows.teacher_hidden.data, np.float32).reshape(rows.teacher_hidden.shape)
     import msgspec
 
@@ -205,7 +201,7 @@ def test_teacher_scores_shifted_by_one_token_are_seen_in_the_reverse_kl() -> Non
 
 def test_metrics_follow_from_the_rows() -> None:
     teacher = student(1)
-    rows = marked_rows(teacher, [1, 2, 5])
+    rows = scored_rows(teacher, [1, 2, 5])
     metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(TopK(k=5), teacher), ALONE)
     tokens = 4 + 7 + 2
     assert metrics["tokens"] == tokens
@@ -221,7 +217,7 @@ def test_metrics_follow_from_the_rows() -> None:
 
 def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
     teacher = student(1)
-    rows = marked_rows(teacher, [1, 2, 5], step=4)
+    rows = scored_rows(teacher, [1, 2, 5], step=4)
     metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(Sampled(), teacher), ALONE)
     assert metrics["mismatch_kl"] > 0
     assert metrics["age_max"] == 0
@@ -230,7 +226,7 @@ def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
 def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     import msgspec
 
-    rows = marked_rows(student(1), [1, 2])
+    rows = scored_rows(student(1), [1, 2])
     with pytest.raises(DataError, match=r"tokenizer has 5 ids.*share one tokenizer"):
         collate(rows, 3, 5)
     with pytest.raises(DataError, match="per-token lengths"):
@@ -240,7 +236,7 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
     with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
         collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
-    with pytest.raises(DataError, match="both or neither"):
+    with pytest.raises(DataError, match="send both or neither"):
         collate(msgspec.structs.replace(rows, teacher_topk_logprob=None), 3, VOCAB)
     stranger = msgspec.structs.replace(rows, teacher=pack(np.array([0, 3], np.int32)))
     with pytest.raises(DataError, match="scored by teacher 3, the trainer knows 1"):
@@ -265,7 +261,7 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     with torch.no_grad():
         broken.head.weight[0] = torch.nan
     with pytest.raises(DataError, match="the loss of step 4 is nan"):
-        train_step(PlainEngine(broken, 0.1), batch([marked_rows(teacher, [1])]), spec(Full(), teacher), ALONE)
+        train_step(PlainEngine(broken, 0.1), batch([scored_rows(teacher, [1])]), spec(Full(), teacher), ALONE)
 
 
 # --- mixing -------------------------------------------------------------------------------------------------
@@ -282,10 +278,7 @@ def gradients(
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Of one step of the same student, and its metrics."""
     engine = PlainEngine(student(2), 0.1)
-    goal = LossSpec(
-        build(config), None, (), VOCAB, teachers, coefficients(config, teachers), config.task is not None
-    )
-    metrics = train_step(engine, batch(parts), goal, ALONE)
+    metrics = train_step(engine, batch(parts), loss_of(config, teachers), ALONE)
     return engine.gradients, metrics
 
 
@@ -295,18 +288,18 @@ def difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 
 def test_rewards_weigh_the_same_whatever_the_packing() -> None:
     teacher, config = student(1), Sampled(task=TaskReward())
-    marks = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
-    one, metrics = gradients([rewarded(marked_rows(teacher, [0, 1, 2, 3, 4, 5]), marks)], config)
+    rewards = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
+    one, metrics = gradients([rewarded(scored_rows(teacher, [0, 1, 2, 3, 4, 5]), rewards)], config)
     parts = [([3, 1], [0.0, 1.0]), ([5], [1.0]), ([0, 2, 4], [0.0, 1.0, 0.5])]
-    other, again = gradients([rewarded(marked_rows(teacher, rows), r) for rows, r in parts], config)
+    other, again = gradients([rewarded(scored_rows(teacher, rows), r) for rows, r in parts], config)
     assert difference(one, other) <= 1e-6
     assert metrics["reward_mean"] == again["reward_mean"] == pytest.approx(3.5 / 6)
-    without, _ = gradients([marked_rows(teacher, [0, 1, 2, 3, 4, 5])], Sampled())
+    without, _ = gradients([scored_rows(teacher, [0, 1, 2, 3, 4, 5])], Sampled())
     assert difference(one, without) > 1e-3
 
 
 def test_equal_rewards_teach_nothing() -> None:
-    rows = marked_rows(student(1), [0, 1, 2])
+    rows = scored_rows(student(1), [0, 1, 2])
     mixed, _ = gradients([rewarded(rows, [1.0, 1.0, 1.0])], Sampled(task=TaskReward()))
     alone, _ = gradients([rows], Sampled())
     assert difference(mixed, alone) <= 1e-7
@@ -314,27 +307,27 @@ def test_equal_rewards_teach_nothing() -> None:
 
 def test_the_task_term_is_divided_by_the_tokens_of_rewarded_rollouts_alone() -> None:
     teacher, config = student(1), Sampled(task=TaskReward())
-    plain, judged = marked_rows(teacher, [3, 4]), marked_rows(teacher, [0, 1, 2])
-    marks = rewarded(judged, [0.0, 1.0, 1.0])
+    plain, bare = scored_rows(teacher, [3, 4]), scored_rows(teacher, [0, 1, 2])
+    given = rewarded(bare, [0.0, 1.0, 1.0])
 
     def task_term(with_rewards: list[Rows], without: list[Rows]) -> list[torch.Tensor]:
         pairs = zip(gradients(with_rewards, config)[0], gradients(without, Sampled())[0], strict=True)
         return [mixed - alone for mixed, alone in pairs]
 
-    alone, beside = task_term([marks], [judged]), task_term([marks, plain], [judged, plain])
+    alone, beside = task_term([given], [bare]), task_term([given, plain], [bare, plain])
     assert difference(alone, beside) <= 1e-6
     assert max(float(g.abs().max()) for g in alone) > 1e-3
 
 
 def test_a_batch_without_rewards_is_refused_where_they_are_part_of_the_loss() -> None:
     with pytest.raises(DataError, match=r"0 rollouts with a reward.*leave it out"):
-        gradients([marked_rows(student(1), [0])], Sampled(task=TaskReward()))
+        gradients([scored_rows(student(1), [0])], Sampled(task=TaskReward()))
 
 
-def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
+def test_rows_of_the_teacher_are_learned_by_cross_entropy() -> None:
     import msgspec
 
-    rows = msgspec.structs.replace(marked_rows(student(1), [0, 1, 2], step=4))
+    rows = msgspec.structs.replace(scored_rows(student(1), [0, 1, 2], step=4))
     written = msgspec.structs.replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
     mixed, metrics = gradients([written], Sampled())
     supervised, _ = gradients([written], SFT())
@@ -351,12 +344,12 @@ def test_rows_that_the_teacher_wrote_are_learned_as_supervised_ones() -> None:
         collate(msgspec.structs.replace(rows, by_teacher=pack(np.ones(2, np.uint8))), 3, VOCAB)
 
 
-def test_a_teachers_coefficient_weighs_its_samples_and_its_figures_stand_alone() -> None:
+def test_a_teachers_coefficient_weights_its_samples_and_its_metrics_are_separate() -> None:
     import msgspec
 
     teacher, names = student(1), ("math", "code")
-    first = marked_rows(teacher, [0, 1, 2])
-    second = msgspec.structs.replace(marked_rows(teacher, [3, 4]), teacher=pack(np.ones(2, np.int32)))
+    first = scored_rows(teacher, [0, 1, 2])
+    second = msgspec.structs.replace(scored_rows(teacher, [3, 4]), teacher=pack(np.ones(2, np.int32)))
     config = Sampled(coefficient=0.5, teacher_coefficients={"code": 3.0})
     mixed, metrics = gradients([first, second], config, names)
     one, _ = gradients([first], Sampled())
@@ -380,11 +373,11 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
     import msgspec
 
     teacher, weights = student(1), [1.0, 0.25, 0.5]
-    marks = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
+    scores = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
 
     def rows_of(indices: list[int]) -> Rows:
-        more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in marks.items()}
-        return msgspec.structs.replace(marked_rows(teacher, indices), **more)
+        more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in scores.items()}
+        return msgspec.structs.replace(scored_rows(teacher, indices), **more)
 
     def gradient(rows: Rows) -> list[torch.Tensor]:
         engine = PlainEngine(student(2), 0.1)
@@ -408,7 +401,7 @@ def test_a_reward_is_compared_with_the_rows_own_baseline_where_there_is_one() ->
     import msgspec
 
     teacher, config = student(1), Sampled(task=TaskReward(baseline="group"))
-    rows = rewarded(marked_rows(teacher, [0, 1, 2]), [1.0, 0.0, 1.0])
+    rows = rewarded(scored_rows(teacher, [0, 1, 2]), [1.0, 0.0, 1.0])
 
     def mixed(baselines: list[float]) -> list[torch.Tensor]:
         baseline = pack(np.array(baselines, np.float32))

@@ -56,32 +56,32 @@ def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, 
     assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
 
 
-def test_the_digest_of_the_shards_tells_a_single_bit() -> None:
+def test_the_checksum_of_the_shards_changes_with_a_single_bit() -> None:
     student = Student(model(torch.bfloat16, tied=True), HeadShape(11), 8)
     weights = Weights(student, ALONE)
-    before = weights.shown()
-    assert weights.shown() == before
+    before = weights.checksum()
+    assert weights.checksum() == before
     one = next(iter(student.parameters()))
     with torch.no_grad():
         one.view(torch.int16)[0, 0] ^= 1
-    assert weights.shown() != before
+    assert weights.checksum() != before
     with torch.no_grad():
         one.view(torch.int16)[0, 0] ^= 1
-    assert weights.shown() == before
+    assert weights.checksum() == before
 
 
-def test_the_padding_of_a_shard_is_no_weight() -> None:
+def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
     for parameter in student.parameters():
         length = -(-parameter.numel() // 3)
         parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.ones(length)  # type: ignore[attr-defined]
     weights = Weights(student, Ranks(2, 3, torch.device("cpu")))
-    before, shard = weights.shown(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor  # type: ignore[attr-defined]
+    before, shard = weights.checksum(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor  # type: ignore[attr-defined]
     shard[2] = 5.0
-    assert weights.shown() == before
+    assert weights.checksum() == before
     shard[1] = 5.0
-    assert weights.shown() != before
+    assert weights.checksum() != before
 
 
 def test_a_snapshot_does_not_follow_the_weights() -> None:

@@ -1,0 +1,226 @@
+"""The divergences between student and teacher, and how they are mixed: pure functions of tensors.
+
+Letters: N tokens of a chunk, K ids per token, V vocabulary. p: live student, q: teacher, μ: the policy that
+sampled y, d = log p − log q, ρ = p(y)/μ(y), sg: without gradient. A divergence returns a surrogate loss for
+each token, whose gradient is the one wanted, and statistics named in `diagnostics.STATS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from student_trainer.objectives import config
+from student_trainer.objectives.targets import Discount, Targets, at, ratio, weight
+
+Terms = tuple[Tensor, dict[str, Tensor]]
+"""Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
+Objective = Callable[[Tensor, Targets], Terms]
+"""(live log p [N, V], targets) → terms."""
+
+DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
+    config.Sampled: lambda c: partial(sampled, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
+    config.TopK: lambda c: partial(hybrid, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
+    config.StudentTopK: lambda c: partial(hybrid, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
+    config.ForwardTopK: lambda _: forward_topk,
+    config.Full: lambda _: full,
+    config.JSD: lambda c: partial(jsd, beta=c.beta),
+    config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
+    # samples of the teacher are learned by `sft` whatever the objective: see `mixture`
+    config.SFT: lambda c: partial(sampled, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
+}
+"""Configuration → its divergence. A new objective is a row here, a function below, a class in `config.py` and
+what it needs from the teacher in `config.needs`."""
+_LEAST_MASS = 1e-4
+"""Mass outside S is known no better than this: the teacher's log-probabilities travel as fp16."""
+_NO_TAIL = 1e-6
+"""Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
+
+
+def build(objective: config.ObjectiveConfig) -> Objective:
+    """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
+    rho_cap = None if objective.task is None else objective.task.rho_cap
+    return partial(mixture, divergence=DIVERGENCES[type(objective)](objective), rho_cap=rho_cap)
+
+
+def discount(objective: config.ObjectiveConfig) -> Discount | None:
+    """How later tokens are credited; None: credit is immediate."""
+    if not isinstance(objective, config.PolicyGradientTerms) or not objective.discount:
+        return None
+    return Discount(objective.discount, objective.rho_cap, objective.drop_rho_outside)
+
+
+def coefficients(objective: config.ObjectiveConfig, teachers: Sequence[str]) -> tuple[float, ...]:
+    """λ·c of each teacher, in their order; empty where all are 1."""
+    factors = (objective.teacher_coefficients.get(name, 1.0) for name in teachers)
+    values = tuple(objective.coefficient * factor for factor in factors)
+    return values if any(value != 1.0 for value in values) else ()
+
+
+def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None) -> Terms:
+    """A divergence from the teacher and a task's reward, together.
+
+        L      = L_task + λ·L_KL
+        L_KL   = (1/N) Σ_t c_t · divergence_t                        c: coefficient of the sample's teacher
+        L_task = −(1/M) Σ_t sg[ min(ρ_t, cap) · (R − b) ] · log p(y_t)
+
+    Tokens that the teacher generated have no part in L_task, and cross-entropy (`sft`) in the place of their
+    divergence: with a share 1 − f of such rollouts the expected loss is f·L + (1 − f)·λ·L_sft.
+
+    R is the reward of the token's rollout, b its baseline (REINFORCE), N all supervised tokens of the step,
+    M those of rollouts with a reward. What is summed here is divided by N later: λ·c_t comes as
+    `coefficient_N`, (R − b)·N/M as `advantage_N`. The statistics are the divergence's own.
+    """
+    loss_N, stats = divergence(logp_NV, targets)
+    by_teacher_N = targets.by_teacher_N
+    if by_teacher_N is not None:
+        loss_N = torch.where(by_teacher_N, sft(logp_NV, targets)[0], loss_N)
+        stats = {name: torch.where(by_teacher_N, 0.0, value_N) for name, value_N in stats.items()}
+    if targets.coefficient_N is not None:
+        loss_N = targets.coefficient_N * loss_N
+    if targets.advantage_N is not None:
+        logp_N = at(logp_NV, targets.token_N)
+        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
+        task_N = (weight_N * targets.advantage_N) * logp_N
+        loss_N = loss_N - (task_N if by_teacher_N is None else torch.where(by_teacher_N, 0.0, task_N))
+    return loss_N, stats
+
+
+def sft(logp_NV: Tensor, targets: Targets) -> Terms:
+    """Cross-entropy on the teacher's own samples: an estimate of the forward KL.
+
+        loss_t = log q(y_t) − log p(y_t),     y ~ q
+
+    Shifted by a constant, so that its mean estimates KL(q‖p) and vanishes at p = q. It gives no reverse KL.
+    """
+    return targets.teacher_logp_N - at(logp_NV, targets.token_N), {}
+
+
+def sampled(
+    logp_NV: Tensor, targets: Targets, rho_cap: float | None, drop_rho_outside: tuple[float, float] | None
+) -> Terms:
+    """Reverse KL by policy gradient on the sampled token.
+
+        loss_t = sg[ w_t · (d_t + Σ_{j≥1} γ^j w_{t+1} ⋯ w_{t+j} d_{t+j}) ] · log p(y_t),     w = min(ρ, c)
+
+    Given the prefix, E_{y~μ}[ρ·d(y)·∇log p(y)] = ∇KL(p‖q), and a later d carries the ρ of every token up to
+    its own: unbiased for any μ when uncapped. The cap bounds each factor, not their product. d is that of the
+    live student, never of μ: an advantage built from μ does not vanish at p = q. `reverse_kl` is the estimate
+    Σ w·d.
+    """
+    logp_N = at(logp_NV, targets.token_N)
+    rho_N = ratio(logp_N, targets.behavior_logp_N)
+    weight_N = weight(rho_N, rho_cap, drop_rho_outside)
+    d_N = logp_N.detach() - targets.teacher_logp_N
+    credit_N = d_N if targets.future_N is None else d_N + targets.future_N
+    return (weight_N * credit_N) * logp_N, {"reverse_kl": weight_N * d_N}
+
+
+def hybrid(
+    logp_NV: Tensor, targets: Targets, rho_cap: float | None, drop_rho_outside: tuple[float, float] | None
+) -> Terms:
+    """Exact on a set S of tokens and on the mass outside it, policy gradient within that mass; unbiased.
+
+        loss_t = Σ_{v∈S} [ p(v) d(v) − p(v) + q(v) ] + b·P
+               + sg[ min(ρ_t, c) · ( 1[y_t∉S]·(d(y_t) − b) + Σ_{j≥1} γ^j d_{t+j} ) ] · log p(y_t)
+
+        P = 1 − Σ_S p,     b = sg[ log P − log(1 − Σ_S q) ]
+
+    The first line needs no importance weight: given the prefix it is exact. Its sum has gradient
+    Σ_S p·d·∇log p (without −p + q it would not be stationary at p = q), and b·P moves the mass outside S as
+    a whole to what the teacher leaves there. The second line adds in expectation how that mass is spread, so
+    all of it is ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact. That
+    holds for any b: a rounded one costs variance, not bias. S is the teacher's top-k (`topk`) or the
+    student's top-k at sampling time (`student_topk`). `reverse_kl` is Σ_S p·d + b·P + 1[y∉S]·w·(d(y) − b).
+    """
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
+    member_NK = targets.support_NK >= 0
+    logp_NK = logp_NV.gather(1, targets.support_NK.clamp(min=0))
+    p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()
+    pd_NK = p_NK * (logp_NK - targets.support_logp_NK)
+    inside_N = torch.where(member_NK, pd_NK - p_NK + q_NK, 0.0).sum(1)
+    rest_N = 1.0 - torch.where(member_NK, p_NK, 0.0).sum(1)
+    tail_N = 1.0 - torch.where(member_NK, q_NK, 0.0).sum(1)
+    baseline_N = (rest_N.detach().clamp(min=_LEAST_MASS) / tail_N.clamp(min=_LEAST_MASS)).log()
+
+    logp_N = at(logp_NV, targets.token_N)
+    weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, drop_rho_outside)
+    outside_N = (targets.support_NK != targets.token_N.unsqueeze(1)).all(1)
+    d_N = torch.where(outside_N, logp_N.detach() - targets.teacher_logp_N - baseline_N, 0.0)
+    credit_N = d_N if targets.future_N is None else d_N + targets.future_N
+    exact_N = torch.where(member_NK, pd_NK.detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
+    loss_N = inside_N + baseline_N * rest_N + (weight_N * credit_N) * logp_N
+    return loss_N, {"reverse_kl": exact_N + weight_N * d_N}
+
+
+def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
+    """Forward KL on the teacher's top-k and one bucket for the rest.
+
+        loss_t = Σ_{v∈S} q(v) log(q(v)/p(v)) + Q log(Q/P),     Q = 1 − Σ_S q,  P = Σ_{v∉S} p(v)
+
+    It is KL(q‖p) after merging everything outside S into one event: zero exactly when p and q agree on S. It
+    does not depend on the sampled token, so stale samples need no weight. `reverse_kl` is bucketed too,
+    Σ_S p·d + P log(P/Q): a lower bound.
+    """
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
+    logq_NK, logp_NK = targets.support_logp_NK, logp_NV.gather(1, targets.support_NK)
+    q_NK = logq_NK.exp()
+    tail_N = (1.0 - q_NK.sum(1)).clamp(min=0.0)
+    has_tail_N = (tail_N > _NO_TAIL) & (logq_NK.shape[1] < logp_NV.shape[1])
+    outside_NV = logp_NV.scatter(1, targets.support_NK, -torch.inf)
+    log_rest_N = torch.where(has_tail_N.unsqueeze(1), outside_NV, logp_NV).logsumexp(1)
+    log_tail_N = tail_N.clamp(min=_NO_TAIL).log()
+    bucket_N = torch.where(has_tail_N, tail_N * (log_tail_N - log_rest_N), 0.0)
+    loss_N = (q_NK * (logq_NK - logp_NK)).sum(1) + bucket_N
+    with torch.no_grad():
+        rest_N = torch.where(has_tail_N, log_rest_N.exp() * (log_rest_N - log_tail_N), 0.0)
+        reverse_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1) + rest_N
+    return loss_N, {"reverse_kl": reverse_N}
+
+
+def full(logp_NV: Tensor, targets: Targets) -> Terms:
+    """Exact reverse KL over the full vocabulary: no sampling noise, no importance weight.
+
+    loss_t = Σ_v p(v) d(v);     gradient in the logits: p·(d − KL)
+    """
+    assert targets.teacher_logp_NV is not None
+    kl_N = (logp_NV.exp() * (logp_NV - targets.teacher_logp_NV)).sum(1)
+    return kl_N, {"reverse_kl": kl_N.detach()}
+
+
+def jsd(logp_NV: Tensor, targets: Targets, beta: float) -> Terms:
+    """Generalised Jensen-Shannon divergence over the full vocabulary.
+
+        loss_t = β KL(q‖m) + (1 − β) KL(p‖m),     m = β q + (1 − β) p
+
+    Bounded; β → 0 behaves like the forward KL and β → 1 like the reverse KL, after division by β(1 − β).
+    """
+    assert targets.teacher_logp_NV is not None
+    logq_NV = targets.teacher_logp_NV
+    logm_NV = torch.logaddexp(logq_NV + math.log(beta), logp_NV + math.log1p(-beta))
+    q_NV, p_NV = logq_NV.exp(), logp_NV.exp()
+    loss_N = (beta * q_NV * (logq_NV - logm_NV) + (1.0 - beta) * p_NV * (logp_NV - logm_NV)).sum(1)
+    return loss_N, full(logp_NV.detach(), targets)[1]
+
+
+def skew(logp_NV: Tensor, targets: Targets, alpha: float) -> Terms:
+    """Skewed reverse KL over the full vocabulary.
+
+        loss_t = KL(p ‖ (1 − α) q + α p)
+
+    α = 0 is the reverse KL; a small α bounds d where the teacher gives almost no mass. `reverse_kl` is the
+    unskewed one.
+    """
+    assert targets.teacher_logp_NV is not None
+    logm_NV = targets.teacher_logp_NV
+    if alpha > 0.0:
+        logm_NV = torch.logaddexp(logm_NV + math.log1p(-alpha), logp_NV + math.log(alpha))
+    loss_N = (logp_NV.exp() * (logp_NV - logm_NV)).sum(1)
+    return loss_N, full(logp_NV.detach(), targets)[1]

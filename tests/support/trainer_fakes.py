@@ -1,0 +1,85 @@
+"""What stands around a trainer's loop, in memory: a controller, a student, a way to publish."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from student_trainer.engine import after
+from student_trainer.ranks import Ranks
+from sync.wire import Audience, Message, Published, Stop, TrainBatch, Version, Wait
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class RecordedClient:
+    """A ControllerClient without a controller: batches from a list, then Stop; keeps events in `reported`."""
+
+    def __init__(self, batches: Sequence[TrainBatch] = (), checkpoint: bool = False) -> None:
+        self.reported: list[Message] = []
+        self.stopping = threading.Event()
+        self._batches = {batch.version: batch for batch in batches}
+        self._stop = Stop(reason="all batches were trained on", checkpoint=checkpoint)
+
+    def expect(self, version: Version) -> None:
+        """Nothing to fetch."""
+
+    def poll(self, version: Version) -> TrainBatch | Wait | Stop:
+        return Wait() if self.stopping.is_set() else self._batches.get(version, self._stop)
+
+    def report(self, event: Message) -> None:
+        self.reported.append(event)
+
+    def audience(self, published: Published) -> Audience:
+        self.reported.append(published)
+        return Audience(group="", world_size=1)
+
+    def lost(self, group: str) -> str | None:
+        return None
+
+    def close(self, seconds: float | None = None) -> None:
+        """Nothing to wait for."""
+
+
+class RecordedLearner:
+    """A Learner without a model: notes every step and checkpoint in `lines`."""
+
+    def __init__(self, adapters: bool = False) -> None:
+        self.lines: list[str] = []
+        self.version, self.ranks = Version(0, 0), ALONE
+        self.weights = SimpleNamespace(
+            adapters=adapters, snapshot=dict, checksum=lambda: "weights", digests=lambda: {"a": "digest"}
+        )
+        self.on_step: Callable[[TrainBatch], None] = lambda batch: None
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        self.lines.append(f"step {batch.version.step}")
+        self.on_step(batch)
+        self.version = after(self.version)
+        return {"loss": 1.0}
+
+    def save(self) -> Path:
+        self.lines.append(f"save {self.version.step}")
+        return Path("there")
+
+    def export(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+
+class RecordedTransport:
+    """A WeightTransport to nowhere: notes every publication in `lines`."""
+
+    anchor_due = False
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def stage(self, version: Version, anchor: bool) -> None:
+        self._lines.append(f"publish {version.step}")
+
+    def close(self) -> None:
+        """Nothing is held."""
