@@ -27,7 +27,7 @@ from distill.bench.in_memory import (
     MemoryTeacher,
     MemoryTrainer,
 )
-from distill.buffer.late import rules
+from distill.buffer.staleness import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks

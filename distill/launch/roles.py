@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distill.aio import look_seconds
 from distill.config import RunConfig
 from distill.launch import student
 from distill.launch.ports import Ports
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec
-from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden

@@ -23,7 +23,8 @@ from rich.console import Console
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.client import HttpEvaluator
-from distill.interfaces import Components, Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Components, Hooks
 from distill.launch.ports import Ports
 from distill.launch.resume import content
 from distill.launch.roles import TRAINER, Plan, plan_servers, token_of, trainer_child
@@ -208,7 +209,7 @@ class _Launcher:
         return live.Engines(
             self._teachers,
             evaluator if isinstance(evaluator, HttpEvaluator) else None,
-            transforms=self._parts.transforms or {},
+            transforms=self._parts.transforms,
         )
 
     async def _watch_disk(self) -> None:
@@ -219,11 +220,11 @@ class _Launcher:
             where, free = self._folder.fullest()
             full = free / GIB < least
             if full and not held:
-                self._controller.hold(
+                self._controller.pause(
                     "disk", f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
                 )
             elif held and not full:
-                self._controller.release("disk")
+                self._controller.resume("disk")
             held = full
 
     @contextlib.contextmanager

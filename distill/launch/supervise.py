@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from distill.aio import cancel
+from distill.aio import cancel, until_stalled
 from distill.launch.guardian import adopt_orphans, children_of, kill_adopted
-from distill.rollout.replica_pool import until_stalled
 from sync.endings import how_it_ended
 from sync.errors import DistillError
 from sync.transport import Peer

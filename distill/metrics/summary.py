@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from distill.evaluation.schedule import best
+from distill.interfaces import Teacher
 from distill.metrics.timeline import Timeline
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
-from distill.scoring.scorer import Teacher
 from sync.wire import EvalReport, StepReport
 
 

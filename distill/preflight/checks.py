@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from distill.buffer import late as lateness
+from distill.buffer import staleness
 from distill.config import RunConfig, TaskPrompts
 from distill.launch.student import flag_name
 from distill.preflight.probes import Finding
@@ -138,7 +138,7 @@ def check_folder(source: ModelSource, key: str) -> None:
 
 
 def _check_combinations(config: RunConfig) -> None:
-    lateness.rules(config)
+    staleness.rules(config)
     if config.rollout.top_p < 1:
         raise ConfigError(
             f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "

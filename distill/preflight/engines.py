@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill.config import RunConfig
+from distill.interfaces import Transform
 from distill.preflight import probes
 from distill.preflight.checks import missing_scores, shares_template, student_limit
 from distill.preflight.probes import Finding
 from distill.prompts.held_out import PromptSplit, longest_prompt, sample_prompts
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
-from distill.scoring.scorer import Transform, score_sequence
+from distill.scoring.scorer import score_sequence
 from sync import tokenizers
 from sync.errors import ConfigError
 from sync.wire import (
@@ -38,6 +39,7 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
+    pack,
     unpack,
 )
 from teacher_service.describe import load_tokenizer
@@ -202,9 +204,10 @@ class _Checks:
 
     async def _plain(self, evaluator: Prober, rollouts: list[Generated]) -> None:
         prompts = sample_prompts(self.split)
+        seen = [pack(np.asarray(prompts[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts]
         written = [
-            score_sequence(prompts[int(answer.id.rpartition("/")[2])].token_ids, answer)
-            for answer in rollouts
+            score_sequence(one.id, prompt, one.token_ids, one.topk_ids)
+            for one, prompt in zip(rollouts, seen, strict=True)
         ]
         request = ProbeRequest(student=written, teachers=self.asked)
         reply = await evaluator.probe(request, self.config.run.start_seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from distill.buffer.staleness import Bound
+from distill.buffer.staleness import Bound, Rules
 from distill.run_log.provenance import Provenance
 from distill.run_log.records import (
     AnyRecord,
@@ -29,16 +29,14 @@ from distill.run_log.records import (
     Opened,
     RolledBack,
     Rollout,
-    RolloutStub,
     Snapshot,
     Stepped,
     VersionApplied,
     VersionPublished,
-    stub_of,
 )
 from distill.run_log.segments import read_all
 from distill.run_log.snapshot import differs
-from distill.run_log.state import Rules, RunState
+from distill.run_log.state import RunState
 from student_trainer.checkpoint_files import index, latest, saved
 from student_trainer.ledger import Lineage, read, repeated
 from sync.errors import DataError
@@ -128,7 +126,7 @@ class _RunLog:
     issued: Counter[str] = field(default_factory=Counter)
     for_teacher: set[str] = field(default_factory=set)
     """Prompts that were issued for a teacher to complete."""
-    scored: dict[str, RolloutStub] = field(default_factory=dict)
+    scored: dict[str, Rollout] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     composed: dict[Version, list[str]] = field(default_factory=dict)
     opened: list[LineageOpened] = field(default_factory=list)
@@ -220,10 +218,8 @@ def _apply(run_log: _RunLog, state: RunState, record: AnyRecord, at: Location, b
     """Take a record up. Raises DataError when it contradicts those before it."""
     try:
         _check_order(state, record)
-        state.apply(record, at if isinstance(record, Issued | Rollout) else None)
-        if isinstance(record, Rollout):
-            state.unload(record.id)
-        elif isinstance(record, BatchFormed):
+        state.replay(record, at)
+        if isinstance(record, BatchFormed):
             run_log.wrong_weight |= _wrong_weight(state, record, bound)
     except (LookupError, ValueError, AssertionError) as error:
         raise DataError(
@@ -250,8 +246,8 @@ def _note(run_log: _RunLog, record: AnyRecord, bound: Bound) -> None:
     if isinstance(record, Issued):
         run_log.issued.update(prompt.id for prompt in record.prompts)
         run_log.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
-    elif isinstance(record, Rollout | RolloutStub):
-        run_log.scored[record.id] = stub_of(record)
+    elif isinstance(record, Rollout):
+        run_log.scored[record.id] = record.released()
     elif isinstance(record, Dropped):
         run_log.dropped.update(dict.fromkeys(record.ids, record.reason))
     elif isinstance(record, BatchFormed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from distill.run_log.records import AnyRecord, Concluded, Rollout, RolloutStub
+from distill.run_log.records import AnyRecord, Concluded, Rollout
 from distill.run_log.state import RunState
 from sync.wire import EvalReport, Version, VersionSpan
 
@@ -56,7 +56,7 @@ class Provenance:
 
     def note(self, record: AnyRecord, state: RunState) -> None:
         """Look at one record."""
-        if isinstance(record, Rollout | RolloutStub) and span_problem(record.spans, state):
+        if isinstance(record, Rollout) and span_problem(record.spans, state):
             self.impossible.append(record.id)
         elif isinstance(record, Concluded):
             self._concluded.append(record)

@@ -10,15 +10,16 @@ the segments that hold them, which are kept as long as a place is in use.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from distill.batching.bisection import Trials
-from distill.buffer.buffer import Entry
-from distill.buffer.staleness import Lineage
+from distill.batching.bisection import Bisection
+from distill.buffer.staleness import Lineage, Rules
 from distill.prompts.stream import Cursor, Prompt
 from distill.run_log.records import (
     AnyRecord,
@@ -27,60 +28,21 @@ from distill.run_log.records import (
     Location,
     Opened,
     RolledBack,
+    Rollout,
     Snapshot,
     VersionApplied,
     VersionPublished,
 )
-from distill.run_log.state import Batch, Counters, PendingPrompt, Rules, RunState
+from distill.run_log.state import Batch, Counters, RunState
 from sync.errors import DataError
-from sync.wire import EvalReport, Version, VersionSpan
+from sync.wire import EvalReport, Version
 
 PLAIN = (
     "cursor", "lineage", "fingerprint", "next_step", "reached", "trained_tokens", "trained_by_teacher",
     "target", "checkpoints", "evaluations", "rollbacks", "rolled_back", "counters", "opened", "broken",
-    "newest", "trials",
+    "newest", "bisection",
 )  # fmt: skip
 """Fields of RunState that are saved as they are."""
-
-
-class _Entry(msgspec.Struct, array_like=True):
-    """As distill.buffer.buffer.Entry."""
-
-    id: str
-    number: int
-    length: int
-    spans: list[VersionSpan]
-    by_teacher: bool
-
-    @classmethod
-    def of(cls, entry: Entry) -> _Entry:
-        return cls(entry.id, entry.number, entry.length, entry.spans, entry.by_teacher)
-
-    def restored(self) -> Entry:
-        return Entry(self.id, self.number, 0, self.length, self.spans, self.by_teacher)
-
-
-class _Batch(msgspec.Struct, array_like=True):
-    """As distill.run_log.state.Batch."""
-
-    version: Version
-    entries: list[_Entry]
-    tokens: int
-    by_teacher: int
-    ages: list[int]
-    weights: list[float]
-    trial: bool = False
-    trained: bool = False
-
-    @classmethod
-    def of(cls, b: Batch) -> _Batch:
-        entries = [_Entry.of(entry) for entry in b.entries]
-        return cls(b.version, entries, b.tokens, b.by_teacher, b.ages, b.weights, b.trial, b.trained)
-
-    def restored(self) -> Batch:
-        entries = [entry.restored() for entry in self.entries]
-        sums = (self.tokens, self.by_teacher, self.ages, self.weights)
-        return Batch(self.version, entries, *sums, self.trial, self.trained)
 
 
 class Saved(msgspec.Struct):
@@ -105,12 +67,13 @@ class Saved(msgspec.Struct):
     lineages: list[Lineage]
     published: list[VersionPublished]
     applied: list[VersionApplied]
-    asked: list[tuple[str, int, bool, int]]
-    """Prompt id, number, by_teacher, attempts."""
-    buffer: list[_Entry]
-    """In the order of admission."""
-    batches: list[_Batch]
-    trials: Trials
+    pending: list[Rollout]
+    """Without their prompts."""
+    buffer: list[Rollout]
+    """Released, in the order of admission."""
+    batches: list[Batch]
+    """Their rollouts are released."""
+    bisection: Bisection
 
 
 def cover(state: RunState, keep_checkpoints: int) -> Version | None:
@@ -153,12 +116,15 @@ def take(state: RunState, base: int | None) -> Snapshot:
         lineages=[state.lineages[number] for number in range(len(state.lineages))],
         published=list(state.published),
         applied=list(state.applied),
-        asked=[(one.prompt.id, one.number, one.by_teacher, one.attempts) for one in state.asked.values()],
-        buffer=[_Entry.of(entry) for entry in buffered],
-        batches=[_Batch.of(batch) for batch in batches],
+        pending=[replace(one, issued=None, since=None) for one in state.pending.values()],
+        buffer=[one.released() for one in buffered],
+        batches=[
+            dataclasses.replace(batch, rollouts=[one.released() for one in batch.rollouts])
+            for batch in batches
+        ],
     )
-    entries = [*buffered, *(entry for batch in batches for entry in batch.entries)]
-    places = {rollout: state.where[rollout] for rollout in [*state.asked, *(entry.id for entry in entries)]}
+    rollouts = [*buffered, *(one for batch in batches for one in batch.rollouts)]
+    places = {rollout: state.where[rollout] for rollout in [*state.pending, *(one.id for one in rollouts)]}
     return Snapshot(checkpoint, base, _encoder.encode(saved), places)
 
 
@@ -172,15 +138,15 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
     state.published.extend(saved.published)
     state.applied.extend(saved.applied)
     prompts: dict[str, Prompt] = {}
-    for prompt, number, by_teacher, attempts in saved.asked:
-        if prompt not in prompts:
-            issued = read(snapshot.where[prompt])
-            assert isinstance(issued, Issued), f"{prompt} is not where the journal should hold it"
-            prompts = {one.id: one for one in issued.prompts}
-        state.asked[prompt] = PendingPrompt(prompts[prompt], number, by_teacher, attempts)
-    for entry in saved.buffer:
-        state.buffer.admit(entry.restored())
-    state.batches = {batch.version: batch.restored() for batch in saved.batches}
+    for one in saved.pending:
+        if one.id not in prompts:
+            issued = read(snapshot.where[one.id])
+            assert isinstance(issued, Issued), f"{one.id} is not where the journal should hold it"
+            prompts = {prompt.id: prompt for prompt in issued.prompts}
+        state.pending[one.id] = replace(one, issued=prompts[one.id])
+    for rollout in saved.buffer:
+        state.buffer.admit(rollout)
+    state.batches = {batch.version: batch for batch in saved.batches}
     state.where = dict(snapshot.where)
     return state
 
@@ -188,12 +154,12 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
 def differs(snapshot: Snapshot, state: RunState) -> bool:
     """Whether a snapshot says anything else of prompts, rollouts and counts than the records before it.
 
-    Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
+    Rollouts that a lineage took back and whose arrays were archived since are `archived` in a replay.
     """
     saved, sure = load(snapshot), set(state.buffer.ids())
-    told = [one[0] for one in saved.asked], saved.next_step, saved.counters
-    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
-    return not buffered or told != (list(state.asked), state.next_step, state.counters)
+    told = [one.id for one in saved.pending], saved.next_step, saved.counters
+    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.archived.keys()
+    return not buffered or told != (list(state.pending), state.next_step, state.counters)
 
 
 def load(snapshot: Snapshot) -> Saved:

@@ -62,6 +62,8 @@ class Soundness:
         """A rollout from the journal, without diagnostics that cannot be used."""
         count, k, vocab = rollout.length, self.sampling.student_topk, self.vocab_size
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
+        if rollout.scored is None:
+            return Problem("scores", "missing", "of every completion token")
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),

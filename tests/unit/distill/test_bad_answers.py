@@ -181,7 +181,7 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     summary, _ = await end_of(run)
     assert summary["completed"]
     assert summary["error"] is None
-    assert run.pool.replicas["lying"].left_out
+    assert run.pool.replicas["lying"].excluded
     told = [record.message for record in caplog.records if "out of use" in record.message]
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]

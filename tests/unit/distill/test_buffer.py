@@ -8,21 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.buffer.buffer import Buffer, Entry, Pick
+from distill.buffer.buffer import Buffer, Pick
 from distill.buffer.staleness import Bound, capacity
-from sync.wire import Version, VersionSpan
+from distill.run_log.records import Rollout
+from sync.wire import Array, Version, VersionSpan
 
 
-def entry(number: int, *steps: int, name: str = "") -> Entry:
+def entry(number: int, *steps: int, name: str = "") -> Rollout:
     spans = [VersionSpan(Version(0, step), i, i + 1) for i, step in enumerate(steps)]
-    return Entry(name or f"r{number}", number, 0, len(steps), spans)
+    return Rollout(name or f"r{number}", number, tokens=Array("i4", (len(steps),), b""), spans=spans)
 
 
 def step_of(version: Version) -> int:
     return version.step
 
 
-def filled(buffer: Buffer, *entries: Entry) -> Buffer:
+def filled(buffer: Buffer, *entries: Rollout) -> Buffer:
     for one in entries:
         buffer.admit(one)
     return buffer
@@ -134,7 +135,7 @@ def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_up_to_the_hard_li
 # --- groups -----------------------------------------------------------------------------------------------
 
 
-def group(row: int, *steps: int) -> list[Entry]:
+def group(row: int, *steps: int) -> list[Rollout]:
     """Completions of one prompt, each of the version that `steps` says."""
     return [entry(10 * row + i, step, name=f"0:{row}:{i}") for i, step in enumerate(steps)]
 

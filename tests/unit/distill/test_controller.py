@@ -20,10 +20,11 @@ from distill.bench.in_memory import (
     MemoryTrainer,
 )
 from distill.controller import Controller
-from distill.interfaces import Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.run_log.audit import AuditReport, check
-from distill.run_log.records import Location, Rollout, RolloutStub
+from distill.run_log.records import Location, Rollout
 from distill.run_log.segments import read_all
 from distill.scoring.on_policy_mix import seed_of
 from sync.errors import DataError
@@ -105,7 +106,7 @@ async def test_a_bound_overlaps_training_with_generation(controller, config) -> 
 async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadcasts(controller) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(replicas={"r0": replica})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
     trainer = MemoryTrainer(run.session, broadcasts=True)
 
     async def restart() -> None:
@@ -128,7 +129,7 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
     }
     teacher = MemoryTeacher()
     run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
 
     async def havoc() -> None:
         for _ in range(3):
@@ -207,7 +208,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
 
     resumed = controller(settings)
     assert resumed.run_log.state.cursor == before.cursor
-    assert set(resumed.run_log.state.asked) == set(before.asked)
+    assert set(resumed.run_log.state.pending) == set(before.pending)
     assert resumed.run_log.state.buffer.ids() == before.buffer.ids()
     assert resumed.run_log.state.counters == before.counters
     trainer.session = resumed.session
@@ -299,7 +300,7 @@ async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_b
     controller, config
 ) -> None:
     held = {"type": "wait", "seconds": 15}
-    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.holding)
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.late.waiting)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
     assert summary["rollouts"]["dropped"] == {}
@@ -430,7 +431,7 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
     assert report.ok, report
     assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
     assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"] == report.tokens
-    rollouts = [record for _, record in records if isinstance(record, Rollout | RolloutStub)]
+    rollouts = [record for _, record in records if isinstance(record, Rollout)]
     assert {one.id for one in rollouts if one.by_teacher} == written
     assert all(bool(one.spans) != one.by_teacher for one in rollouts)
 
@@ -497,7 +498,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
 
     texts = 0
     for _, _, record in read_all(tmp_path / "journal"):
-        if isinstance(record, Rollout) and record.by_teacher:
+        if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
             prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
             (written,) = await MemoryTeacher().write([prompt], 8, [])
             assert isinstance(written, TeacherCompletion)
@@ -542,8 +543,8 @@ async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller,
 
 async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:
     run = controller(config(guard={"max_grad_norm": 1.0, "patience": 1}))
-    run._distrust("step 3: grad_norm is 9")
-    run.hold("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
-    run.release("disk")
-    assert run.dispatcher.holders == {"guard"}
+    run._bad_steps("step 3: grad_norm is 9")
+    run.pause("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
+    run.resume("disk")
+    assert run.dispatcher.paused == {"guard"}
     run.close()

@@ -88,7 +88,7 @@ class Remote:
 async def remote(controller, config):
     """A running controller and a trainer's client of it."""
     run = controller(config(run={"steps": 2}, controller={"port": 0}), token=TOKEN)
-    run.session._poll_seconds = 0.2
+    run.session.poll_seconds = 0.2
     task = asyncio.create_task(run.run())
     client = Remote(run)
     yield client

@@ -22,7 +22,8 @@ from distill.cli.guarded import guarded
 from distill.cli.main import _show
 from distill.conclusion import end_problems
 from distill.evaluation.client import HttpEvaluator
-from distill.interfaces import Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.metrics.results import complete
 from distill.preflight.machine import claim_of
 from distill.rollout.replica_client import Answer, HttpReplica
