@@ -34,6 +34,7 @@ from distill.events import (
     Quarantined,
     RolloutRejected,
     RolloutScored,
+    Stranded,
     TeacherCompleted,
     TeacherTurn,
 )
@@ -127,6 +128,7 @@ class Controller:
         on(Heartbeat, self.heartbeats.heard)
         # replicas and servers
         on(VersionApplied, self.run_log.write, self._note_update)
+        on(Stranded, lambda _: self.session.wake())
         on(Hung, lambda event: self._hooks.stuck(event.role))
         on(NoServerLeft, lambda event: self._fail(event.problem))
 
@@ -204,7 +206,7 @@ class Controller:
     def allow(self) -> None:
         """Training may begin."""
         self.session.withheld = False
-        self.events.changed.wake()
+        self.session.wake()
 
     def pause(self, reason: PauseReason, detail: str) -> None:
         """Start no further rollouts until there is no reason left."""

@@ -70,6 +70,12 @@ class Hung(NamedTuple):
     """A replica's name, or "trainer"."""
 
 
+class Stranded(NamedTuple):
+    """ReplicaPool: a replica waits for a version that only another broadcast can bring."""
+
+    replica: str
+
+
 class NoServerLeft(NamedTuple):
     """ErrorBudget: all servers of a kind, or a function of the user's, gave too many bad answers."""
 

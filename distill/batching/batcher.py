@@ -63,7 +63,7 @@ class StepBatcher:
         """Until it is cancelled."""
         state, session = self._run_log.state, self._session
         while True:
-            while session.live and state.next_step <= session.asked and self._possible():
+            while session.live and state.next_step <= session.requested and self._possible():
                 if left := self.late.left(state.next_step, state.expiring()):
                     self._note_blocked()
                     await self._changed.wait(min(left, LATE_POLL_SECONDS))
@@ -79,7 +79,7 @@ class StepBatcher:
     def _note_blocked(self) -> None:
         """What the trainer is blocked on, if it is."""
         state, session = self._run_log.state, self._session
-        blocked = session.live and session.ready < session.asked < self._steps
+        blocked = session.live and session.ready < session.requested < self._steps
         generated = len(state.buffer) + self._scoring.open >= state.rules.batch
         cause = LATE if self.late.waiting else TEACHERS if generated else REPLICAS
         self._timeline.waits(TRAINER, cause if blocked else None)

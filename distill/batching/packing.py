@@ -234,7 +234,7 @@ def _join_optional(arrays: list[Array | None], template: Array | None) -> Array 
     if len(present) < len(arrays):
         raise DataError(
             f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
-            "all teachers of a run must be asked for the same things"
+            "all teachers of a run must give the same scores"
         )
     return _join(present, template)
 

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from distill.bench.in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
@@ -38,7 +36,7 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.needs import needs
-from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TrainBatch, Version, Want
+from sync.wire import TrainBatch, Version
 
 MIB: Final = 1 << 20
 MARKS: Final = 10
@@ -114,20 +112,6 @@ def _name(handle: asyncio.Handle) -> str:
     return str(getattr(callback, "__qualname__", callback))
 
 
-class _Teacher(MemoryTeacher):
-    """Sends hidden states of `width`."""
-
-    width = 0
-
-    def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
-        marks = super()._marks(sequence, want)
-        if not want.hidden or isinstance(marks, ScoreRefused):
-            return marks
-        count = sequence.token_ids.shape[0] - sequence.start
-        hidden = Array("bf16", (count, self.width), bytes(2 * self.width * count))
-        return msgspec.structs.replace(marks, hidden=hidden)
-
-
 @dataclass
 class _Trainer(MemoryTrainer):
     """Keeps a ledger, and nothing in memory."""
@@ -173,7 +157,7 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
             replica.updates.clear()
 
     replicas = {f"student-{i}": MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
-    teacher = _Teacher()
+    teacher = MemoryTeacher()
     teacher.width = size.width
     parts = Components(
         replicas=dict(replicas),

@@ -1,10 +1,10 @@
 """How old a rollout may be: versions, lineages, the capacity rule, and the policies for late rollouts. Pure.
 
 A lineage is one start of the trainer. A new one takes over the batches of an older one (its `origin`) up to
-its `branch`, the first step whose batch it composes anew; up to that step both hold the same weights, because
+its `branch`, the first step whose batch it forms anew; up to that step both hold the same weights, because
 they were trained on the same batches in the same order:
 
-    L0  0 ────────── 40 ───── 47      killed at 45, batches composed up to step 47
+    L0  0 ────────── 40 ───── 47      killed at 45, batches formed up to step 47
     L1            40 ════════ 47 ── … resumes from the checkpoint of step 40, origin 0, branch 47
 
 A batch of step s takes a rollout by its age, the versions between its oldest token and s:
@@ -71,7 +71,7 @@ class Lineages:
         self._shared[lineage.id] = shared
 
     def step_in(self, version: Version, lineage: int) -> int:
-        """Step that `version` counts as in `lineage`: its own up to where the two part, that point after it.
+        """Step that `version` counts as in `lineage`: its own up to where they branch, that point after it.
 
         Versions of a lineage that is not known count as the model folder, step 0.
         """
@@ -85,11 +85,11 @@ class Lineages:
         return found
 
     def holds(self, version: Version, lineage: int) -> bool:
-        """Whether `version` lies on the way of `lineage` (the same batches led to it)."""
+        """Whether `version` lies on the path of `lineage` (the same batches led to it)."""
         return self.step_in(version, lineage) == version.step
 
     def owner(self, lineage: int, step: int) -> int:
-        """The lineage that composed the batch of `step` on the way of `lineage`."""
+        """The lineage that formed the batch of `step` on the path of `lineage`."""
         node = self._nodes[lineage]
         while node.origin is not None and step < node.branch:
             node = self._nodes[node.origin]
@@ -122,8 +122,8 @@ def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int,
     """Rollouts that may be started now.
 
     `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
-    behind it would make rollouts that are too old). `handed_out`: rollouts in composed batches, on the way of
-    the current lineage. `outstanding`: in flight, being scored or buffered.
+    behind it would make rollouts that are too old). `handed_out`: rollouts in batches on the path of the
+    current lineage. `outstanding`: in flight, being scored or buffered.
     """
     return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)
 

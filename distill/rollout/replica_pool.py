@@ -20,7 +20,7 @@ from contextlib import suppress
 from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
-from distill.events import ErrorBudget, Events, Hung
+from distill.events import ErrorBudget, Events, Hung, Stranded
 from distill.rollout.replica_client import ReplicaEngine, state_of, updated
 from distill.run_log.provenance import may_exist
 from distill.run_log.records import VersionApplied
@@ -299,8 +299,8 @@ class ReplicaPool:
             stranded = self.by_broadcast and held is None
             if not stranded and (held is None or may_exist(held, self._state)):
                 return
-            if stranded:  # the trainer is told to broadcast again
-                self._events.changed.wake()
+            if stranded:
+                self._events.emit(Stranded(replica.name))
             await self._published.wait(self.poll_seconds)
             if replica.lost.is_set():
                 raise Unreachable(f"replica {replica.name} was lost while it waited for a version")

@@ -81,7 +81,7 @@ class Issued(Record, frozen=True):
 
 
 class Requeued(Record, frozen=True):
-    """Prompts whose completion was lost; they wait to be asked again."""
+    """Prompts whose completion was lost; they wait to be sent again."""
 
     ids: list[str]
     reason: RequeueReason
@@ -145,7 +145,7 @@ class Rollout(Record, frozen=True):
 
     @property
     def is_released(self) -> bool:
-        """Whether its arrays are elsewhere, or gone."""
+        """Whether its arrays are only in the journal, or nowhere any more."""
         return self.scored is None and self.length > 0 and not self.tokens.data
 
     def age(self, step: int, step_of: Callable[[Version], int]) -> int:
@@ -236,7 +236,7 @@ class VersionPublished(Record, frozen=True):
 
 
 class VersionApplied(Record, frozen=True):
-    """A replica serves `version` now; seconds and bytes as in UpdateReply, `seconds` from ask to answer."""
+    """A replica serves `version` now; fields as in UpdateReply, `seconds` from request to reply."""
 
     replica: str
     version: Version

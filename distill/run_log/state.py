@@ -88,10 +88,10 @@ class Counters:
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     requeued: Counter[str] = field(default_factory=Counter)
     age_sum: int = 0
-    """Over rollouts of composed batches."""
+    """Over rollouts of batches."""
     age_max: int = 0
     composed: int = 0
-    """Rollouts in composed batches."""
+    """Rollouts that went into batches."""
     late: int = 0
     """Of them, those older than the limit, at a weight below 1."""
     published: int = 0
@@ -112,7 +112,7 @@ class RunState:
         self.broken: dict[str, set[str]] = {}
         """Groups that can no longer be whole → members that are gone; forgotten when all are."""
         self.batches: dict[Version, Batch] = {}
-        """By the version they were composed for."""
+        """By the version they were formed for."""
         self.lineages = Lineages()
         self.lineage: int | None = None
         """The current one; None: no trainer has started."""
@@ -129,7 +129,7 @@ class RunState:
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: deque[VersionPublished] = deque(maxlen=RECENT)
-        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, by any transport
         self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
         """The newest ones, in the order of their saving."""
@@ -175,7 +175,7 @@ class RunState:
         return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
 
     def passed(self, version: Version) -> bool:
-        """Whether a version lies on the way of the current lineage."""
+        """Whether a version lies on the path of the current lineage."""
         return self.lineage is not None and self.step_of(version) == version.step
 
     def room(self, applied: Version | None) -> int:
@@ -194,13 +194,13 @@ class RunState:
         return sum(one.since is not None and self.step_of(one.since) == last for one in self.pending.values())
 
     def batch_of(self, step: int) -> Batch | None:
-        """The batch of `step` on the way of the current lineage; None: not composed, or forgotten."""
+        """The batch of `step` on the path of the current lineage; None: not formed, or forgotten."""
         if self.lineage is None:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
     def available(self, version: Version) -> bool:
-        """Whether the batch composed for `version` can be handed out (again)."""
+        """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
         return batch is not None and all(one.id in self.where for one in batch.rollouts)
 
@@ -318,7 +318,7 @@ class RunState:
             self._dropped(Dropped(record.without, "rolled_back", 0), None)
 
     def _take_back_lost_batches(self, lineage: int) -> None:
-        """Rollouts of batches that are not on the way of `lineage` wait in the buffer again."""
+        """Rollouts of batches that are not on the path of `lineage` wait in the buffer again."""
         for version in sorted(v for v in self.batches if self.lineages.owner(lineage, v.step) != v.lineage):
             for rollout in self.batches.pop(version).rollouts:
                 if rollout.id in self.where:
@@ -372,6 +372,6 @@ class RunState:
             self.forget(version)
 
     def forget(self, version: Version) -> None:
-        """No trainer will ask for this batch again."""
+        """No trainer will request this batch again."""
         for rollout in self.batches.pop(version).rollouts:
             self.where.pop(rollout.id, None)

@@ -121,7 +121,7 @@ class Heartbeats:
         return sorted(self._silent)
 
     def forget(self) -> None:
-        """These ranks are gone, or may leave: others are watched once they are heard."""
+        """These ranks have ended, or may: others are watched once they are heard."""
         self._silent.clear()
 
     async def run(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import cast
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -146,22 +146,11 @@ def answered(handler: Handler) -> Handler:
     return guarded
 
 
-class _Gauges:
-    """A Prometheus collector over one reading."""
-
-    def __init__(self, values: dict[str, float]) -> None:
-        self._values = values
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self._values.items():
-            clean = "".join(letter if letter.isalnum() else "_" for letter in name)
-            yield GaugeMetricFamily(f"distill_{clean}", name, value=value)
-
-
 def exposition(values: dict[str, float]) -> str:
     """Prometheus text of name → value."""
     registry = CollectorRegistry()
-    registry.register(_Gauges(values))
+    for name, value in values.items():
+        Gauge(f"distill_{re.sub('[^A-Za-z0-9]', '_', name)}", name, registry=registry).set(value)
     return generate_latest(registry).decode()
 
 

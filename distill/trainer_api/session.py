@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from distill.aio import Signal
 from distill.batching.packing import Shape, pack_batch
 from distill.events import Events
 from distill.rollout.broadcasts import Broadcasts
@@ -58,7 +59,7 @@ class TrainerSession:
     ) -> None:
         self.broadcasts = broadcasts
         self._run_log, self._shape, self._steps = run_log, shape, steps
-        self._events, self._changed = events, events.changed
+        self._events, self._changed = events, Signal()
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
         """Encoded shares of the newest steps, by step."""
@@ -69,7 +70,7 @@ class TrainerSession:
         """A trainer of the current lineage said hello to this controller."""
         self.ready = -1
         """Newest step whose batch is safe on disk."""
-        self.asked = -1
+        self.requested = -1
         """Newest step that a rank requested."""
         self.withheld = False
         """No batch is handed out while set."""
@@ -83,16 +84,21 @@ class TrainerSession:
         """The run whose batches are handed out."""
         return self._run_log.run
 
+    def wake(self) -> None:
+        """Have waiting requests, and the batcher, look at the state again."""
+        self._changed.wake()
+        self._events.changed.wake()
+
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
-            self._changed.wake()
+            self.wake()
 
     def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin as `retreat` says."""
         self.live, self._retreat = False, retreat
-        self._changed.wake()
+        self.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
@@ -123,7 +129,7 @@ class TrainerSession:
         record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._shares, self._handed_out, self.live = hello.world_size, {}, -1, True
-        self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
+        self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
         version = Version(record.lineage, record.start)
         logger.info(
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
@@ -133,6 +139,7 @@ class TrainerSession:
             version=version, parent=at, teachers=list(self._shape.teachers), run=self.run
         )
         self._events.emit(welcome)
+        self.wake()
         return welcome
 
     def _check(self, version: Version) -> None:
@@ -146,16 +153,16 @@ class TrainerSession:
     async def batch(self, request: BatchRequest) -> bytes:
         """A rank's share as an encoded TrainBatch, Wait or Stop; waits at most `poll_seconds`.
 
-        Raises RemoteError for another lineage, rank or step than can be asked for.
+        Raises RemoteError for another lineage, rank or step than can be requested.
         """
         step = request.version.step
         deadline = asyncio.get_running_loop().time() + self.poll_seconds
         while True:
             self._check(request.version)
             self._check_rank(request)
-            if step > self.asked:
-                self.asked = step
-                self._changed.wake()
+            if step > self.requested:
+                self.requested = step
+                self.wake()
             if step > self._handed_out and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
             if step <= self.ready and (step <= self._handed_out or not self.withheld):
@@ -180,12 +187,12 @@ class TrainerSession:
             )
         if not start <= request.version.step <= max(self._handed_out + 1, start):
             raise RemoteError(
-                f"step {request.version.step} cannot be asked for: the lineage began at {start} and "
+                f"step {request.version.step} cannot be requested: the lineage began at {start} and "
                 f"has got batches up to step {self._handed_out}"
             )
 
     async def prepare(self, step: int) -> None:
-        """Encode a batch ahead of its asking, beside the event loop; then it counts as ready.
+        """Encode a batch before it is requested, beside the event loop; then it counts as ready.
 
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
@@ -195,7 +202,7 @@ class TrainerSession:
             return
         self._keep(step, shares)
         self.ready = max(self.ready, step)
-        self._changed.wake()
+        self.wake()
 
     def _share(self, step: int) -> list[bytes]:
         if step not in self._shares:
@@ -243,17 +250,14 @@ class TrainerSession:
         else:
             self.final = event
         await self._run_log.journal.commit()
-        self._changed.wake()
+        self.wake()
         return answer or Ok()
 
     def _problem(self, event: checks.Event) -> Problem | None:
         state = self._run_log.state
         assert state.reached is not None, "a trainer of this lineage has said hello"
-        start, newest = (
-            state.lineages[event.version.lineage].start,
-            max(state.reached.step, self._handed_out + 1),
-        )
-        return checks.event(event, start, state.reached.step, newest)
+        start, newest = state.lineages[event.version.lineage].start, self._handed_out + 1
+        return checks.event(event, start, state.reached.step, max(state.reached.step, newest))
 
     def _step(self, report: StepReport) -> None:
         reached = self._run_log.state.reached

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
 from sync.errors import DistillError
@@ -51,6 +50,7 @@ from sync.wire import (
     encode,
     unpack,
 )
+from tests.support.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
 M = TypeVar("M", bound=Message)
 INTS = (-1, 0, 7, 1 << 31, (1 << 62) + 1)

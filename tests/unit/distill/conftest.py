@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
 from distill.prompts.stream import PromptStream
 from distill.run_log.journal import Journal
 from sync.wire import Want
+from tests.support.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
 from tests.support.small_config import make_config
 
 

@@ -21,13 +21,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from spoiled import SpoiledDesk, SpoiledEvaluator, SpoiledReplica, SpoiledTeacher, Spoiler
 
-from distill.bench.in_memory import (
-    MemoryEvaluator,
-    MemoryPrompts,
-    MemoryReplica,
-    MemoryTeacher,
-    MemoryTrainer,
-)
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components
@@ -49,6 +42,13 @@ from sync.wire import (
     Want,
     pack,
     unpack,
+)
+from tests.support.in_memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
 )
 
 MUTANTS = int(os.environ.get("DISTILL_MUTANTS", "1000"))
@@ -194,10 +194,10 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     controller, config, who: str
 ) -> None:
     class Teacher(MemoryTeacher):
-        def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
             if who == "refusing teacher":
                 return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
-            marks = super()._marks(sequence, want)
+            marks = super()._scores(sequence, want)
             assert isinstance(marks, Scored)
             bad = pack(np.full(marks.logprob.shape, np.nan, "f4"))
             return msgspec.structs.replace(marks, logprob=bad) if who == "teacher" else marks

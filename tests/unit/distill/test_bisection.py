@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryPrompts, MemoryTrainer
 from distill.buffer.staleness import rules
 from distill.controller import Controller
 from distill.events import Quarantined
@@ -33,6 +32,7 @@ from sync.wire import (
     VersionSpan,
     pack,
 )
+from tests.support.in_memory import MemoryPrompts, MemoryTrainer
 
 
 class Died(Exception):

@@ -12,13 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import (
-    MemoryEvaluator,
-    MemoryPrompts,
-    MemoryReplica,
-    MemoryTeacher,
-    MemoryTrainer,
-)
+from distill import events
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
@@ -42,6 +36,13 @@ from sync.wire import (
     pack,
     unpack,
 )
+from tests.support.in_memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 
 
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
@@ -53,6 +54,13 @@ async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, 
     stop = await asyncio.wait_for(training, 60)
     assert isinstance(stop, Stop)
     return await asyncio.wait_for(running, 60)
+
+
+async def test_every_event_has_a_handler(controller) -> None:
+    kinds = {kind for kind in vars(events).values() if isinstance(kind, type) and hasattr(kind, "_fields")}
+    run = controller()
+    assert {kind.__name__ for kind in kinds} <= {kind.__name__ for kind in run.events._handlers}
+    run.close()
 
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica
 from distill.buffer.staleness import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
 from distill.metrics.timeline import Timeline
@@ -35,6 +34,7 @@ from sync.wire import (
     Want,
     pack,
 )
+from tests.support.in_memory import MemoryPrompts, MemoryReplica
 from tests.support.small_config import make_config
 
 

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryPrompts
 from distill.buffer.staleness import Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
@@ -40,6 +39,7 @@ from distill.run_log.state import Batch
 from student_trainer.ledger import Ledger, read
 from sync.errors import DataError, DistillError
 from sync.wire import EvalReport, Scored, Version, VersionSpan, pack
+from tests.support.in_memory import MemoryPrompts
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)
 SEGMENT = 3000

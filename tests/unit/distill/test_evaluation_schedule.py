@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts
 from distill.buffer.staleness import Bound, Rules
 from distill.config import EvaluationConfig
 from distill.evaluation.schedule import Evaluations, best, exhausted
@@ -17,6 +16,7 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
+from tests.support.in_memory import MemoryEvaluator, MemoryPrompts
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryTrainer
 from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
@@ -22,6 +21,7 @@ from distill.run_log.segments import read_all
 from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
+from tests.support.in_memory import MemoryTrainer
 
 GOOD = {
     "loss": 1.0,

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
 
-from distill.bench.in_memory import MemoryReplica, MemoryTrainer
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
@@ -44,6 +43,7 @@ from sync.wire import (
     Version,
     Wait,
 )
+from tests.support.in_memory import MemoryReplica, MemoryTrainer
 
 TOKEN = "secret"
 
@@ -170,7 +170,7 @@ async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> 
     ("asked", "message"),
     [
         (request(Version(3, 0)), "not of the current lineage 0"),
-        (request(Version(0, 5)), "step 5 cannot be asked for"),
+        (request(Version(0, 5)), "step 5 cannot be requested"),
         (request(Version(0, 0), 1), "rank 1 of 1 is not one of the 1 ranks"),
         (request(Version(0, 0), 0, 4), "rank 0 of 4 is not one of the 1 ranks"),
     ],

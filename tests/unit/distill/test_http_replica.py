@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
@@ -28,6 +27,7 @@ from sync.wire import (
     Version,
     frame,
 )
+from tests.support.in_memory import MemoryReplica, weights_of
 
 
 def application(engine: MemoryReplica, cut: int | None = None) -> Starlette:

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.cli.guarded import guarded
 from distill.cli.main import _show
 from distill.conclusion import end_problems
@@ -51,6 +50,7 @@ from sync.wire import (
     Version,
     frame,
 )
+from tests.support.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 
 OTHER = RunIdentity("test", "0123", "model")
 

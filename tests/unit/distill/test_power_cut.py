@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from power_cut import power_cut
 
-from distill.bench.in_memory import MemoryTrainer
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.run_log.journal import Journal
 from distill.run_log.records import AnyRecord, Dropped, Location
 from distill.run_log.segments import encode_entry, read_all, segment_path
 from sync.errors import DataError
+from tests.support.in_memory import MemoryTrainer
 
 TRIALS = 1000
 

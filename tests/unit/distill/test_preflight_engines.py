@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryReplica
 from distill.config import RunConfig
 from distill.evaluation import service
 from distill.launch import single_role as alone
@@ -36,6 +35,7 @@ from sync.wire import (
 from teacher_service.describe import describe, load_tokenizer
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
+from tests.support.in_memory import MemoryReplica
 
 
 @pytest.fixture(scope="module")

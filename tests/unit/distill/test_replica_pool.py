@@ -10,7 +10,6 @@ from typing import Literal
 import msgspec
 import pytest
 
-from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.buffer.staleness import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Hung
@@ -22,6 +21,7 @@ from distill.run_log.state import RunState
 from sync.errors import RemoteError, Unreachable
 from sync.stores.config import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
+from tests.support.in_memory import MemoryReplica, weights_of
 
 
 class World:
@@ -295,7 +295,7 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
 async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
     class Hanging(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await self._breathe(60.0)
+            await self.pass_time(60.0)
             return await super().update(request, timeout)
 
     class Refusing(MemoryReplica):

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.bench.in_memory import MemoryPrompts
 from distill.buffer.staleness import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
 from distill.run_log.audit import check
@@ -35,6 +34,7 @@ from distill.run_log.run_log import RunLog
 from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
+from tests.support.in_memory import MemoryPrompts
 
 BATCH, STALENESS = 3, 2
 PLAIN = Rules(BATCH, Bound(STALENESS, STALENESS))

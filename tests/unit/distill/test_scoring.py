@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.bench.in_memory import MemoryPrompts, MemoryTeacher
 from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
@@ -33,6 +32,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from tests.support.in_memory import MemoryPrompts, MemoryTeacher
 from tests.support.small_config import make_config
 
 
