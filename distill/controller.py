@@ -73,27 +73,24 @@ class Controller:
         self.timeline = timeline = Timeline(hooks.span)
         budget = ErrorBudget(config.guard.bad_answers, events)
         checks = soundness(config.rollout, parts, lambda: self.run_log.state)
-        run, rule = config.run, rules(config)
+        run, stall = config.run, config.rollout.stall_timeout_seconds
         self.run_log = run_log = RunLog.open(
             parts.journal,
             parts.prompts,
             run=run.name,
             seed=run.seed,
-            rules=rule,
+            rules=rules(config),
             sift=checks.sift,
             events=events,
         )
-        stall = config.rollout.stall_timeout_seconds
         self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, events)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, events)
-        generation, scoring = (
-            TeacherGeneration(parts, config, checks, events),
-            Scoring(parts, checks, budget, events),
-        )
+        generation = TeacherGeneration(parts, config, checks, events)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget, events)
+        scoring = Scoring(parts, checks, budget, events)
         self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, events)
         self.session = TrainerSession(run_log, self._shape(), self.broadcasts, run.steps, events)
         self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, events)
@@ -118,6 +115,7 @@ class Controller:
         on(TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
         on(CompletionReady, lambda event: self.scoring.put(event.rollout))
         on(RolloutScored, lambda event: self.run_log.admit([event.rollout]))
+        # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
         on(RolloutRejected, self._rejected)
         on(Quarantined, self._hooks.quarantined)
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distill.bench import in_memory
+from distill.bench import in_memory as plain
 from distill.bench.in_memory import MemoryPrompts, weights_of
 from distill.rollout.replica_client import Answer
 from sync.errors import Overloaded, RemoteError, Unreachable
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass
-class MemoryReplica(in_memory.MemoryReplica):
+class MemoryReplica(plain.MemoryReplica):
     """`die()` breaks every stream and connection until `revive()`, which starts it on the model folder."""
 
     up: bool = True
@@ -71,7 +71,7 @@ class MemoryReplica(in_memory.MemoryReplica):
 
 
 @dataclass
-class MemoryTeacher(in_memory.MemoryTeacher):
+class MemoryTeacher(plain.MemoryTeacher):
     """Also generates; `refuses` names ids it cannot serve."""
 
     up: bool = True
@@ -121,7 +121,7 @@ class MemoryTeacher(in_memory.MemoryTeacher):
 
 
 @dataclass
-class MemoryEvaluator(in_memory.MemoryEvaluator):
+class MemoryEvaluator(plain.MemoryEvaluator):
     """Remembers what it evaluated; `kl` by step."""
 
     seen: list[Version] = field(default_factory=list)
@@ -137,7 +137,7 @@ class MemoryEvaluator(in_memory.MemoryEvaluator):
 
 
 @dataclass
-class MemoryTrainer(in_memory.MemoryTrainer):
+class MemoryTrainer(plain.MemoryTrainer):
     """`broadcasts`: its versions go straight to the replicas instead of into a store."""
 
     broadcasts: bool = False

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
@@ -50,7 +51,6 @@ from sync.wire import (
     encode,
     unpack,
 )
-from tests.support.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
 M = TypeVar("M", bound=Message)
 INTS = (-1, 0, 7, 1 << 31, (1 << 62) + 1)
@@ -205,7 +205,7 @@ class SpoiledEvaluator(MemoryEvaluator):
         return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
 
 
-class SpoiledDesk:
+class SpoiledSession:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
     def __init__(self, session: TrainerSession, spoiler: Spoiler) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
+from small_config import make_config
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -14,8 +16,6 @@ from distill.interfaces import Components, Hooks
 from distill.prompts.stream import PromptStream
 from distill.run_log.journal import Journal
 from sync.wire import Want
-from tests.support.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
-from tests.support.small_config import make_config
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryTrainer
 
 from distill.buffer.staleness import rules
 from distill.controller import Controller
@@ -32,7 +33,6 @@ from sync.wire import (
     VersionSpan,
     pack,
 )
-from tests.support.in_memory import MemoryPrompts, MemoryTrainer
 
 
 class Died(Exception):

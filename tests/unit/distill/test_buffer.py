@@ -49,7 +49,7 @@ def test_long_rollouts_do_not_starve_unless_asked(
 
 
 def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
-    """r0 was asked again later, so r7 is the one that can wait least."""
+    """r0 was requeued, so r7 is the one that can wait least."""
     buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
     assert buffer.pick(3, 2, step_of).chosen == ["r7", "r0"]
 
@@ -65,16 +65,16 @@ def test_a_rollout_enters_once() -> None:
 # --- fairness ---------------------------------------------------------------------------------------------
 
 
-def trained_at(order: Literal["oldest", "arrival"], limit: int, writes: int) -> int | None:
-    """Step whose batch holds a rollout that takes `writes` steps among short ones; None: dropped or never.
+def trained_at(order: Literal["oldest", "arrival"], limit: int, duration: int) -> int | None:
+    """Step whose batch holds a rollout that takes `duration` steps among short ones; None: dropped or never.
 
     Short rollouts are written at once, as many as the capacity rule lets in: the buffer is always full.
     """
     batch, buffer, issued = 4, Buffer(Bound(limit, limit), order), 1
     for step in range(3 * limit + 3):
-        if step == writes:
+        if step == duration:
             buffer.admit(entry(0, 0, name="long"))
-        flying = 1 if step < writes else 0
+        flying = 1 if step < duration else 0
         for _ in range(capacity(step, limit, batch, step * batch, len(buffer) + flying)):
             buffer.admit(entry(issued, step))
             issued += 1
@@ -92,10 +92,10 @@ def test_a_long_rollout_is_trained_in_the_step_it_arrives_in_whatever_short_ones
     limit: int,
 ) -> None:
     """By arrival it stands behind a full buffer of limit · batch − 1 and is trained limit − 1 steps later."""
-    for writes in range(1, limit + 1):
-        assert trained_at("oldest", limit, writes) == writes
-        by_arrival = writes + limit - 1
-        assert trained_at("arrival", limit, writes) == (by_arrival if by_arrival <= limit else None)
+    for duration in range(1, limit + 1):
+        assert trained_at("oldest", limit, duration) == duration
+        by_arrival = duration + limit - 1
+        assert trained_at("arrival", limit, duration) == (by_arrival if by_arrival <= limit else None)
 
 
 arrivals = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=40)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 
 from distill.controller import Controller
 from distill.run_log.audit import check
 from distill.run_log.records import BatchFormed, LineageOpened, Location
 from distill.run_log.segments import read_all
 from sync.wire import Version
-from tests.support.in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 
 
 class Chaos:

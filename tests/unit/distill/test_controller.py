@@ -11,6 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from in_memory import (
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 
 from distill import events
 from distill.controller import Controller
@@ -35,13 +42,6 @@ from sync.wire import (
     VersionSpan,
     pack,
     unpack,
-)
-from tests.support.in_memory import (
-    MemoryEvaluator,
-    MemoryPrompts,
-    MemoryReplica,
-    MemoryTeacher,
-    MemoryTrainer,
 )
 
 
@@ -304,9 +304,7 @@ def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
     return check(records, trainer.ledger)
 
 
-async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_bound(
-    controller, config
-) -> None:
+async def test_a_batch_waits_for_a_late_rollout_that_is_trained_within_the_bound(controller, config) -> None:
     held = {"type": "wait", "seconds": 15}
     summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.late.waiting)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
@@ -412,7 +410,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
     assert audited(run, trainer).ok
 
 
-async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounted_for(
+async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accounted_for(
     controller, config, tmp_path: Path
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
@@ -444,7 +442,7 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
     assert all(bool(one.spans) != one.by_teacher for one in rollouts)
 
 
-async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller) -> None:
+async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
     trainer = MemoryTrainer(run.session)
@@ -455,7 +453,7 @@ async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller
     assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)
 
 
-async def test_a_teacher_that_writes_everything_needs_the_replicas_only_for_their_versions(
+async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_their_versions(
     controller, config
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
@@ -476,7 +474,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
     assert summary["rollouts"]["dropped"]["teacher_refused"] > 0
 
 
-async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_again_alike(
+async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_again_alike(
     controller, config, tmp_path: Path
 ) -> None:
     settings = config(objective={"type": "sft", "on_policy": 0.5}, run={"steps": 20})
@@ -524,7 +522,7 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
         await complete(run, MemoryTrainer(run.session))
 
 
-async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
+async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
     def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         if prompt.id == "0:3:0":
             raise DataError(f"the reward_fn cannot read {prompt.id}")
@@ -538,7 +536,7 @@ async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) 
     assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
 
 
-async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
+async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
     def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         raise DataError(f"the reward_fn cannot read {prompt.id}")
 
@@ -549,7 +547,9 @@ async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller,
     assert "the reward_fn cannot read" in summary["error"]
 
 
-async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:
+async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room_again(
+    controller, config
+) -> None:
     run = controller(config(guard={"max_grad_norm": 1.0, "patience": 1}))
     run._bad_steps("step 3: grad_norm is 9")
     run.pause("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")

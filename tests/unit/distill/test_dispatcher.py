@@ -1,4 +1,4 @@
-"""The feeder: capacity, requests, and completions that fail in every way."""
+"""The dispatcher: capacity, requests, and completions that fail in every way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryReplica
+from small_config import make_config
 
 from distill.buffer.staleness import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
@@ -34,12 +36,10 @@ from sync.wire import (
     Want,
     pack,
 )
-from tests.support.in_memory import MemoryPrompts, MemoryReplica
-from tests.support.small_config import make_config
 
 
 class Bench:
-    """A feeder over books and replicas; nothing is scored."""
+    """A dispatcher over a run log and replicas; nothing is scored."""
 
     def __init__(
         self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
@@ -320,7 +320,7 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
     assert bench.run_log.state.counters.requeued == {"aborted": 1}
 
 
-async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
+async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica())
     bench.dispatcher.paused.add("disk")
     async with bench.running():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts
 
 from distill.buffer.staleness import Bound, Rules
 from distill.cli.main import app
@@ -39,7 +40,6 @@ from distill.run_log.state import Batch
 from student_trainer.ledger import Ledger, read
 from sync.errors import DataError, DistillError
 from sync.wire import EvalReport, Scored, Version, VersionSpan, pack
-from tests.support.in_memory import MemoryPrompts
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)
 SEGMENT = 3000

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from in_memory import MemoryEvaluator, MemoryPrompts
 
 from distill.buffer.staleness import Bound, Rules
 from distill.config import EvaluationConfig
@@ -16,7 +17,6 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
-from tests.support.in_memory import MemoryEvaluator, MemoryPrompts
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:

@@ -1,4 +1,4 @@
-"""Limits on metrics, what is put aside, and a rollback of a whole run in memory."""
+"""Limits on metrics, degenerate completions, and a rollback of a whole run in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryTrainer
 
 from distill.config import GuardConfig
 from distill.events import Quarantined
@@ -21,7 +22,6 @@ from distill.run_log.segments import read_all
 from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
-from tests.support.in_memory import MemoryTrainer
 
 GOOD = {
     "loss": 1.0,

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from in_memory import MemoryReplica, MemoryTrainer
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
@@ -43,7 +44,6 @@ from sync.wire import (
     Version,
     Wait,
 )
-from tests.support.in_memory import MemoryReplica, MemoryTrainer
 
 TOKEN = "secret"
 
@@ -335,7 +335,7 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:
+async def test_the_members_of_a_broadcast_that_is_over_are_lost(remote) -> None:
     lost = await asyncio.to_thread(HttpController(remote.peer).lost, "0-7")
     assert "broadcast 0-7 is over, the newest is None" in (lost or "")
 

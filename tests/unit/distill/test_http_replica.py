@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from in_memory import MemoryReplica, weights_of
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -27,7 +28,6 @@ from sync.wire import (
     Version,
     frame,
 )
-from tests.support.in_memory import MemoryReplica, weights_of
 
 
 def application(engine: MemoryReplica, cut: int | None = None) -> Starlette:

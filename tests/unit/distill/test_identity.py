@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -50,7 +51,6 @@ from sync.wire import (
     Version,
     frame,
 )
-from tests.support.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 
 OTHER = RunIdentity("test", "0123", "model")
 
@@ -443,7 +443,7 @@ def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, co
     assert claim_of(settings).run == RunIdentity("toy", run.run_log.run.id)
 
 
-def test_a_trainer_without_a_last_word_and_an_empty_fleet_are_told() -> None:
+def test_a_trainer_without_a_last_message_and_an_empty_pool_are_reported() -> None:
     assert "left without its last word" in end_problems(None, {}, None, 300.0)[0]
     (problem,) = end_problems(Version(0, 3), {}, None, 300.0)
     assert "not compared with those of any replica, which had 300 s" in problem

@@ -199,7 +199,7 @@ def test_weights_and_baselines_follow_their_rows() -> None:
 
 
 def test_a_groups_baseline_is_the_mean_of_the_students_rewards() -> None:
-    """Of groups of two the teacher wrote none, one or both."""
+    """Of groups of two the teacher generated none, one or both."""
     import msgspec
 
     rollouts = [
@@ -228,7 +228,7 @@ def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
     assert [rows.teacher_entropy for rows in batch.micro_batches] == [None]
 
 
-def test_rows_say_which_of_them_the_teacher_wrote_and_those_are_of_the_steps_age() -> None:
+def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps_age() -> None:
     import msgspec
 
     written = msgspec.structs.replace(rollout(2, 1, 3), spans=[], by_teacher=True)

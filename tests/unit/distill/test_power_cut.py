@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import MemoryTrainer
 from power_cut import power_cut
 
 from distill.config import RunConfig
@@ -19,7 +20,6 @@ from distill.run_log.journal import Journal
 from distill.run_log.records import AnyRecord, Dropped, Location
 from distill.run_log.segments import encode_entry, read_all, segment_path
 from sync.errors import DataError
-from tests.support.in_memory import MemoryTrainer
 
 TRIALS = 1000
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryReplica
 
 from distill.config import RunConfig
 from distill.evaluation import service
@@ -35,7 +36,6 @@ from sync.wire import (
 from teacher_service.describe import describe, load_tokenizer
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
-from tests.support.in_memory import MemoryReplica
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The fleet: joining, following, losing and broadcasting."""
+"""The replica pool: joining, following, losing and broadcasting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+from in_memory import MemoryReplica, weights_of
 
 from distill.buffer.staleness import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
@@ -21,11 +22,10 @@ from distill.run_log.state import RunState
 from sync.errors import RemoteError, Unreachable
 from sync.stores.config import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
-from tests.support.in_memory import MemoryReplica, weights_of
 
 
 class World:
-    """A fleet, the version it should follow, and what it reported."""
+    """A pool, the version it should follow, and what it reported."""
 
     def __init__(self, stall_timeout_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
         self.stuck: list[str] = []
@@ -235,12 +235,12 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
         await world.until(lambda: world.pool.least_busy() is b)
 
 
-async def test_a_broadcast_seats_every_live_replica() -> None:
-    seats: list[UpdateRequest] = []
+async def test_a_broadcast_has_every_live_replica_as_a_member() -> None:
+    requests: list[UpdateRequest] = []
 
     class Listening(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            seats.append(request)
+            requests.append(request)
             return await super().update(request, timeout)
 
     world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
@@ -249,8 +249,8 @@ async def test_a_broadcast_seats_every_live_replica() -> None:
         first = world.broadcast(1)
         assert first.world_size == 3
         await world.until(lambda: world.pool.slowest() == Version(0, 1))
-        assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
-        assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
+        assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 2]
+        assert {one.broadcast.group for one in requests if one.broadcast} == {first.group}
         assert world.broadcast(2).group != first.group
         await world.until(lambda: world.pool.slowest() == Version(0, 2))
         other = world.broadcast(2, lineage=1)
@@ -292,7 +292,7 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
         assert world.broadcast(3).world_size == 3
 
 
-async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
+async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
     class Hanging(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
             await self.pass_time(60.0)
@@ -404,7 +404,7 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
 
 
 async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
-    """Its version was broadcast by a trainer that has left; or people have removed it meanwhile."""
+    """Its version was broadcast by a trainer that has left; or it was removed meanwhile."""
     lost, gone = MemoryReplica(), MemoryReplica()
     world = World(here=MemoryReplica(), lost=lost, gone=gone)
     async with world.running():
@@ -438,10 +438,10 @@ def test_weights_are_identical_only_when_all_were_compared(
     assert identity(found)["weights_identical"] is verdict
 
 
-# --- silence ----------------------------------------------------------------------------------------------
+# --- stalls -----------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -> None:
+async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_hung() -> None:
     hangs, works = MemoryReplica(), MemoryReplica()
     world = World(1.0, hangs=hangs, works=works)
     async with world.running():
@@ -466,7 +466,7 @@ class Hanging(MemoryReplica):
         raise AssertionError("nobody waits so long")
 
 
-async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> None:
+async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
@@ -476,7 +476,7 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
         await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
-async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
+async def test_a_replica_that_hangs_in_an_update_with_nothing_to_generate_is_lost_each_time() -> None:
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
@@ -484,7 +484,7 @@ async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_e
         await world.until(lambda: world.stuck == ["a", "a"])
 
 
-async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> None:
+async def test_a_replica_that_is_not_there_or_is_starting_is_not_hung() -> None:
     class Away(MemoryReplica):
         looks = 0
 
@@ -502,7 +502,7 @@ async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> Non
         assert world.stuck == []
 
 
-async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> None:
+async def test_a_replica_that_is_started_again_in_an_update_is_not_hung() -> None:
     class Restarted(MemoryReplica):
         looks, updating = 0, False
 
@@ -527,7 +527,7 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> N
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: bool) -> None:
+async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: bool) -> None:
     class Uncounted(MemoryReplica):
         async def state(self, digests: bool = False) -> ReplicaState:
             return ReplicaState(version=self.version, requests=1)

@@ -1,4 +1,4 @@
-"""The books under every order of events and restarts: nothing lost, nothing twice, nothing too old."""
+"""The run log under every order of events and restarts: nothing lost, nothing twice, nothing too old."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import MemoryPrompts
 
 from distill.buffer.staleness import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
@@ -34,7 +35,6 @@ from distill.run_log.run_log import RunLog
 from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
-from tests.support.in_memory import MemoryPrompts
 
 BATCH, STALENESS = 3, 2
 PLAIN = Rules(BATCH, Bound(STALENESS, STALENESS))

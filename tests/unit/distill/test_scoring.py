@@ -1,4 +1,4 @@
-"""Completions to teachers and marks back."""
+"""Completions to teachers and scores back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryTeacher
+from small_config import make_config
 
 from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored
 from distill.interfaces import Components
@@ -32,8 +34,6 @@ from sync.wire import (
     pack,
     unpack,
 )
-from tests.support.in_memory import MemoryPrompts, MemoryTeacher
-from tests.support.small_config import make_config
 
 
 def completed(number: int, source: str = "default", topk: int = 0, length: int = 2) -> Rollout:
@@ -188,7 +188,7 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "problem"),
+    ("scores", "problem"),
     [
         ({"logprob": pack(np.zeros(1, "f4"))}, "logprob is of shape [1], and must be of shape [2]"),
         ({"logprob": pack(np.array([0, np.nan], "f4"))}, "logprob is nan in one place or more"),
@@ -200,13 +200,13 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
     ],
 )
 async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
-    marks: dict[str, Array], problem: str
+    scores: dict[str, Array], problem: str
 ) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
             self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
         ) -> list[Scored | ScoreRefused]:
-            return [Scored(sequence.id, **marks) for sequence in sequences]
+            return [Scored(sequence.id, **scores) for sequence in sequences]
 
     bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
     await bench.score(completed(0))
