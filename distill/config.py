@@ -191,8 +191,6 @@ class BufferConfig(Settings):
     """Oldest age, in versions, at the start of the step that trains on a rollout; 0: synchronous."""
     late: LateConfig = DropLate()
     """What becomes of a rollout that took so long that it is older than that."""
-    order: Literal["oldest", "arrival"] = "oldest"
-    """oldest: what the next batch could not take goes first, then what was asked first: nothing starves."""
     score_batch: int = Field(64, ge=1)
     """Rollouts in one request to a teacher."""
     fsync: Literal["always", "batch", "never"] = "batch"

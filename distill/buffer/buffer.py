@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from distill.buffer.staleness import Bound
 from distill.prompts.stream import group_of
@@ -36,21 +36,18 @@ class _Group:
     members: list[Rollout] = field(default_factory=list)
     age: int = 0
     """Of the oldest of them, in versions."""
-    complete_at: int = 0
-    """Place of the last of them in the order of admission."""
 
 
 class Buffer:
     """Rollouts by id, in the order of admission.
 
-    `order` "oldest": first what would exceed the limit in the next batch, then by number of issue, so that
-    nothing is overtaken until it is too old, however long its generation took. "arrival": as admitted.
-    `group`: completions of one prompt that are picked together, once all are here.
+    Picked first is what would exceed the limit in the next batch, then by number of issue, so that nothing is
+    overtaken until it is too old, however long its generation took. `group`: completions of one prompt that
+    are picked together, once all are here.
     """
 
-    def __init__(self, bound: Bound, order: Literal["oldest", "arrival"] = "oldest", group: int = 1) -> None:
+    def __init__(self, bound: Bound, group: int = 1) -> None:
         self._bound = bound
-        self._order = order
         self._size = group
         self._rollouts: dict[str, Rollout] = {}
 
@@ -103,18 +100,15 @@ class Buffer:
 
     def _groups(self, step: int, step_of: StepOf, among: Collection[str]) -> Sequence[_Group]:
         groups: dict[str, _Group] = {}
-        for place, rollout in enumerate([self._rollouts[i] for i in among] or self._rollouts.values()):
+        for rollout in [self._rollouts[i] for i in among] or self._rollouts.values():
             name = rollout.id if self._size == 1 else group_of(rollout.id)
             group = groups.setdefault(name, _Group())
             group.members.append(rollout)
             group.age = max(group.age, rollout.age(step, step_of))
-            group.complete_at = place
         return list(groups.values())
 
     def _place(self, group: _Group) -> tuple[bool, int]:
         """Sort key: what is picked first sorts first."""
-        if self._order == "arrival":
-            return False, group.complete_at
         return group.age < self._bound.limit, min(rollout.number for rollout in group.members)
 
 

@@ -20,7 +20,7 @@ step s + 1. The capacity rule leaves at most one batch of those: whatever comes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from distill.config import RunConfig, WaitForLate, WeighLate
 from sync.errors import ConfigError
@@ -135,7 +135,6 @@ class Rules:
     batch: int
     """Rollouts of a batch."""
     bound: Bound
-    order: Literal["oldest", "arrival"] = "oldest"
     group: int = 1
     """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
     max_attempts: int = 5
@@ -162,7 +161,6 @@ def rules(config: RunConfig) -> Rules:
     return Rules(
         rollout.batch,
         _bound(config),
-        config.buffer.order,
         _group(config),
         rollout.max_attempts,
         config.objective.on_policy,

@@ -32,7 +32,7 @@ TAKES_EFFECT: Final = _keys(
         "idle_unload_seconds",
         "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
         "on_max_tokens max_attempts",
-        "buffer": "max_staleness order score_batch fsync",
+        "buffer": "max_staleness score_batch fsync",
         "buffer.late": "type seconds hard_limit half_life",
         "guard": "max_reverse_kl max_grad_norm min_entropy max_truncation_rate patience action max_rollbacks "
         "repeats bad_answers",

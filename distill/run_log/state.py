@@ -108,7 +108,7 @@ class RunState:
         self.cursor = Cursor(0, 0)
         self.pending: dict[str, Rollout] = {}
         """Not scored yet."""
-        self.buffer = Buffer(rules.bound, rules.order, rules.group)
+        self.buffer = Buffer(rules.bound, rules.group)
         self.broken: dict[str, set[str]] = {}
         """Groups that can no longer be whole → members that are gone; forgotten when all are."""
         self.batches: dict[Version, Batch] = {}

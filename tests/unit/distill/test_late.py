@@ -16,7 +16,7 @@ GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 
 
 def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped(config: Callable[..., RunConfig]) -> None:
-    assert rules(config()) == Rules(8, Bound(2, 2), "oldest", group=1, max_attempts=5)
+    assert rules(config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
     assert rules(config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
 
 
