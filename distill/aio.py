@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from sync.errors import Unreachable
 
 T = TypeVar("T")
+LOOK_SECONDS = 5.0
+"""Longest pause between two looks of `until_stalled`; of a short limit a quarter."""
 
 
 async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
-    """`work`, given up when `lost` is set first (Unreachable)."""
+    """`work`, cancelled when `lost` is set first (Unreachable)."""
     task, watch = asyncio.create_task(work), asyncio.create_task(lost.wait())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -31,15 +33,11 @@ async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[
     finally:
         end.cancel()
     for task in done:
-        if error := task.exception():
-            raise _first_error(error)
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """The error itself; of a task group's, the first that one of its tasks ended with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        error = task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error:
+            raise error
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
@@ -48,6 +46,26 @@ async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     for task in live:
         task.cancel()
     await asyncio.gather(*live, return_exceptions=True)
+
+
+def look_seconds(limit: float) -> float:
+    """Pause between two looks for a stall of `limit` seconds."""
+    return min(LOOK_SECONDS, limit / 4)
+
+
+async def until_stalled(progresses: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    """Return when `progresses`, polled, has said no for `seconds` without a break; 0: never.
+
+    The time of an answer counts, up to as much as a pause: a time-out is a stall, a stop of this process is
+    not.
+    """
+    if seconds == 0:
+        await asyncio.Event().wait()
+    loop, pause, stalled = asyncio.get_running_loop(), look_seconds(seconds), 0.0
+    while stalled < seconds:
+        await asyncio.sleep(pause)
+        began = loop.time()
+        stalled = 0.0 if await progresses() else stalled + pause + min(pause, loop.time() - began)
 
 
 class Signal:

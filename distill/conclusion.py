@@ -1,26 +1,31 @@
-"""The end of a run: what is shown of the last version, and what is wrong where it is not."""
+"""The end of a run: every replica is compared with the trainer's last version, which is evaluated."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Mapping
 
 from distill.evaluation.schedule import Evaluations
-from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.run_log.records import Concluded
 from sync.errors import DistillError
 from sync.wire import FinalDigests, Version
+
+logger = logging.getLogger(__name__)
 
 
 async def conclude(
     final: FinalDigests | None, pool: ReplicaPool, evaluations: Evaluations | None, seconds: float | None
 ) -> Concluded:
-    """The proof of equal weights, and the evaluation of the last version; `final`: the trainer's last word.
+    """Compare all weights and evaluate the last version; `final`: the trainer's last message.
 
-    Replicas that are away or catching up are waited for, `seconds` at most. None: the run was interrupted and
-    goes on later; it owes no proof until then, but weights that differ are wrong all the same.
+    Replicas that are absent or catching up get `seconds` to come back. None: the run was interrupted and will
+    be resumed; nothing need be proven until then, but weights that differ are wrong all the same.
     """
     version = None if final is None else final.version
-    weights = {} if final is None else await pool.hold_exactly(final.version, final.digests, seconds or 0.0)
+    weights = {} if final is None else await compare_weights(pool, final, seconds or 0.0)
     if seconds is None:
         differing = {name: equal for name, equal in weights.items() if equal is False}
         return Concluded(version, weights, end_problems(version, differing, None, 0.0) if differing else [])
@@ -33,6 +38,47 @@ async def conclude(
     return Concluded(version, weights, end_problems(version, weights, failure, seconds))
 
 
+async def compare_weights(
+    pool: ReplicaPool, final: FinalDigests, seconds: float = 0.0
+) -> dict[str, bool | None]:
+    """Bring every replica to the last version and compare its weights; name → whether they are equal.
+
+    One that is absent or catching up gets `seconds` to come back. None: it was not compared.
+    """
+    deadline, members = time.monotonic() + seconds, list(pool.replicas.values())
+    compared = await asyncio.gather(*(_compared(pool, one, final, deadline) for one in members))
+    found = zip(members, compared, strict=True)
+    return {one.name: equal for one, equal in found if _is_member(pool, one)}
+
+
+def _is_member(pool: ReplicaPool, replica: Replica) -> bool:
+    return pool.replicas.get(replica.name) is replica and not replica.excluded
+
+
+async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, deadline: float) -> bool | None:
+    while _is_member(pool, replica):
+        pool.raise_failure()
+        equal = await _equal(pool, replica, final) if replica.phase is Phase.SERVING else None
+        left = deadline - time.monotonic()
+        unable = pool.by_broadcast and replica.version != final.version  # the trainer has left
+        if equal is not None or left <= 0 or unable:
+            return equal
+        await pool.changed.wait(min(left, pool.retry_seconds))
+    return None
+
+
+async def _equal(pool: ReplicaPool, replica: Replica, final: FinalDigests) -> bool | None:
+    """Whether a serving replica holds exactly these weights; None: it cannot show them now."""
+    try:
+        if replica.version != final.version:
+            await pool.update(replica, pool.request_for(final.version))
+        state = await replica.engine.state(digests=True)
+    except DistillError as error:
+        logger.warning("replica %s cannot show its weights: %s", replica.name, error)
+        return None
+    return state.digests == final.digests if state.version == final.version else None
+
+
 def end_problems(
     version: Version | None,
     compared: Mapping[str, bool | None],
@@ -41,7 +87,7 @@ def end_problems(
 ) -> list[str]:
     """In sentences: value, rule, remedy.
 
-    `failure`: why `version` was not evaluated. `waited`: seconds that replicas were waited for.
+    `failure`: why `version` was not evaluated. `waited`: seconds that replicas were given.
     """
     remedy = "mend it and go on with --resume"
     if version is None:

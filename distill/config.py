@@ -189,9 +189,6 @@ class BufferConfig(Settings):
     """Highest age of a rollout, in versions, at the step that trains on it; 0: synchronous training."""
     late: LateConfig = DropLate()
     """What to do with a rollout older than that."""
-    order: Literal["oldest", "arrival"] = "oldest"
-    """oldest: first the rollouts that would be too old for the next batch, then in order of dispatch, so that
-    none starves. arrival: in the order in which they were scored."""
     score_batch: int = Field(64, ge=1)
     """Rollouts per request to a teacher."""
     fsync: Literal["always", "batch", "never"] = "batch"

@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from distill.evaluation.schedule import Evaluator
+from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
-from distill.run_log.records import DropReason
-from distill.scoring.scorer import Teacher, Transform
 from sync.claims import Claim
-from sync.wire import EvalReport, TrainerWelcome, Version, Want
+from sync.wire import (
+    EvalReport,
+    Head,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherCompletion,
+    TeacherInfo,
+    TeacherPrompt,
+    TrainerWelcome,
+    Version,
+    Want,
+)
 from sync.wire.checks import ANY_ID
+from teacher_service.client import Counters
+
+Transform = Callable[[Prompt], Sequence[int]]
+"""What a teacher sees instead of the prompt."""
+
+
+class Teacher(Protocol):
+    """What the controller needs of a teacher: teacher_service.client has it over HTTP.
+
+    `score` and `generate` answer in the order of the request. They retry; they raise Unreachable when the
+    teacher is gone, RemoteError when the whole request was refused (as `generate` is by one that cannot).
+    """
+
+    @property
+    def counters(self) -> Counters: ...
+
+    async def score(
+        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+    ) -> list[Scored | ScoreRefused]: ...
+    async def generate(
+        self,
+        prompts: list[TeacherPrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
+    ) -> list[TeacherCompletion | ScoreRefused]: ...
+    async def head(self) -> Head: ...
+    async def first_info(self) -> TeacherInfo:
+        """What it is, from whichever of its processes answers first."""
+        ...
+
+    def answered_by(self, id: str) -> str:
+        """Which of its processes answered last for this id."""
+        ...
+
+    def leave_out(self, server: str) -> bool:
+        """Send this process nothing more; whether another is left."""
+        ...
 
 
 def _ignore(*_: Any) -> None:
     """The default of every hook."""
-
-
-@dataclass(frozen=True)
-class Quarantined:
-    """A completion that was not trained on, for a look."""
-
-    prompt: Prompt
-    reason: DropReason
-    detail: str
-    tokens: list[int]
-    """Of the completion."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +84,7 @@ class Hooks:
     opened: Callable[[TrainerWelcome], None] = _ignore
     """A trainer has said hello."""
     quarantined: Callable[[Quarantined], None] = _ignore
-    """A completion was put aside: a line of quarantine.jsonl."""
+    """A line of quarantine.jsonl."""
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
@@ -71,13 +110,13 @@ class Components:
     connect: Callable[[str], ReplicaEngine] | None = None
     """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0
-    """What it needs from the replicas: ids per position."""
+    """Ids per position that the objective needs from the replicas."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer: every id is below it."""
     evaluator: Evaluator | None = None
     reward_fn: RewardFn | None = None
     """Gives every rollout its reward; None: they have none."""
-    transforms: dict[str, Transform] | None = None
-    """Per teacher: what it sees instead of the prompt."""
+    transforms: dict[str, Transform] = field(default_factory=dict)
+    """By teacher."""
     claim: Claim = field(default_factory=Claim)
-    """Named by all requests to replicas, teachers and evaluator; the controller says which run it is."""
+    """Sent with all requests to replicas, teachers and evaluator; the controller sets the run in it."""

@@ -1,12 +1,12 @@
-"""Batches that trainers die on: tried in parts, until the rollouts that cannot be trained are found.
+"""Bisection of batches that trainers die on, until the rollouts that cannot be trained on are found.
 
     batch ──a trainer dies with it──▶ handed out again ──the next one dies too──▶ two parts, each a batch
     part  ──trained──▶ done
       └────a trainer dies with it──▶ two parts … ──▶ one rollout: quarantined, and the rest is one part
 
-While there are parts, the next batch is composed only when the one before it was trained, so that a death
-tells which part it was. A group of completions of one prompt is never cut. Every change of this state is in
-the journal's records, so a controller that starts again goes on where the old one stood.
+While there are parts, the next batch is formed only when the one before it was trained, so that a death
+tells which part caused it. A group of completions of one prompt is never split. Every change of this state
+is in the journal's records, so a controller that starts again continues where the old one stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Trials:
+class Bisection:
     """What trainers died on. RunState changes it, as the records say."""
 
     furthest: int = 0
@@ -40,7 +40,7 @@ class Trials:
         """A trainer was followed by another one; `held`: the batch that it did not finish, if any."""
         self.died_on, self.handed_out = held or self.died_on, -1
 
-    def compose(self, ids: Collection[str]) -> bool:
+    def take(self, ids: Collection[str]) -> bool:
         """These rollouts are a batch now; whether it is a part."""
         left = [part for part in self.parts if set(part).isdisjoint(ids)]
         found, self.parts = len(left) < len(self.parts), left
@@ -54,21 +54,21 @@ class Trials:
 
 def held_by_last(state: RunState) -> Batch | None:
     """The batch that the last trainer had and did not finish; None: it had none, or was sent away."""
-    if state.reached is None or state.rolled_back or state.trials.handed_out < state.reached.step:
+    if state.reached is None or state.rolled_back or state.bisection.handed_out < state.reached.step:
         return None
     return state.batch_of(state.reached.step)
 
 
-def accused_by_death(state: RunState) -> Batch | None:
+def suspect(state: RunState) -> Batch | None:
     """What the last trainer died on, where it was not the first to, or where that is a part already."""
     batch = held_by_last(state)
-    again = batch is not None and (batch.trial or batch.version == state.trials.died_on)
+    again = batch is not None and (batch.is_part or batch.version == state.bisection.died_on)
     return batch if again else None
 
 
 def is_single(state: RunState, batch: Batch) -> bool:
-    """Whether a batch cannot be cut: it is one rollout, or one group of them."""
-    return len(batch.entries) <= state.rules.group
+    """Whether a batch cannot be split: it is one rollout, or one group of them."""
+    return len(batch.rollouts) <= state.rules.group
 
 
 def plan_lineage(
@@ -77,14 +77,14 @@ def plan_lineage(
     fingerprint: str,
     without: Collection[str] | None,
     ranks: int | None,
-    sound: Callable[[Batch], bool],
+    usable: Callable[[Batch], bool],
 ) -> LineageOpened:
-    """What a trainer starting from `checkpoint` opens; see `Books.open_lineage` and `first_anew`."""
+    """What a trainer starting from `checkpoint` opens; see `RunLog.open_lineage` and `first_anew`."""
     start = checkpoint.step if checkpoint else 0
     origin, branch = state.lineages.origin_of(checkpoint), start
     if origin is not None and without is None:
-        branch = first_anew(state, origin, start, sound)
-    batched = {entry.id for batch in state.batches.values() for entry in batch.entries}
+        branch = first_anew(state, origin, start, usable)
+    batched = {rollout.id for batch in state.batches.values() for rollout in batch.rollouts}
     left = [rollout for rollout in without or () if rollout in batched]
     parts = parts_after(state, branch)
     return LineageOpened(
@@ -92,32 +92,32 @@ def plan_lineage(
     )
 
 
-def first_anew(state: RunState, origin: int, start: int, sound: Callable[[Batch], bool]) -> int:
-    """The first step from `start` on whose batch a new lineage composes anew.
+def first_anew(state: RunState, origin: int, start: int, usable: Callable[[Batch], bool]) -> int:
+    """The first step from `start` on whose batch a new lineage forms anew.
 
     Those of `origin` before it are handed out again: up to one that is gone, that trainers died on, or that
-    none has trained and that is not `sound`.
+    none has trained and that is not `usable`.
     """
-    accused, step = accused_by_death(state), start
+    suspected, step = suspect(state), start
     while state.available(at := Version(state.lineages.owner(origin, step), step)):
         batch = state.batches[at]
-        if batch is accused or not (batch.trained or sound(batch)):
+        if batch is suspected or not (batch.trained or usable(batch)):
             break
         step += 1
     return step
 
 
 def parts_after(state: RunState, branch: int) -> list[list[str]]:
-    """What is tried from now on, where the batches from step `branch` on are composed anew."""
-    accused, parts = accused_by_death(state), list[list[str]]()
+    """The parts from now on, where the batches from step `branch` on are formed anew."""
+    suspected, parts = suspect(state), list[list[str]]()
     for _, batch in sorted(state.batches.items()):
-        ids = [entry.id for entry in batch.entries]
-        if batch is accused and not is_single(state, batch):
+        ids = [rollout.id for rollout in batch.rollouts]
+        if batch is suspected and not is_single(state, batch):
             middle = -(-len(ids) // state.rules.group // 2) * state.rules.group
             parts += [ids[:middle], ids[middle:]]
-        elif batch is not accused and batch.trial and batch.version.step >= branch:
+        elif batch is not suspected and batch.is_part and batch.version.step >= branch:
             parts.append(ids)
-    parts += state.trials.parts
-    if accused is not None and is_single(state, accused):  # it was all of it, most likely: the rest at once
+    parts += state.bisection.parts
+    if suspected is not None and is_single(state, suspected):  # most likely the only one: the rest at once
         return [[one for part in parts for one in part]] if parts else []
     return parts

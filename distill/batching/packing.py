@@ -1,4 +1,4 @@
-"""A batch into the shares of ranks and micro-batches. Pure and vectorised.
+"""Packing of a batch into the shares of ranks and micro-batches. Pure and vectorised.
 
 Rows go to ranks by length, longest first, to and fro (0 1 2 2 1 0 …): every rank gets rows of the same
 lengths, so that the same micro-batch of all ranks, which run in lockstep under ZeRO-3, costs the same.
@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
+from distill.run_log.state import Batch
 from sync.errors import DataError
-from sync.wire import DTYPES, Array, Rows, TrainBatch, Version, VersionSpan, pack, unpack
+from sync.wire import DTYPES, Array, Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
 
 StepOf = Callable[[Version], int]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How every batch of a run is cut into shares."""
+    """How every batch of a run is split into shares."""
 
     micro_batch_tokens: int
     """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
@@ -32,20 +33,13 @@ class Shape:
     """In the order in which Rows.teacher counts them."""
     supervised: int | None = None
     """Tokens of each completion that are trained on, from its beginning; None: all."""
-
-
-class LossWeights(NamedTuple):
-    """What the batch says of its rollouts, by id."""
-
-    weights: Mapping[str, float] = {}
-    """What each counts for; empty: 1 for all."""
-    baselines: Mapping[str, float] = {}
-    """What the reward of each that has one is compared with; empty: the mean of the step."""
+    group: int = 1
+    """Completions of a prompt whose mean reward is the baseline; 1: that of the step."""
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
     """Mean reward of the student's rollouts of every rollout's group, by the rollout's id, of those that have
-    a reward; 0 where the teacher wrote the whole group."""
+    a reward; 0 where the teacher generated the whole group."""
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.reward is not None and not rollout.by_teacher:
@@ -54,29 +48,24 @@ def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> 
     return {one.id: means.get(group_of(one.id), 0.0) for one in rollouts if one.reward is not None}
 
 
-def compose(
-    rollouts: Sequence[Rollout],
-    version: Version,
-    world_size: int,
-    shape: Shape,
-    step_of: StepOf,
-    loss_weights: LossWeights = LossWeights(),
-) -> list[TrainBatch]:
-    """One TrainBatch per rank; the same rollouts give the same bytes.
+def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> list[TrainBatch]:
+    """One TrainBatch per rank; the same batch gives the same bytes. Its rollouts have their arrays.
 
     `step_of`: a token's version as a step of the trainer's lineage.
     """
-    rollouts = [_cut(rollout, shape.supervised) for rollout in rollouts]
-    shares = [_micro_batches(share, shape.micro_batch_tokens) for share in _deal(rollouts, world_size)]
+    weights = dict(zip((one.id for one in batch.rollouts), batch.weights, strict=False))
+    baselines = group_means(batch.rollouts, group_of) if shape.group > 1 else {}
+    rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
+    shares = [_micro_batches(share, shape.micro_batch_tokens) for share in _shard(rollouts, world_size)]
     count = max(len(share) for share in shares)
     index = {name: i for i, name in enumerate(shape.teachers)}
-    denominator = sum(rollout.length for rollout in rollouts)
+    denominator, step = sum(rollout.length for rollout in rollouts), batch.version.step
     return [
         TrainBatch(
-            version=version,
+            version=batch.version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, rollouts[0], index, step_of, version.step, loss_weights)
+                rows_of(micro, rollouts[0], index, step_of, step, weights, baselines)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -88,10 +77,11 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout with no more than `tokens` tokens of its completion; its reward stays that of the whole."""
     if tokens is None or rollout.length <= tokens:
         return rollout
-    loss_weights = {
+    scores = scores_of(rollout)
+    arrays = {
         name: _first(array, tokens)
-        for name in rollout.scored.__struct_fields__
-        if isinstance(array := getattr(rollout.scored, name), Array)
+        for name in scores.__struct_fields__
+        if isinstance(array := getattr(scores, name), Array)
     }
     spans = [
         VersionSpan(span.version, span.start, min(span.end, tokens))
@@ -103,9 +93,15 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         tokens=_first(rollout.tokens, tokens),
         logprob=_first(rollout.logprob, tokens),
         spans=spans,
-        scored=msgspec.structs.replace(rollout.scored, **loss_weights),
+        scored=msgspec.structs.replace(scores, **arrays),
         topk_ids=None if rollout.topk_ids is None else _first(rollout.topk_ids, tokens),
     )
+
+
+def scores_of(rollout: Rollout) -> Scored:
+    """Of a rollout that is scored and not released."""
+    assert rollout.scored is not None, f"{rollout.id} has its scores"
+    return rollout.scored
 
 
 def _first(array: Array, count: int) -> Array:
@@ -128,17 +124,11 @@ def _widths(rollout: Rollout) -> tuple[int, ...]:
 
 
 def _optional(rollout: Rollout) -> tuple[Array | None, ...]:
-    loss_weights = rollout.scored
-    return (
-        loss_weights.topk_ids,
-        loss_weights.topk_logprob,
-        rollout.topk_ids,
-        loss_weights.gathered,
-        loss_weights.hidden,
-    )
+    scores = scores_of(rollout)
+    return scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden
 
 
-def _deal(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
+def _shard(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
     """Rollouts of each rank, longest first within equal widths."""
     ordered = sorted(rollouts, key=lambda rollout: (_widths(rollout), -_tokens(rollout)))
     shares: list[list[Rollout]] = [[] for _ in range(ranks)]
@@ -169,17 +159,19 @@ def rows_of(
     teachers: dict[str, int],
     step_of: StepOf,
     step: int,
-    given: LossWeights = LossWeights(),
+    weights: Mapping[str, float] = {},
+    baselines: Mapping[str, float] = {},
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
-    `template` says which optional arrays there are when there are no rollouts.
+    `template` says which optional arrays there are when there are no rollouts. By rollout's id: its loss
+    weight (empty: 1 for all), and what its reward is compared with (empty: the mean of the step).
     """
-    loss_weights = [rollout.scored for rollout in rollouts]
+    scores = [scores_of(rollout) for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
     rewarded = (rollouts[0] if rollouts else template).reward is not None
-    kind = template.scored
+    kind = scores_of(template)
     return Rows(
         ids=[rollout.id for rollout in rollouts],
         tokens=_tokens_array(rollouts),
@@ -188,17 +180,17 @@ def rows_of(
         behavior_logprob=_join([r.logprob for r in rollouts], template.logprob),
         token_step=_token_steps(rollouts, step_of, step),
         teacher=_i4([teachers[rollout.teacher] for rollout in rollouts]),
-        teacher_logprob=_join([m.logprob for m in loss_weights], kind.logprob),
-        teacher_topk_ids=_join_optional([m.topk_ids for m in loss_weights], kind.topk_ids),
-        teacher_topk_logprob=_join_optional([m.topk_logprob for m in loss_weights], kind.topk_logprob),
+        teacher_logprob=_join([m.logprob for m in scores], kind.logprob),
+        teacher_topk_ids=_join_optional([m.topk_ids for m in scores], kind.topk_ids),
+        teacher_topk_logprob=_join_optional([m.topk_logprob for m in scores], kind.topk_logprob),
         student_topk_ids=_join_optional([r.topk_ids for r in rollouts], template.topk_ids),
-        student_topk_teacher_logprob=_join_optional([m.gathered for m in loss_weights], kind.gathered),
-        teacher_hidden=_join_optional([m.hidden for m in loss_weights], kind.hidden),
-        teacher_entropy=_join_where_all_have_it([m.entropy for m in loss_weights], kind.entropy),
+        student_topk_teacher_logprob=_join_optional([m.gathered for m in scores], kind.gathered),
+        teacher_hidden=_join_optional([m.hidden for m in scores], kind.hidden),
+        teacher_entropy=_join_where_all_have_it([m.entropy for m in scores], kind.entropy),
         reward=_f4(rewards) if rewarded else None,
         truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
-        weight=_f4([given.weights[r.id] for r in rollouts]) if given.weights else None,
-        baseline=_f4([given.baselines[r.id] for r in rollouts]) if given.baselines and rewarded else None,
+        weight=_f4([weights[r.id] for r in rollouts]) if weights else None,
+        baseline=_f4([baselines[r.id] for r in rollouts]) if baselines and rewarded else None,
         by_teacher=_by_teacher(rollouts),
     )
 
@@ -230,9 +222,9 @@ def _runs(rollout: Rollout, step_of: StepOf, step: int) -> list[tuple[int, int]]
 
 
 def _by_teacher(rollouts: Sequence[Rollout]) -> Array | None:
-    """u1 [R]; None: the student wrote all."""
-    authors = [rollout.by_teacher for rollout in rollouts]
-    return pack(np.array(authors, "u1")) if any(authors) else None
+    """u1 [R]; None: all are the student's."""
+    flags = [rollout.by_teacher for rollout in rollouts]
+    return pack(np.array(flags, "u1")) if any(flags) else None
 
 
 def _join_optional(arrays: list[Array | None], template: Array | None) -> Array | None:
@@ -242,7 +234,7 @@ def _join_optional(arrays: list[Array | None], template: Array | None) -> Array 
     if len(present) < len(arrays):
         raise DataError(
             f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
-            "all teachers of a run must be asked for the same things"
+            "all teachers of a run must give the same scores"
         )
     return _join(present, template)
 

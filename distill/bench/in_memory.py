@@ -1,24 +1,23 @@
-"""Prompts, replica, teacher and trainer in memory: the same protocols without engines.
+"""Prompts, replica, teacher, evaluator and trainer in memory: the same protocols without engines, for `soak`.
 
-For tests and rehearsals. They obey the contracts of the real ones (frames as each completion ends, versions
-per token, idempotent batches), make their numbers from seeds, and can be told to fail.
+They obey the contracts of the real ones (frames as each completion ends, versions per token, idempotent
+batches) and make their numbers from seeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import cast
 
-import msgspec
 import numpy as np
 
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
-from sync.errors import Overloaded, RemoteError, Unreachable
+from sync.errors import RemoteError
 from sync.wire import (
     Array,
     BatchRequest,
@@ -61,7 +60,7 @@ class MemoryPrompts:
         return Prompt(str(index), [index % 50, 1, 2])
 
 
-def _some_ids(count: int, k: int) -> np.ndarray:
+def some_ids(count: int, k: int) -> np.ndarray:
     """i4 [count, k]: in each row different ids."""
     return (np.arange(count)[:, None] + np.arange(k)).astype("i4") % 50
 
@@ -73,75 +72,52 @@ def weights_of(version: Version | None) -> dict[str, str]:
 
 @dataclass
 class MemoryReplica:
-    """Writes `lengths`-distributed completions; one request's completions end one after the other.
-
-    `die()` breaks every stream and connection until `revive()`, which starts it on the model folder.
-    """
+    """Completions of 1 to `longest` tokens; those of a request end one after the other."""
 
     seed: int = 0
     longest: int = 8
     token_seconds: float = 0.0
     version: Version | None = None
-    up: bool = True
     url: str = "memory"
     generated: int = 0
     """Completions it has finished."""
     tokens: int = 0
     """Tokens of those."""
     updates: list[Version] = field(default_factory=list)
-    spoil: Callable[[Generated], Answer] = lambda answer: answer
-    """Change an answer on its way out."""
-    _broken: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def die(self) -> None:
-        self.up = False
-        self._broken.set()
-        self._broken = asyncio.Event()
-
-    def revive(self) -> None:
-        self.up, self.version = True, None
-
-    async def _breathe(self, seconds: float = 0.0) -> None:
-        """Let time pass; Unreachable when it dies meanwhile."""
-        broken = self._broken
-        if self.up:
-            await asyncio.sleep(seconds)
-        if broken.is_set() or not self.up:
-            raise Unreachable("the replica is dead")
+    async def pass_time(self, seconds: float = 0.0) -> None:
+        await asyncio.sleep(seconds)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         for prompt in request.prompts:
-            yield self.spoil(await self._complete(prompt, request))
+            yield await self._complete(prompt, request)
 
     async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
         rng = np.random.default_rng([self.seed, self.generated])
-        count = int(rng.integers(1, min(self.longest, request.sampling.max_tokens) + 1))
-        limit = request.sampling.max_seconds
-        reason: Literal["stop", "length", "time"] = (
-            "stop" if count < request.sampling.max_tokens else "length"
-        )
-        if limit is not None and (in_time := int(limit / max(self.token_seconds, 1e-9))) < count:
-            count, reason = in_time, "time"
+        sampling = request.sampling
+        count = int(rng.integers(1, min(self.longest, sampling.max_tokens) + 1))
+        in_time = int((sampling.max_seconds or 1e9) / max(self.token_seconds, 1e-9))
+        reason = "time" if in_time < count else "stop" if count < sampling.max_tokens else "length"
+        count = min(count, in_time)
         before, half = self.version, count // 2
-        await self._breathe(self.token_seconds * count)
+        await self.pass_time(self.token_seconds * count)
         spans = [
             VersionSpan(before or Version(0, 0), 0, half),
             VersionSpan(self.version or Version(0, 0), half, count),
         ]
         self.generated += 1
         self.tokens += count
-        topk = request.sampling.student_topk
         return Generated(
             id=prompt.id,
             token_ids=pack(rng.integers(0, 50, count).astype("i4")),
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
-            finish_reason=reason,
-            topk_ids=pack(_some_ids(count, topk)) if topk else None,
+            finish_reason=reason,  # type: ignore[arg-type]
+            topk_ids=pack(some_ids(count, sampling.student_topk)) if sampling.student_topk else None,
         )
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        await self._breathe()
+        await self.pass_time()
         self.version = request.version
         self.updates.append(request.version)
         return UpdateReply(
@@ -149,12 +125,12 @@ class MemoryReplica:
         )
 
     async def state(self, digests: bool = False) -> ReplicaState:
-        await self._breathe()
+        await self.pass_time()
         held = weights_of(self.version) if digests else None
         return ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
 
     async def alive(self) -> bool:
-        return self.up
+        return True
 
     async def aclose(self) -> None:
         """Nothing to close."""
@@ -162,45 +138,35 @@ class MemoryReplica:
 
 @dataclass
 class MemoryTeacher:
-    """Marks every token with -1, and writes; `refuses` names ids it cannot serve."""
+    """Scores every token with -1."""
 
-    up: bool = True
+    width = 4
+    """Of its hidden states."""
     requests: list[int] = field(default_factory=list)
     """Sequences of each request."""
-    refuses: Callable[[str], bool] = lambda _: False
-    rejects: Callable[[str], bool] = lambda _: False
-    """Ids whose whole request is refused."""
-    wrote: list[str] = field(default_factory=list)
-    """Ids that it completed."""
     counters: Counters = field(default_factory=Counters)
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         await asyncio.sleep(0)
-        if not self.up:
-            raise Unreachable("the teacher is dead")
-        if any(self.rejects(sequence.id) for sequence in sequences):
-            raise RemoteError("one sequence cannot be read")
         self.requests.append(len(sequences))
         self.counters.requests += 1
         self.counters.sequences += len(sequences)
-        return [self._marks(sequence, want) for sequence in sequences]
+        return [self._scores(sequence, want) for sequence in sequences]
 
-    def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
-        if self.refuses(sequence.id):
-            return ScoreRefused(sequence.id, "too long for this teacher")
+    def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
         count = sequence.token_ids.shape[0] - sequence.start
         ids = sequence.gather_ids
         return Scored(
             sequence.id,
             logprob=pack(np.full(count, -1.0, "f4")),
-            topk_ids=pack(_some_ids(count, want.topk)) if want.topk else None,
+            topk_ids=pack(some_ids(count, want.topk)) if want.topk else None,
             topk_logprob=pack(np.full((count, want.topk), -np.log(50), "f2")) if want.topk else None,
             tail=pack(np.full(count, 1 - want.topk / 50, "f4")) if want.topk else None,
             gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
             entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
-            hidden=Array("bf16", (count, 4), bytes(8 * count)) if want.hidden else None,
+            hidden=Array("bf16", (count, self.width), bytes(2 * self.width * count)) if want.hidden else None,
         )
 
     async def generate(
@@ -211,28 +177,15 @@ class MemoryTeacher:
         *,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]:
-        """Tokens made from each prompt's seed."""
-        await asyncio.sleep(0)
-        if not self.up:
-            raise Unreachable("the teacher is dead")
-        return [self._text(prompt, max_tokens) for prompt in prompts]
-
-    def _text(self, prompt: TeacherPrompt, max_tokens: int) -> TeacherCompletion | ScoreRefused:
-        if self.refuses(prompt.id):
-            return ScoreRefused(prompt.id, "too long for this teacher")
-        rng = np.random.default_rng(prompt.seed)
-        count = int(rng.integers(1, max_tokens + 1))
-        self.wrote.append(prompt.id)
-        tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
-        return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
+        raise RemoteError("this teacher only scores")
 
     async def head(self) -> Head:
-        return Head(teacher="memory", weight=pack(np.zeros((50, 4), "f4")))
+        return Head(teacher="memory", weight=pack(np.zeros((50, self.width), "f4")))
 
     async def first_info(self) -> TeacherInfo:
         return TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
-            hidden_size=4, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
+            hidden_size=self.width, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
             fingerprint="", can=["topk", "gather", "entropy", "hidden", "generate"],
         )  # fmt: skip
 
@@ -247,14 +200,10 @@ class MemoryTeacher:
 class MemoryEvaluator:
     """A KL that falls as 1 / (1 + step)."""
 
-    seen: list[Version] = field(default_factory=list)
-    kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
-
     async def evaluate(self, version: Version) -> EvalReport:
-        self.seen.append(version)
         await asyncio.sleep(0)
         return EvalReport(
-            version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
+            version=version, reverse_kl=1 / (1 + version.step), pass_rate=None, completions=1, tokens=1,
             truncated=0.0, seconds=0.0,
         )  # fmt: skip
 
@@ -265,11 +214,8 @@ class MemoryTrainer:
 
     session: TrainerSession
     ranks: int = 1
-    publish_every: int = 1
     checkpoint_every: int = 0
     step_seconds: float = 0.0
-    broadcasts: bool = False
-    """Its versions go straight to the replicas instead of into a store."""
     checkpoint: Version | None = None
     """The newest it has saved; it resumes from there."""
     batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
@@ -277,17 +223,8 @@ class MemoryTrainer:
     welcomes: list[TrainerWelcome] = field(default_factory=list)
     stepped: Signal = field(default_factory=Signal)
 
-    @property
-    def ledger(self) -> dict[int, dict[int, list[str]]]:
-        """Lineage → step after → ids trained, of all ranks."""
-        lines: dict[int, dict[int, list[str]]] = {w.version.lineage: {} for w in self.welcomes}
-        for version, shares in self.batches.items():
-            ids = [i for share in shares for rows in share.micro_batches for i in rows.ids]
-            lines[version.lineage][version.step + 1] = ids
-        return lines
-
     async def run(self) -> Stop:
-        """From hello to the last word. Cancel it to kill it."""
+        """From hello to the last message. Cancel it to kill it."""
         hello = TrainerHello(
             world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.session.run.name
         )
@@ -300,7 +237,9 @@ class MemoryTrainer:
             stops = [share for share in shares if isinstance(share, Stop)]
             if stops:
                 assert len(stops) == self.ranks, "ranks were told different things"
-                await self._leave(version, stops[0])
+                if stops[0].checkpoint:
+                    await self._save(version)
+                await self.session.event(FinalDigests(version=version, digests=weights_of(version)))
                 return stops[0]
             version = await self._step(version, [s for s in shares if isinstance(s, TrainBatch)])
 
@@ -312,7 +251,6 @@ class MemoryTrainer:
             if not isinstance(answer, Wait):
                 return answer
             if answer.publish:
-                assert self.broadcasts, "only a broadcast is asked for again"
                 await self._publish(version, "full")
 
     async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
@@ -320,8 +258,7 @@ class MemoryTrainer:
         self.batches[version] = shares
         self.stepped.wake()
         after = Version(version.lineage, version.step + 1)
-        if after.step % self.publish_every == 0:
-            await self._publish(after, "delta")
+        await self._publish(after, "delta")
         if self.checkpoint_every and after.step % self.checkpoint_every == 0:
             await self._save(after)
         seconds = {"wait": 0.0, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
@@ -330,22 +267,8 @@ class MemoryTrainer:
 
     async def _publish(self, version: Version, kind: str) -> None:
         event = Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
-        if self.broadcasts:
-            event = msgspec.structs.replace(event, kind="broadcast", rendezvous="nowhere:1")
-        while True:
-            try:
-                await self.session.event(event)
-                return
-            except Overloaded as error:  # nobody listens to a broadcast yet
-                await asyncio.sleep(error.retry_after)
+        await self.session.event(event)
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version
         await self.session.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))
-
-    async def _leave(self, version: Version, stop: Stop) -> None:
-        if version.step % self.publish_every:
-            await self._publish(version, "delta")
-        if stop.checkpoint:
-            await self._save(version)
-        await self.session.event(FinalDigests(version=version, digests=weights_of(version)))

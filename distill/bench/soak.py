@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from distill.bench.in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
@@ -28,7 +26,7 @@ from distill.bench.in_memory import (
     MemoryTrainer,
 )
 from distill.bench.runner import Figures, markdown
-from distill.buffer.late import rules
+from distill.buffer.staleness import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
@@ -40,7 +38,7 @@ from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs
 from sync.jsonl import JsonLines
-from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, TeacherInfo, TrainBatch, Version, Want
+from sync.wire import TrainBatch, Version
 
 MIB: Final = 1 << 20
 SAMPLES: Final = 10
@@ -116,30 +114,6 @@ def _name(handle: asyncio.Handle) -> str:
     return str(getattr(callback, "__qualname__", callback))
 
 
-class _Teacher(MemoryTeacher):
-    """Sends hidden states of `width`."""
-
-    width = 0
-
-    async def first_info(self) -> TeacherInfo:
-        return msgspec.structs.replace(await super().first_info(), hidden_size=self.width)
-
-    async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]:
-        replies = await super().score(sequences, want, deadline)
-        if not want.hidden:
-            return replies
-        return [
-            msgspec.structs.replace(reply, hidden=self._hidden(reply)) if isinstance(reply, Scored) else reply
-            for reply in replies
-        ]
-
-    def _hidden(self, reply: Scored) -> Array:
-        (count,) = reply.logprob.shape
-        return Array("bf16", (count, self.width), bytes(2 * self.width * count))
-
-
 @dataclass
 class _Trainer(MemoryTrainer):
     """Keeps a ledger, and nothing in memory."""
@@ -185,7 +159,7 @@ async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64
             replica.updates.clear()
 
     replicas = {f"student-{i}": MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
-    teacher = _Teacher()
+    teacher = MemoryTeacher()
     teacher.width = size.width
     parts = Components(
         replicas=dict(replicas),

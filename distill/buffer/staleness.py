@@ -1,11 +1,20 @@
-"""Versions, lineages, ages and the capacity rule. Pure.
+"""How old a rollout may be: versions, lineages, the capacity rule, and the policies for late rollouts. Pure.
 
 A lineage is one start of the trainer. A new one takes over the batches of an older one (its `origin`) up to
-its `branch`, the first step whose batch it composes anew; up to that step both hold the same weights, because
+its `branch`, the first step whose batch it forms anew; up to that step both hold the same weights, because
 they were trained on the same batches in the same order:
 
-    L0  0 ────────── 40 ───── 47      killed at 45, batches composed up to step 47
+    L0  0 ────────── 40 ───── 47      killed at 45, batches formed up to step 47
     L1            40 ════════ 47 ── … resumes from the checkpoint of step 40, origin 0, branch 47
+
+A batch of step s takes a rollout by its age, the versions between its oldest token and s:
+
+    age ≤ limit          weight 1
+    age ≤ hard limit     weight 2^(−(age − limit) / half_life)
+    older                dropped
+
+Under the policy "wait" the batch of step s is held while a rollout is in flight that would be too old for
+step s + 1. The capacity rule leaves at most one batch of those: whatever comes in time is trained on.
 """
 
 from __future__ import annotations
@@ -13,12 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distill.config import RunConfig, WaitForLate, WeighLate
 from sync.errors import ConfigError
 from sync.wire import Version
 
 _NEVER = 1 << 62
 _REMEMBERED = 1 << 14
-"""Versions whose step in a lineage is kept at hand: more than those of a buffer."""
+"""Entries of the cache of `step_in`: more than the versions of a buffer."""
 
 
 class Lineage(NamedTuple):
@@ -61,7 +71,7 @@ class Lineages:
         self._shared[lineage.id] = shared
 
     def step_in(self, version: Version, lineage: int) -> int:
-        """Step that `version` counts as in `lineage`: its own up to where the two part, that point after it.
+        """Step that `version` counts as in `lineage`: its own up to where they branch, that point after it.
 
         Versions of a lineage that is not known count as the model folder, step 0.
         """
@@ -75,11 +85,11 @@ class Lineages:
         return found
 
     def holds(self, version: Version, lineage: int) -> bool:
-        """Whether `version` lies on the way of `lineage` (the same batches led to it)."""
+        """Whether `version` lies on the path of `lineage` (the same batches led to it)."""
         return self.step_in(version, lineage) == version.step
 
     def owner(self, lineage: int, step: int) -> int:
-        """The lineage that composed the batch of `step` on the way of `lineage`."""
+        """The lineage that formed the batch of `step` on the path of `lineage`."""
         node = self._nodes[lineage]
         while node.origin is not None and step < node.branch:
             node = self._nodes[node.origin]
@@ -108,26 +118,76 @@ class Bound:
         return 1.0 if age <= self.limit else 2.0 ** ((self.limit - age) / self.half_life)
 
 
-def age(token: Version, trainer: Version, lineages: Lineages) -> int:
-    """Versions between a token and the trainer at the start of the step that trains on it."""
-    return trainer.step - lineages.step_in(token, trainer.lineage)
-
-
 def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int, outstanding: int) -> int:
     """Rollouts that may be started now.
 
     `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
-    behind it would make rollouts that are too old). `handed_out`: rollouts in composed batches, on the way of
-    the current lineage. `outstanding`: in flight, being scored or buffered.
+    behind it would make rollouts that are too old). `handed_out`: rollouts in batches on the path of the
+    current lineage. `outstanding`: in flight, being scored or buffered.
     """
     return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)
 
 
-def check_pace(publish_every: int, max_staleness: int) -> None:
-    """Raise ConfigError for versions too far apart for any rollout to be young enough."""
-    if publish_every - 1 > max_staleness:
+@dataclass(frozen=True)
+class Rules:
+    """What decides how a run's rollouts are made and become batches."""
+
+    batch: int
+    """Rollouts of a batch."""
+    bound: Bound
+    group: int = 1
+    """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
+    max_attempts: int = 5
+    """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
+    on_policy: float = 1.0
+    """Share of the prompts that the student completes; the teacher completes the others."""
+
+
+def seconds_of_waiting(config: RunConfig) -> float:
+    """How long a batch waits for late rollouts; 0: not at all."""
+    late = config.buffer.late
+    return late.seconds if isinstance(late, WaitForLate) else 0.0
+
+
+def rules(config: RunConfig) -> Rules:
+    """The rules of a run. Raises ConfigError for a combination with which it would stall."""
+    rollout, behind = config.rollout, config.weights.publish_every - 1
+    if behind > config.buffer.max_staleness:
         raise ConfigError(
-            f"weights.publish_every is {publish_every} and buffer.max_staleness {max_staleness}: the "
-            f"replicas fall {publish_every - 1} steps behind between two versions, too far for any rollout; "
-            f"set max_staleness to at least {publish_every - 1}, or publish more often"
+            f"weights.publish_every is {behind + 1} and buffer.max_staleness {config.buffer.max_staleness}: "
+            f"the replicas fall {behind} steps behind between two versions, too far for any rollout; "
+            f"set max_staleness to at least {behind}, or publish more often"
         )
+    return Rules(
+        rollout.batch,
+        _bound(config),
+        _group(config),
+        rollout.max_attempts,
+        config.objective.on_policy,
+    )
+
+
+def _bound(config: RunConfig) -> Bound:
+    limit, late = config.buffer.max_staleness, config.buffer.late
+    if not isinstance(late, WeighLate):
+        return Bound(limit, limit)
+    if late.hard_limit <= limit:
+        raise ConfigError(
+            f"buffer.late.hard_limit is {late.hard_limit} and buffer.max_staleness {limit}: freshness weighs "
+            f'what is older than max_staleness; set hard_limit to at least {limit + 1}, or late.type = "drop"'
+        )
+    return Bound(limit, late.hard_limit, late.half_life)
+
+
+def _group(config: RunConfig) -> int:
+    """Completions of a prompt that go into a batch together."""
+    task, rollout = config.objective.task, config.rollout
+    if task is None or task.baseline == "batch":
+        return 1
+    if rollout.per_prompt < 2 or rollout.batch % rollout.per_prompt:
+        raise ConfigError(
+            f'objective.task.baseline is "group", rollout.per_prompt {rollout.per_prompt} and rollout.batch '
+            f"{rollout.batch}: a group needs at least 2 completions, and a batch whole groups; "
+            "set per_prompt to 2 or more and batch to a multiple of it"
+        )
+    return rollout.per_prompt

@@ -7,8 +7,7 @@ import logging
 import math
 import time
 
-from distill.aio import cancel
-from distill.rollout.replica_pool import until_stalled
+from distill.aio import cancel, until_stalled
 from sync.claims import Claim
 from sync.client import Peer
 from sync.errors import Unreachable

@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 from distill.aio import Signal
 from distill.config import EvaluationConfig
+from distill.events import ErrorBudget
 from distill.metrics.timeline import Timeline
-from distill.rollout.bad_answers import Trust
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import report_problem
@@ -69,7 +69,7 @@ class Evaluations:
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
         retry_seconds: float = 5.0,
-        trust: Trust | None = None,
+        trust: ErrorBudget | None = None,
     ) -> None:
         self._evaluator = evaluator
         self._config = config

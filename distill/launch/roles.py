@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
+from distill.aio import look_seconds
 from distill.config import RunConfig
 from distill.launch import student
 from distill.launch.run_folder import write_role
@@ -22,7 +23,6 @@ from distill.launch.supervise import ChildSpec
 from distill.models import check_folder
 from distill.preflight.checks import check_following, check_secrets
 from distill.preflight.machine import check_processor, runs_vllm
-from distill.rollout.replica_pool import look_seconds
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden

@@ -25,7 +25,8 @@ from rich.console import Console
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.client import HttpEvaluator
-from distill.interfaces import Components, Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Components, Hooks
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import Supervisor
@@ -247,9 +248,9 @@ class _Launcher:
             full = free / machine.GIB < least
             if full and not held:
                 reason = f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
-                self._controller.hold("disk", reason)
+                self._controller.pause("disk", reason)
             elif held and not full:
-                self._controller.release("disk")
+                self._controller.resume("disk")
             held = full
 
     @contextlib.contextmanager

@@ -67,6 +67,11 @@ def command(
     user = config.flags()
     ours = _OURS | _adapters(replica.lora_rank)
     _refuse_reserved(user, ours)
+    if user.get("disable-log-stats"):
+        raise ConfigError(
+            "student.engine_args has 'disable-log-stats', and the watchdog of rollout.stall_timeout_seconds "
+            "reads vLLM's count of generated tokens: leave it out"
+        )
     if cpu and user.get(_ROUTED):
         raise ConfigError(
             f"student.engine_args has {_ROUTED!r}, and vLLM returns routes of experts only from its second "

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from distill.aio import cancel
+from distill.aio import cancel, until_stalled
 from distill.launch.guardian import MODULE, adopt_orphans, child_pids, kill_adopted
-from distill.rollout.replica_pool import until_stalled
 from sync.client import Peer
 from sync.errors import DistillError, how_it_ended
 

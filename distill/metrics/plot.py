@@ -24,14 +24,16 @@ TEAL, BROWN = "#12a5b8", "#8a5a2b"
 WORK_COLORS = {
     "generate": BLUE,
     "score": ORANGE,
-    "write": BROWN,
+    "teacher_generate": BROWN,
     "train": GREEN,
     "publish": PURPLE,
     "update": TEAL,
     "evaluate": RED,
     "checkpoint": GREY,
 }
-ROW_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(("update", "write"), (0.2, 0.18))
+ROW_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(
+    ("update", "teacher_generate"), (0.2, 0.18)
+)
 """Bottom and height of each kind of bar in its row; background work is drawn below the rest."""
 WINDOW_SECONDS = 12.0
 """Of the activity rows: long enough to show the rhythm, short enough to show single steps."""

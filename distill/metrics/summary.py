@@ -22,11 +22,11 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.evaluation.schedule import Metric, best
+from distill.interfaces import Teacher
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
-from distill.scoring.scorer import Teacher
 from sync.wire import EvalReport, StepReport
 
 METRICS: Final = {

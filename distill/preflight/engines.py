@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill.config import RunConfig
+from distill.interfaces import Transform
 from distill.models import student_limit
 from distill.preflight import probes
 from distill.preflight.checks import shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts
 from distill.rollout.replica_client import ReplicaEngine
-from distill.scoring.scorer import Transform, score_sequence
+from distill.scoring.scorer import score_sequence
 from student_trainer.objectives.config import needs, student_topk
 from sync import tokenizers
 from sync.errors import ConfigError
@@ -39,6 +40,7 @@ from sync.wire import (
     ScoreSequence,
     TeacherInfo,
     Want,
+    pack,
     unpack,
 )
 from teacher_service.describe import load_tokenizer
@@ -207,11 +209,13 @@ class _Checks:
 
     async def _plain(self, evaluator: Prober, rollouts: list[Generated]) -> None:
         prompts = sample_prompts(self.split)
+        seen = [pack(np.asarray(prompts[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts]
+        written = [
+            score_sequence(one.id, prompt, one.token_ids, one.topk_ids)
+            for one, prompt in zip(rollouts, seen, strict=True)
+        ]
         request = ProbeRequest(
-            student=[
-                score_sequence(prompts[int(one.id.rpartition("/")[2])].token_ids, one) for one in rollouts
-            ],
-            teachers={name: sequences for name, (sequences, _) in self.scored.items()},
+            student=written, teachers={name: sequences for name, (sequences, _) in self.scored.items()}
         )
         reply = await evaluator.probe(request, self.config.run.start_seconds)
         for name in reply.teachers:

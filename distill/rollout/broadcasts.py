@@ -1,7 +1,7 @@
-"""Broadcasts of weights to a fleet: who has a seat in one, and who will not receive it to its end.
+"""Broadcasts of weights to the replicas: the members of each, and those that will not receive it to its end.
 
-Published ──▶ seat every live replica ──▶ Audience (to the trainer, which sends)
-                    └──▶ each is told to receive ──▶ served, or a lost seat with its reason
+Published ──▶ admit every live replica ──▶ Audience (to the trainer, which sends)
+                    └──▶ each is told to receive ──▶ serves it, or is a lost member with its reason
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Final
 
 from distill.aio import cancel
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from sync.errors import RemoteError, Unreachable
+from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
 logger = logging.getLogger(__name__)
-_DEAF_LOOKS: Final = 8
+_FAILED_LOOKS: Final = 8
 """Looks at /health in a row, half a second to two and a half apart, without an answer: it is lost."""
+BROADCAST_RETRY_SECONDS: Final = 0.5
 
 
 class Broadcasts:
-    """BroadcastMembers replicas of `fleet`. `close` at the end gives up what is being received."""
+    """Broadcasts to the replicas of `pool`. `close` at the end cancels what is being received."""
 
     def __init__(self, pool: ReplicaPool, start_seconds: float = 900.0) -> None:
         """`start_seconds`: how long the first broadcast waits for replicas that are still starting."""
@@ -57,11 +58,14 @@ class Broadcasts:
             if one.phase is not Phase.ABSENT and not one.lost.is_set()
         ]
 
-    def seat(self, published: Published) -> Audience:
-        """Seat every live replica that needs it and tell each to receive; says who listens.
+    def announce(self, published: Published, ending: bool = False) -> Audience:
+        """Tell every live replica that needs this version to receive it; the size of the group.
 
-        Every broadcast has a group of its own: addresses of an earlier one may not be met again.
+        Every broadcast has a group of its own: addresses of an earlier one may not be used again. Raises
+        Overloaded while no replica would receive it, unless the run is `ending`.
         """
+        if not self.listening() and not ending:
+            raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._count += 1
         self._pool.by_broadcast = True
@@ -80,14 +84,14 @@ class Broadcasts:
     def lost_members(self, group: str) -> dict[str, str]:
         """Replicas that will not receive the newest broadcast to its end, each with the reason.
 
-        Raises RemoteError for any other broadcast: nobody receives it any more.
+        Raises RemoteError for any other broadcast: it is over.
         """
         if group != self._group:
             raise RemoteError(f"broadcast {group} is over, the newest is {self._group}: announce it again")
         return dict(self._lost)
 
     async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:
-        """One seat of a broadcast; whoever does not receive it is noted in `lost` at once."""
+        """Have one member receive; a failure is noted in `lost` at once."""
         watch = asyncio.create_task(self._watch(replica))
         try:
             reply = await self._pool.update(replica, request)
@@ -105,13 +109,13 @@ class Broadcasts:
             await cancel([watch])
 
     async def _watch(self, replica: Replica) -> None:
-        """Report a replica that stays deaf while its connection is open, as when its machine is gone."""
-        deaf = 0
-        while deaf < _DEAF_LOOKS:
+        """Report a replica that does not answer while its connection is open, as when its machine is gone."""
+        failed = 0
+        while failed < _FAILED_LOOKS:
             await asyncio.sleep(min(0.5, self._pool.poll_seconds))
-            deaf = 0 if await replica.engine.alive() else deaf + 1
+            failed = 0 if await replica.engine.alive() else failed + 1
         self._pool.report_lost(replica)
 
     async def close(self) -> None:
-        """Wait for nobody any more."""
+        """Cancel what is being received."""
         await cancel(self._receiving)

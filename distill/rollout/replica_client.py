@@ -1,4 +1,4 @@
-"""What one student replica can do, and how it is asked over HTTP."""
+"""What the controller needs of a student replica, and its client over HTTP."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HttpReplica:
         return cast(AsyncGenerator[Answer, None], answers)
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        if request.broadcast is not None:  # a seat cannot be taken twice: a lost connection is a lost seat
+        if request.broadcast is not None:  # a group cannot be joined twice: no retry
             body = await self._peer.once("/distill/v1/update", encode(request), timeout)
             return decode(body, UpdateReply)
         return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from distill.buffer.staleness import Bound
+from distill.buffer.staleness import Bound, Rules
 from distill.run_log.records import (
     AnyRecord,
     BatchFormed,
@@ -22,15 +22,13 @@ from distill.run_log.records import (
     Opened,
     RolledBack,
     Rollout,
-    RolloutStub,
     Snapshot,
     Stepped,
     VersionApplied,
     VersionPublished,
-    stub_of,
 )
 from distill.run_log.snapshot import differs
-from distill.run_log.state import Rules, RunState
+from distill.run_log.state import RunState
 from distill.run_log.validation import span_problem
 from student_trainer.ledger import Lineage
 from sync.errors import DataError
@@ -50,7 +48,7 @@ class JournalEvidence:
     issued: Counter[str] = field(default_factory=Counter)
     for_teacher: set[str] = field(default_factory=set)
     """Prompts issued for a teacher to complete."""
-    scored: dict[str, RolloutStub] = field(default_factory=dict)
+    scored: dict[str, Rollout] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     """Rollout → reason."""
     batches: dict[Version, tuple[list[str], Bound]] = field(default_factory=dict)
@@ -91,10 +89,8 @@ class JournalEvidence:
             raise DataError("the journal does not begin with the opening of a run: it is not whole")
         try:
             _check_order(self.state, record)
-            self.state.apply(record, at if isinstance(record, Issued | Rollout) else None)
-            if isinstance(record, Rollout):
-                self.state.unload(record.id)
-            elif isinstance(record, BatchFormed):
+            self.state.replay(record, at)
+            if isinstance(record, BatchFormed):
                 self.wrong_weight |= _wrong_weights(self.state, record, self.bound)
         except (LookupError, ValueError, AssertionError) as error:
             raise DataError(
@@ -108,8 +104,8 @@ class JournalEvidence:
             case Issued():
                 self.issued.update(prompt.id for prompt in record.prompts)
                 self.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
-            case Rollout() | RolloutStub():
-                self.scored[record.id] = stub_of(record)
+            case Rollout():
+                self.scored[record.id] = record.released()
                 if span_problem(record.spans, state):
                     self.impossible.append(record.id)
             case Dropped():

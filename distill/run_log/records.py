@@ -5,12 +5,13 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from distill.prompts.stream import Prompt
-from sync.wire import Array, EvalReport, Scored, Version, VersionSpan
+from sync.wire import Array, EvalReport, Generated, Scored, Version, VersionSpan
 
 DropReason = Literal[
     "too_old",
@@ -80,7 +81,7 @@ class Issued(Record, frozen=True):
 
 
 class Requeued(Record, frozen=True):
-    """Prompts whose completion was lost; they wait to be asked again."""
+    """Prompts whose completion was lost; they wait to be sent again."""
 
     ids: list[str]
     reason: RequeueReason
@@ -88,43 +89,92 @@ class Requeued(Record, frozen=True):
     """Completion tokens that were generated for nothing, as far as they are known."""
 
 
+NO_TOKENS: Final = Array("i4", (0,), b"")
+NO_VALUES: Final = Array("f4", (0,), b"")
+
+
 class Rollout(Record, frozen=True):
-    """A finished and scored completion. Letters as in sync.wire: T completion tokens, K ids."""
+    """One rollout, from the issue of its prompt to the step that trains on it: every stage adds its part.
+
+        RunLog.issue ─▶ completed: Dispatcher, TeacherGeneration ─▶ scored: Scoring ─▶ journal, buffer, batch
+
+    The journal holds it once it is scored. In memory, and in the archive, it is `released` when nothing needs
+    its arrays there. Letters as in sync.wire: P prompt tokens, T completion tokens, K ids.
+    """
 
     id: str
     number: int
-    """Of its prompt."""
-    prompt: Array
-    """i4 [P]"""
-    tokens: Array
-    """i4 [T]"""
-    logprob: Array
+    """Of its prompt, in the order of issue."""
+    prompt: Array = NO_TOKENS
+    """i4 [P]; empty until it is scored."""
+    tokens: Array = NO_TOKENS
+    """i4 [T] of the completion; without its bytes when released."""
+    logprob: Array = NO_VALUES
     """f4 [T]: log μ"""
-    spans: list[VersionSpan]
-    truncated: bool
-    teacher: str
-    scored: Scored
+    spans: list[VersionSpan] = []
+    """Which version sampled which tokens; empty for a teacher's completion."""
+    truncated: bool = False
+    """The completion was ended by a limit."""
+    teacher: str = ""
+    """Whose scores it has."""
+    scored: Scored | None = None
+    """None: not scored yet, or released."""
     topk_ids: Array | None = None
     """i4 [T, K]: the student's own; None: the objective does not use them"""
     reward: float | None = None
+    """None: the run has no reward_fn."""
     by_teacher: bool = False
-    """The teacher wrote it: `logprob` is its own, `spans` is empty, and it has no age."""
+    """The teacher generates it: `logprob` is its own, `spans` is empty, and it has no age."""
+    attempts: int = 0
+    """Completions of it that were broken off, or reached a limit and were requeued."""
+    since: Version | None = None
+    """What its replica held when it was sent; None: not in flight."""
+    issued: Prompt | None = None
+    """The prompt as the stream gave it; None once it is scored."""
 
     @property
     def length(self) -> int:
         """T"""
         return self.tokens.shape[0]
 
+    @property
+    def source_prompt(self) -> Prompt:
+        """`issued`, of a rollout that is not scored yet."""
+        assert self.issued is not None, f"{self.id} is scored already"
+        return self.issued
 
-class RolloutStub(Record, frozen=True):
-    """What stays of a Rollout after a checkpoint covers the step that trained on it."""
+    @property
+    def is_released(self) -> bool:
+        """Whether its arrays are only in the journal, or nowhere any more."""
+        return self.scored is None and self.length > 0 and not self.tokens.data
 
-    id: str
-    number: int
-    length: int
-    spans: list[VersionSpan]
-    teacher: str
-    by_teacher: bool = False
+    def age(self, step: int, step_of: Callable[[Version], int]) -> int:
+        """Versions between the oldest token and `step`; 0 for a teacher's completion, which does not age."""
+        return 0 if self.by_teacher else step - min(step_of(span.version) for span in self.spans)
+
+    def completed(self, answer: Generated) -> Rollout:
+        """With the student's completion."""
+        return msgspec.structs.replace(
+            self,
+            tokens=answer.token_ids,
+            logprob=answer.logprob,
+            spans=answer.spans,
+            truncated=answer.finish_reason in ("length", "time"),
+            topk_ids=answer.topk_ids,
+        )
+
+    def released(self) -> Rollout:
+        """Without arrays: what accounts, ages and audit need."""
+        if self.is_released:
+            return self
+        return Rollout(
+            self.id,
+            self.number,
+            tokens=Array("i4", self.tokens.shape, b""),
+            spans=self.spans,
+            teacher=self.teacher,
+            by_teacher=self.by_teacher,
+        )
 
 
 class Dropped(Record, frozen=True):
@@ -186,7 +236,7 @@ class VersionPublished(Record, frozen=True):
 
 
 class VersionApplied(Record, frozen=True):
-    """A replica serves `version` now; seconds and bytes as in UpdateReply, `seconds` from ask to answer."""
+    """A replica serves `version` now; fields as in UpdateReply, `seconds` from request to reply."""
 
     replica: str
     version: Version
@@ -265,7 +315,6 @@ AnyRecord = (
     | Issued
     | Requeued
     | Rollout
-    | RolloutStub
     | Dropped
     | BatchFormed
     | LineageOpened
@@ -281,17 +330,10 @@ AnyRecord = (
 )
 
 
-def stub_of(record: Rollout | RolloutStub) -> RolloutStub:
-    """The rollout without its arrays."""
-    return RolloutStub(
-        record.id, record.number, record.length, record.spans, record.teacher, record.by_teacher
-    )
-
-
 def compacted(record: AnyRecord) -> AnyRecord:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
-        return stub_of(record)
+        return record.released()
     if isinstance(record, Issued):
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
         return Issued(prompts, record.epoch, record.position, record.by_teacher)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from distill.batching.bisection import accused_by_death, is_single, plan_lineage
-from distill.buffer.buffer import Entry
-from distill.prompts.stream import Cursor, PromptStream
+from distill.batching.bisection import is_single, plan_lineage, suspect
+from distill.buffer.staleness import Rules
+from distill.events import Events, Quarantined
+from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
     AnyRecord,
@@ -27,36 +32,37 @@ from distill.run_log.records import (
     Snapshot,
 )
 from distill.run_log.snapshot import base, cover, restore, take
-from distill.run_log.state import Batch, PendingPrompt, Rules, RunState
+from distill.run_log.state import Batch, RunState
 from distill.run_log.validation import ValidateRollout
 from sync.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
 
-PutAside = Callable[[str, DropReason, str, list[int]], None]
-"""Hears of a rollout of the journal that is quarantined: id, reason, detail, tokens if they can be read."""
+GROUP_BROKEN = "another completion of its prompt was dropped"
+_TEACHER_TURNS = 1
+"""Stream of random numbers of a run's seed, beside that of the prompts' order."""
 logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Journal, state and prompt cursor of a run. Use `Books.open`."""
+    """Journal, state and prompt cursor of a run. Use `RunLog.open`; `flush()` for the length of the run."""
 
     def __init__(
         self,
         journal: Journal,
         state: RunState,
         prompts: PromptStream,
-        author: Callable[[int], bool],
         name: str,
         sift: ValidateRollout,
-        quarantine: PutAside,
+        events: Events,
     ) -> None:
         self.journal = journal
-        self._name = name
         self.state = state
         self._prompts = prompts
-        self._author = author
-        self._sift, self._quarantine = sift, quarantine
+        self._name = name
+        self._sift = sift
+        self._events = events
+        self._admitted = asyncio.Event()
 
     @classmethod
     def open(
@@ -67,15 +73,13 @@ class RunLog:
         run: str,
         seed: int,
         rules: Rules,
-        author: Callable[[int], bool] = lambda number: False,
         sift: ValidateRollout = lambda rollout: rollout,
-        quarantine: PutAside = lambda rollout, reason, detail, tokens: None,
+        events: Events | None = None,
     ) -> RunLog:
         """Rebuild the state from the journal (empty: a new run).
 
-        `author`: whether the teacher completes the prompt with that number; asked once, when it is issued.
-        `sift`: every rollout that comes back from the journal goes through it before it is trained on;
-        `quarantine` hears of those that are then quarantined.
+        `sift`: every rollout that is read back from the journal passes through it before it is trained on;
+        one that fails is quarantined (`Quarantined`).
         Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
         """
         state, bound = RunState(rules), rules.bound
@@ -86,14 +90,12 @@ class RunLog:
         for number, (location, record) in enumerate(journal.replay()):
             if isinstance(record, Snapshot) and number == 0:
                 state = restore(record, rules, journal.read)
-            state.apply(record, location if isinstance(record, Issued | Rollout | Snapshot) else None)
-            if isinstance(record, Rollout):
-                state.unload(record.id)
+            state.replay(record, location)
         if state.opened is not None:
             _check_same_prompts(journal.folder, state.opened, now)
         state.forget_unavailable()
         prompts.cursor = Cursor(*state.cursor)
-        run_log = cls(journal, state, prompts, author, run, sift, quarantine)
+        run_log = cls(journal, state, prompts, run, sift, events or Events())
         run_log.write(msgspec.structs.replace(now, id=run_log.run.id or secrets.token_hex(8)))
         run_log._drop_broken()
         return run_log
@@ -104,67 +106,77 @@ class RunLog:
         opened = self.state.opened
         return RunIdentity(self._name, opened.id if opened else None, self.state.fingerprint)
 
+    async def flush(self) -> None:
+        """Commit what was admitted, as it comes, until cancelled."""
+        while True:
+            await self._admitted.wait()
+            self._admitted.clear()
+            await self.journal.commit()
+
     def write(self, record: AnyRecord) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""
         self.state.apply(record, self.journal.append(record))
 
-    def issue(self, count: int) -> list[PendingPrompt]:
+    def issue(self, count: int) -> list[Rollout]:
         """Take `count` prompts from the cursor."""
-        prompts, first = self._prompts.take(count), self.state.counters.issued
-        by_teacher = [place for place in range(count) if self._author(first + place)]
+        prompts, first, rules = self._prompts.take(count), self.state.counters.issued, self.state.rules
+        assert self.state.opened is not None, "`open` has written it"
+        seed = self.state.opened.seed
+        by_teacher = [
+            place
+            for place in range(count)
+            if is_teacher_turn(first + place, seed, rules.batch, rules.on_policy)
+        ]
         self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
-        return [self.state.asked[prompt.id] for prompt in prompts]
+        return [self.state.pending[prompt.id] for prompt in prompts]
 
-    def requeue(
-        self, asked: Iterable[PendingPrompt], reason: RequeueReason, tokens: int = 0
-    ) -> list[PendingPrompt]:
-        """Note that these completions were lost; returns the prompts that are to be asked again.
+    def requeue(self, lost: Iterable[Rollout], reason: RequeueReason, tokens: int = 0) -> list[Rollout]:
+        """Note that these completions were lost; returns the rollouts that are to be sent again.
 
         `tokens`: what is known to have been generated of them.
         """
-        ids = [one.prompt.id for one in asked]
+        ids, pending = [rollout.id for rollout in lost], self.state.pending
         if not ids:
             return []
         self.write(Requeued(ids, reason, tokens))
         most = self.state.rules.max_attempts
-        spent = [i for i in ids if self.state.asked[i].attempts >= most]
-        if spent:
+        if spent := [i for i in ids if pending[i].attempts >= most]:
             why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
             self.drop(spent, why, f"{most} completions were lost ({reason})")
-        if broken := [i for i in ids if i in self.state.asked and self.state.is_broken(i)]:
-            self.drop(broken, "group_broken", "another completion of its prompt was dropped")
-        return [self.state.asked[i] for i in ids if i in self.state.asked]
+        if broken := [i for i in ids if i in pending and self.state.is_broken(i)]:
+            self.drop(broken, "group_broken", GROUP_BROKEN)
+        return [pending[i] for i in ids if i in pending]
 
     def drop(self, ids: list[str], reason: DropReason, detail: str, tokens: int = 0) -> None:
         """These will not be trained on; `tokens` were generated for them and are not on record.
 
-        With groups, the members of theirs that are buffered go too.
+        With groups, the buffered members of theirs are dropped too.
         """
         self.write(Dropped(ids, reason, tokens, detail))
         self._drop_broken()
 
     def _drop_broken(self) -> None:
         if self.state.broken and (ids := [i for i in self.state.buffer.ids() if self.state.is_broken(i)]):
-            self.write(Dropped(ids, "group_broken", 0, "another completion of its prompt was dropped"))
+            self.write(Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
-    async def admit(self, rollouts: list[Rollout]) -> None:
+    def admit(self, rollouts: Iterable[Rollout]) -> None:
         """Journal scored rollouts and put them into the buffer."""
         for rollout in rollouts:
             self.write(rollout)
         self._drop_broken()
-        await self.journal.commit()
+        self._admitted.set()
 
-    async def compose(self) -> Batch | None:
+    async def form_batch(self) -> Batch | None:
         """The next batch of the current lineage, safe on disk; None: too few rollouts. Drops the too old."""
         state = self.state
-        assert state.lineage is not None, "a batch is composed for a trainer"
+        assert state.lineage is not None, "a batch is formed for a trainer"
         while True:
-            trial = state.trials.next_part(state.buffer)
-            pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of, trial)
+            part = state.bisection.next_part(state.buffer)
+            pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of, part)
             if pick.too_old:
                 hard = state.rules.bound.hard
                 self.drop(pick.too_old, "too_old", f"older than {hard} at step {state.next_step}")
-            if not self._quarantined_of(pick.chosen) and (pick.chosen or not trial):
+            if not self._quarantine_unusable(pick.chosen) and (pick.chosen or not part):
                 break
         if not pick.chosen:
             return None
@@ -184,66 +196,72 @@ class RunLog:
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        accused = accused_by_death(self.state)
-        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._sound)
+        suspected = suspect(self.state)
+        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._usable)
         self.write(record)
         self._drop_broken()
-        if accused is not None:
-            self._convict(accused)
+        if suspected is not None:
+            self._bisect(suspected)
         await self.journal.commit(durable=True)
         return record
 
-    def _convict(self, accused: Batch) -> None:
+    def _bisect(self, batch: Batch) -> None:
         """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
-        ids = [entry.id for entry in accused.entries]
-        if not is_single(self.state, accused):
+        if not is_single(self.state, batch):
             logger.error(
                 "trainers died on the batch of %s: its %d rollouts are trained in parts, until the one that "
-                "cannot be trained is found", accused.version, len(ids),
+                "cannot be trained is found", batch.version, len(batch.rollouts),
             )  # fmt: skip
             return
-        detail = f"a trainer died on the batch of {accused.version}, which held nothing else"
-        rollouts = self.rollouts(accused)
-        self.drop(ids, "poisoned", detail)
+        detail = f"a trainer died on the batch of {batch.version}, which held nothing else"
+        rollouts = self.rollouts(batch)
+        self.drop([rollout.id for rollout in rollouts], "poisoned", detail)
         for rollout in rollouts:
-            self._quarantine(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
-            logger.error("rollout %s is quarantined, poisoned: %s", rollout.id, detail)
+            self._quarantined(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
 
-    def _sound(self, batch: Batch) -> bool:
+    def _quarantined(self, rollout: str, reason: DropReason, detail: str, tokens: list[int]) -> None:
+        logger.error("rollout %s of the journal is quarantined, %s: %s", rollout, reason, detail)
+        self._events.emit(Quarantined(Prompt(rollout, []), reason, detail, tokens))
+
+    def _usable(self, batch: Batch) -> bool:
         """Whether it can be handed out again; one that was trained once can be."""
-        return all(self._problem(entry) is None for entry in batch.entries)
+        found = [self._sifted(rollout) for rollout in batch.rollouts]
+        whole = [one for one in found if isinstance(one, Rollout)]
+        if len(whole) == len(found):
+            batch.rollouts = whole
+        return len(whole) == len(found)
 
-    def _problem(self, entry: Entry) -> Problem | None:
-        """What is wrong with a rollout as the journal holds it; one that was admitted here was checked."""
-        if entry.rollout is None and entry.id not in self.state.where:
-            return Problem("the rollout", "a trace in the journal", "there with its arrays")
-        if entry.rollout is None:
-            found = self._sift(self._record(entry.id))
-            if isinstance(found, Problem):
-                return found
-            entry.rollout = found
-        return None
+    def _sifted(self, rollout: Rollout) -> Rollout | Problem:
+        """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
+        if not rollout.is_released:
+            return rollout
+        if rollout.id not in self.state.where:
+            return Problem("the rollout", "in the archive", "in the journal with its arrays")
+        return self._sift(self._record(rollout.id))
 
-    def _quarantined_of(self, chosen: list[str]) -> int:
+    def _quarantine_unusable(self, chosen: list[str]) -> int:
         """Quarantine those of `chosen` that cannot be used; how many there were."""
         count = 0
         for rollout in chosen:
-            if rollout not in self.state.buffer:  # its group went with another one
+            if rollout not in self.state.buffer:  # dropped with its group
                 continue
-            if problem := self._problem(self.state.buffer[rollout]):
-                self.drop([rollout], "unusable", str(problem))
-                self._quarantine(rollout, "unusable", str(problem), [])
-                logger.error("rollout %s of the journal is quarantined, unusable: %s", rollout, problem)
-                count += 1
+            found = self._sifted(self.state.buffer[rollout])
+            if isinstance(found, Rollout):
+                self.state.buffer.load(found)
+                continue
+            self.drop([rollout], "unusable", str(found))
+            self._quarantined(rollout, "unusable", str(found), [])
+            count += 1
         return count
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
-        """The rollouts of a batch, in order; read back from the journal where memory let them go."""
-        return [entry.rollout or self._read(entry.id) for entry in batch.entries]
+        """The rollouts of a batch, in order; released ones are read back from the journal."""
+        return [self._read(rollout.id) if rollout.is_released else rollout for rollout in batch.rollouts]
 
     def _read(self, rollout: str) -> Rollout:
-        found = self._sift(self._record(rollout))
-        return self._record(rollout) if isinstance(found, Problem) else found
+        record = self._record(rollout)
+        found = self._sift(record)
+        return record if isinstance(found, Problem) else found
 
     def _record(self, rollout: str) -> Rollout:
         record = self.journal.read(self.state.where[rollout])
@@ -262,6 +280,24 @@ class RunLog:
         if held := base(state, covered):
             in_use = {location.segment for location in state.where.values()}
             await self.journal.archive(held.segment, in_use | held.needed)
+
+
+def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:
+    """Whether the teacher completes the prompt of this number in the order of issue.
+
+    Of each `batch` consecutive numbers the teacher has (1 − on_policy) · batch, rounded so that the sum over
+    all of them is right; which ones depends on `seed`.
+    """
+    return on_policy < 1 and number % batch in _teacher_turns(seed, number // batch, batch, on_policy)
+
+
+@lru_cache(maxsize=16)
+def _teacher_turns(seed: int, block: int, batch: int, on_policy: float) -> frozenset[int]:
+    """Places in one block of `batch` numbers."""
+    share = (1 - on_policy) * batch
+    count = math.floor((block + 1) * share + 1e-6) - math.floor(block * share + 1e-6)
+    order = np.random.default_rng([seed, block, _TEACHER_TURNS]).permutation(batch)
+    return frozenset(order[:count].tolist())
 
 
 def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:

@@ -10,16 +10,16 @@ read back from their segments, which are kept as long as a location is in use.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from distill.batching.bisection import Trials
-from distill.buffer.buffer import Entry
-from distill.buffer.staleness import Lineage
+from distill.batching.bisection import Bisection
+from distill.buffer.staleness import Lineage, Rules
 from distill.prompts.stream import Cursor, Prompt
 from distill.run_log.records import (
     AnyRecord,
@@ -28,11 +28,12 @@ from distill.run_log.records import (
     Location,
     Opened,
     RolledBack,
+    Rollout,
     Snapshot,
     VersionApplied,
     VersionPublished,
 )
-from distill.run_log.state import Batch, Counters, PendingPrompt, Rules, RunState
+from distill.run_log.state import Batch, Counters, RunState
 from sync.errors import DataError
 from sync.wire import EvalReport, Version
 
@@ -59,16 +60,16 @@ class Saved(msgspec.Struct):
     lineages: list[Lineage]
     published: list[VersionPublished]
     applied: list[VersionApplied]
-    asked: list[tuple[str, int, bool, int]]
-    """Prompt id, number, by_teacher, attempts."""
-    buffer: list[Entry]
-    """In the order of admission, without arrays."""
+    pending: list[Rollout]
+    """Without their prompts."""
+    buffer: list[Rollout]
+    """Released, in the order of admission."""
     batches: list[Batch]
-    """Without arrays."""
-    trials: Trials
+    """Their rollouts are released."""
+    bisection: Bisection
 
 
-CONVERTED: Final = ("lineages", "published", "applied", "asked", "buffer", "batches")
+CONVERTED: Final = ("lineages", "published", "applied", "pending", "buffer", "batches")
 """Fields of Saved that are not saved as RunState holds them."""
 PLAIN: Final = [name for name in Saved.__struct_fields__ if name not in CONVERTED]
 
@@ -113,18 +114,16 @@ def take(state: RunState, base: int | None) -> Snapshot:
         lineages=[state.lineages[number] for number in range(len(state.lineages))],
         published=list(state.published),
         applied=list(state.applied),
-        asked=[(one.prompt.id, one.number, one.by_teacher, one.attempts) for one in state.asked.values()],
-        buffer=[_bare(entry) for entry in buffered],
-        batches=[replace(batch, entries=[_bare(entry) for entry in batch.entries]) for batch in batches],
+        pending=[replace(one, issued=None, since=None) for one in state.pending.values()],
+        buffer=[one.released() for one in buffered],
+        batches=[
+            dataclasses.replace(batch, rollouts=[one.released() for one in batch.rollouts])
+            for batch in batches
+        ],
     )
-    entries = [*buffered, *(entry for batch in batches for entry in batch.entries)]
-    places = {rollout: state.where[rollout] for rollout in [*state.asked, *(entry.id for entry in entries)]}
+    rollouts = [*buffered, *(one for batch in batches for one in batch.rollouts)]
+    places = {rollout: state.where[rollout] for rollout in [*state.pending, *(one.id for one in rollouts)]}
     return Snapshot(checkpoint, base, _encoder.encode(saved), places)
-
-
-def _bare(entry: Entry) -> Entry:
-    """The entry as it is saved: its arrays stay in the journal."""
-    return replace(entry, rollout=None)
 
 
 def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyRecord]) -> RunState:
@@ -137,14 +136,14 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
     state.published.extend(saved.published)
     state.applied.extend(saved.applied)
     prompts: dict[str, Prompt] = {}
-    for prompt, number, by_teacher, attempts in saved.asked:
-        if prompt not in prompts:
-            issued = read(snapshot.where[prompt])
-            assert isinstance(issued, Issued), f"{prompt} is not where the journal should hold it"
-            prompts = {one.id: one for one in issued.prompts}
-        state.asked[prompt] = PendingPrompt(prompts[prompt], number, by_teacher, attempts)
-    for entry in saved.buffer:
-        state.buffer.admit(entry)
+    for one in saved.pending:
+        if one.id not in prompts:
+            issued = read(snapshot.where[one.id])
+            assert isinstance(issued, Issued), f"{one.id} is not where the journal should hold it"
+            prompts = {prompt.id: prompt for prompt in issued.prompts}
+        state.pending[one.id] = replace(one, issued=prompts[one.id])
+    for rollout in saved.buffer:
+        state.buffer.admit(rollout)
     state.batches = {batch.version: batch for batch in saved.batches}
     state.where = dict(snapshot.where)
     return state
@@ -153,12 +152,12 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], AnyReco
 def differs(snapshot: Snapshot, state: RunState) -> bool:
     """Whether a snapshot contradicts the records before it in prompts, rollouts or counts.
 
-    Rollouts that a lineage took back and whose arrays were archived since are `shrunk` in a replay.
+    Rollouts that a lineage took back and whose arrays were archived since are `archived` in a replay.
     """
     saved, sure = load(snapshot), set(state.buffer.ids())
-    recorded = [one[0] for one in saved.asked], saved.next_step, saved.counters
-    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.shrunk.keys()
-    return not buffered or recorded != (list(state.asked), state.next_step, state.counters)
+    told = [one.id for one in saved.pending], saved.next_step, saved.counters
+    buffered = sure <= {one.id for one in saved.buffer} <= sure | state.archived.keys()
+    return not buffered or told != (list(state.pending), state.next_step, state.counters)
 
 
 def load(snapshot: Snapshot) -> Saved:

@@ -1,20 +1,21 @@
 """The state of a run: the journal's records applied in order, live as well as after a restart. Pure.
 
-Every prompt that was issued is in exactly one place: `asked` (in flight, being scored, or waiting to be asked
-again), `buffer`, a batch of `batches`, or dropped.
+Every rollout that was issued is in exactly one place: `pending` (in flight, being scored, or requeued),
+`buffer`, a batch of `batches`, or dropped.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal
 
-from distill.batching.bisection import Trials, held_by_last
-from distill.buffer.buffer import Buffer, Entry
-from distill.buffer.staleness import Bound, Lineage, Lineages, capacity
-from distill.prompts.stream import Cursor, Prompt, group_of
+import msgspec
+
+from distill.batching.bisection import Bisection, held_by_last
+from distill.buffer.buffer import Buffer
+from distill.buffer.staleness import Lineage, Lineages, Rules, capacity
+from distill.prompts.stream import Cursor, group_of
 from distill.run_log.records import (
     SPENDS_ATTEMPT,
     AnyRecord,
@@ -33,7 +34,6 @@ from distill.run_log.records import (
     Requeued,
     RolledBack,
     Rollout,
-    RolloutStub,
     Snapshot,
     Stepped,
     VersionApplied,
@@ -45,54 +45,32 @@ RECENT = 256
 """Newest publications, updates of replicas and checkpoints that are remembered one by one."""
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What decides how a run's rollouts become batches."""
-
-    batch: int
-    """Rollouts of a batch."""
-    bound: Bound
-    order: Literal["oldest", "arrival"] = "oldest"
-    group: int = 1
-    """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
-    max_attempts: int = 5
-    """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
-
-
-@dataclass(slots=True)
-class PendingPrompt:
-    """A prompt without a scored completion."""
-
-    prompt: Prompt
-    number: int
-    """Place in the order of issue."""
-    by_teacher: bool = False
-    """The teacher completes it."""
-    attempts: int = 0
-    """Completions that an engine broke off, or that reached a limit and were to be asked again."""
-    since: Version | None = None
-    """What its replica held when it was sent; None: not sent. The feeder's note, on no record."""
-
-
 @dataclass(slots=True)
 class Batch:
-    """A composed batch."""
+    """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
 
     version: Version
-    """The weights it is trained on top of, under the lineage that composed it."""
-    entries: list[Entry]
-    tokens: int
-    """Completion tokens."""
-    by_teacher: int
-    """Those of them that teachers wrote."""
+    """The weights it is trained on top of, under the lineage that formed it."""
+    rollouts: list[Rollout]
+    """In order; released once a step has trained on them."""
     ages: list[int]
     """Of each rollout, in versions."""
     weights: list[float]
-    """What each rollout counts for; empty: 1 for all."""
-    trial: bool = False
+    """Loss weight of each rollout; empty: 1 for all."""
+    is_part: bool = False
     """It is a part of a batch that trainers died on."""
     trained: bool = False
     """A trainer has made its step."""
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens."""
+        return sum(rollout.length for rollout in self.rollouts)
+
+    @property
+    def tokens_by_teacher(self) -> int:
+        """Those of them that teachers generated."""
+        return sum(rollout.length for rollout in self.rollouts if rollout.by_teacher)
 
 
 @dataclass
@@ -103,17 +81,17 @@ class Counters:
     generated_tokens: int = 0
     """Completion tokens of scored and of dropped rollouts."""
     by_teacher_tokens: int = 0
-    """Those of them that teachers wrote."""
+    """Those of them that teachers generated."""
     scored: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Rollouts by reason."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     requeued: Counter[str] = field(default_factory=Counter)
     age_sum: int = 0
-    """Over rollouts of composed batches."""
+    """Over rollouts of batches."""
     age_max: int = 0
     composed: int = 0
-    """Rollouts in composed batches."""
+    """Rollouts that went into batches."""
     late: int = 0
     """Of them, those older than the limit, at a weight below 1."""
     published: int = 0
@@ -128,12 +106,13 @@ class RunState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.cursor = Cursor(0, 0)
-        self.asked: dict[str, PendingPrompt] = {}
-        self.buffer = Buffer(rules.bound, rules.order, rules.group)
+        self.pending: dict[str, Rollout] = {}
+        """Not scored yet."""
+        self.buffer = Buffer(rules.bound, rules.group)
         self.broken: dict[str, set[str]] = {}
         """Groups that can no longer be whole → members that are gone; forgotten when all are."""
         self.batches: dict[Version, Batch] = {}
-        """By the version they were composed for."""
+        """By the version they were formed for."""
         self.lineages = Lineages()
         self.lineage: int | None = None
         """The current one; None: no trainer has started."""
@@ -145,12 +124,12 @@ class RunState:
         self.trained_tokens: dict[int, int] = {}
         """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
         self.trained_by_teacher: dict[int, int] = {}
-        """Those of them that teachers wrote."""
-        self.trials = Trials()
+        """Those of them that teachers generated."""
+        self.bisection = Bisection()
         self.target: VersionPublished | None = None
         """The version in the store that replicas follow; None: nothing published."""
         self.published: deque[VersionPublished] = deque(maxlen=RECENT)
-        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, on any road
+        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, by any transport
         self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
         self.checkpoints: list[Version] = []
         """The newest ones, in the order of their saving."""
@@ -163,14 +142,13 @@ class RunState:
         self.counters = Counters()
         self.where: dict[str, Location] = {}
         """Journal place of every prompt and rollout that a restart could need."""
-        self.shrunk: dict[str, Entry] = {}
-        """Of batches that were left, what the journal keeps traces of: a replay meets its later records."""
+        self.archived: dict[str, Rollout] = {}
+        """Of batches that were left, what only the archive holds: a replay meets its later records."""
         self._apply: dict[type[Record], Callable] = {
             Opened: self._opened,
             Issued: self._issued,
             Requeued: self._requeued,
             Rollout: self._scored,
-            RolloutStub: self._restored_stub,
             Dropped: self._dropped,
             BatchFormed: self._batch_formed,
             LineageOpened: self._lineage_opened,
@@ -190,14 +168,14 @@ class RunState:
     @property
     def outstanding(self) -> int:
         """Rollouts in flight, being scored or buffered."""
-        return len(self.asked) + len(self.buffer)
+        return len(self.pending) + len(self.buffer)
 
     def step_of(self, version: Version) -> int:
         """A token's version as a step of the current lineage."""
         return version.step if self.lineage is None else self.lineages.step_in(version, self.lineage)
 
     def passed(self, version: Version) -> bool:
-        """Whether a version lies on the way of the current lineage."""
+        """Whether a version lies on the path of the current lineage."""
         return self.lineage is not None and self.step_of(version) == version.step
 
     def room(self, applied: Version | None) -> int:
@@ -211,20 +189,20 @@ class RunState:
         return self.rules.group > 1 and group_of(rollout) in self.broken
 
     def expiring(self) -> int:
-        """Rollouts under way that the next batch may still take, and none after it."""
+        """Rollouts in flight that the next batch may still take, and none after it."""
         last = self.next_step - self.rules.bound.hard
-        return sum(one.since is not None and self.step_of(one.since) == last for one in self.asked.values())
+        return sum(one.since is not None and self.step_of(one.since) == last for one in self.pending.values())
 
     def batch_of(self, step: int) -> Batch | None:
-        """The batch of `step` on the way of the current lineage; None: not composed, or forgotten."""
+        """The batch of `step` on the path of the current lineage; None: not formed, or forgotten."""
         if self.lineage is None:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
     def available(self, version: Version) -> bool:
-        """Whether the batch composed for `version` can be handed out (again)."""
+        """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
-        return batch is not None and all(entry.id in self.where for entry in batch.entries)
+        return batch is not None and all(one.id in self.where for one in batch.rollouts)
 
     # --- records ------------------------------------------------------------------------------------------
 
@@ -232,59 +210,61 @@ class RunState:
         """Change the state as `record` says; `location` is where the journal holds it."""
         self._apply[type(record)](record, location)
 
+    def replay(self, record: AnyRecord, location: Location) -> None:
+        """As `apply`, of a record that was read back: the arrays of rollouts stay in the journal."""
+        if isinstance(record, Rollout):
+            self.apply(record.released(), None if record.is_released else location)
+        else:
+            self.apply(record, location)
+
+    def sent(self, ids: Collection[str], version: Version) -> None:
+        """Note what a replica held when it was sent these; on no record: a restart sends them again."""
+        for rollout in ids:
+            self.pending[rollout] = msgspec.structs.replace(self.pending[rollout], since=version)
+
     def _opened(self, record: Opened, _: Location | None) -> None:
         self.opened = record
-        self.trials.handed_out = -1  # a trainer that ends with its controller died of that
+        self.bisection.handed_out = -1  # a trainer that ends with its controller died of that
 
     def _issued(self, record: Issued, location: Location | None) -> None:
-        written = set(record.by_teacher)
+        by_teacher = set(record.by_teacher)
         for place, prompt in enumerate(record.prompts):
-            self.asked[prompt.id] = PendingPrompt(prompt, self.counters.issued, place in written)
+            self.pending[prompt.id] = Rollout(
+                prompt.id, self.counters.issued, by_teacher=place in by_teacher, issued=prompt
+            )
             self.counters.issued += 1
             if location:
                 self.where[prompt.id] = location
         self.cursor = Cursor(record.epoch, record.position)
 
     def _requeued(self, record: Requeued, _: Location | None) -> None:
-        for prompt in record.ids if record.reason in SPENDS_ATTEMPT else ():
-            self.asked[prompt].attempts += 1
-        for prompt in record.ids:
-            self.asked[prompt].since = None
+        spent = record.reason in SPENDS_ATTEMPT
+        for rollout in record.ids:
+            one = self.pending[rollout]
+            self.pending[rollout] = msgspec.structs.replace(one, attempts=one.attempts + spent, since=None)
         self.counters.requeued[record.reason] += len(record.ids)
         if record.tokens:
             self.counters.generated_tokens += record.tokens
             self.counters.dropped_tokens[record.reason] += record.tokens
 
     def _scored(self, record: Rollout, location: Location | None) -> None:
-        self._admit(
-            Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher, record)
-        )
+        self.pending.pop(record.id)
+        self.where.pop(record.id, None)
+        self.buffer.admit(record)
+        self.counters.scored += 1
+        self.counters.generated_tokens += record.length
+        self.counters.by_teacher_tokens += record.length if record.by_teacher else 0
         if location:
             self.where[record.id] = location
-
-    def unload(self, rollout: str) -> None:
-        """Let memory go of a buffered rollout's arrays: the journal has them."""
-        self.buffer[rollout].rollout = None
-
-    def _restored_stub(self, record: RolloutStub, _: Location | None) -> None:
-        self._admit(Entry(record.id, record.number, 0, record.length, record.spans, record.by_teacher))
-
-    def _admit(self, entry: Entry) -> None:
-        self.asked.pop(entry.id)
-        self.where.pop(entry.id, None)
-        self.buffer.admit(entry)
-        self.counters.scored += 1
-        self.counters.generated_tokens += entry.length
-        self.counters.by_teacher_tokens += entry.length if entry.by_teacher else 0
 
     def _dropped(self, record: Dropped, _: Location | None) -> None:
         tokens = record.tokens
         for rollout in record.ids:
             if rollout in self.buffer:
                 tokens += self.buffer.remove([rollout])[0].length
-            elif rollout in self.shrunk:
-                tokens += self.shrunk.pop(rollout).length
-            elif self.asked.pop(rollout).by_teacher:
+            elif rollout in self.archived:
+                tokens += self.archived.pop(rollout).length
+            elif self.pending.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
             self._break_group(rollout)
@@ -301,32 +281,30 @@ class RunState:
                 del self.broken[group_of(rollout)]
 
     def _batch_formed(self, record: BatchFormed, _: Location | None) -> None:
-        whole = {e.id: e for e in self.buffer.remove([i for i in record.ids if i not in self.shrunk])}
-        entries = [whole.get(i) or self.shrunk.pop(i) for i in record.ids]
+        buffered = self.buffer.remove([i for i in record.ids if i not in self.archived])
+        found = {rollout.id: rollout for rollout in buffered}
+        rollouts = [found.get(i) or self.archived.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
             self.broken.pop(group_of(rollout), None)
-        ages = [entry.age(record.version.step, self.step_of) for entry in entries]
-        tokens = sum(entry.length for entry in entries)
-        by_teacher = sum(entry.length for entry in entries if entry.by_teacher)
-        batch = Batch(record.version, entries, tokens, by_teacher, ages, record.weights)
-        batch.trial = self.trials.compose(record.ids)
-        self.batches[record.version] = batch
+        ages = [rollout.age(record.version.step, self.step_of) for rollout in rollouts]
+        is_part = self.bisection.take(record.ids)
+        self.batches[record.version] = Batch(record.version, rollouts, ages, record.weights, is_part)
         self.next_step = record.version.step + 1
-        self.trials.furthest = max(self.trials.furthest, self.next_step)
-        self.counters.composed += len(entries)
+        self.bisection.furthest = max(self.bisection.furthest, self.next_step)
+        self.counters.composed += len(rollouts)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])
 
     def _handed_out(self, record: HandedOut, _: Location | None) -> None:
         if record.version.lineage == self.lineage:
-            self.trials.handed_out = record.version.step
+            self.bisection.handed_out = record.version.step
 
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
         held = held_by_last(self)
-        self.trials.trainer_gone(None if held is None else held.version)
-        self.trials.parts = record.parts
-        self.trials.furthest = max(self.trials.furthest, record.start)
+        self.bisection.trainer_gone(None if held is None else held.version)
+        self.bisection.parts = record.parts
+        self.bisection.furthest = max(self.bisection.furthest, record.start)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
@@ -340,14 +318,14 @@ class RunState:
             self._dropped(Dropped(record.without, "rolled_back", 0), None)
 
     def _take_back_lost_batches(self, lineage: int) -> None:
-        """Rollouts of batches that are not on the way of `lineage` wait in the buffer again."""
+        """Rollouts of batches that are not on the path of `lineage` wait in the buffer again."""
         for version in sorted(v for v in self.batches if self.lineages.owner(lineage, v.step) != v.lineage):
-            for entry in self.batches.pop(version).entries:
-                if entry.id in self.where:
-                    self.buffer.admit(entry)
+            for rollout in self.batches.pop(version).rollouts:
+                if rollout.id in self.where:
+                    self.buffer.admit(rollout)
                 else:
-                    self.shrunk[entry.id] = entry
-                    self._break_group(entry.id)
+                    self.archived[rollout.id] = rollout
+                    self._break_group(rollout.id)
 
     def _stepped(self, record: Stepped, _: Location | None) -> None:
         self.reached = record.version
@@ -355,9 +333,8 @@ class RunState:
         if batch is not None:
             batch.trained = True
             self.trained_tokens[record.version.step - 1] = batch.tokens
-            self.trained_by_teacher[record.version.step - 1] = batch.by_teacher
-            for entry in batch.entries:
-                entry.rollout = None
+            self.trained_by_teacher[record.version.step - 1] = batch.tokens_by_teacher
+            batch.rollouts = [rollout.released() for rollout in batch.rollouts]
 
     def _version_published(self, record: VersionPublished, _: Location | None) -> None:
         self.published.append(record)
@@ -395,6 +372,6 @@ class RunState:
             self.forget(version)
 
     def forget(self, version: Version) -> None:
-        """No trainer will ask for this batch again."""
-        for entry in self.batches.pop(version).entries:
-            self.where.pop(entry.id, None)
+        """No trainer will request this batch again."""
+        for rollout in self.batches.pop(version).rollouts:
+            self.where.pop(rollout.id, None)

@@ -72,6 +72,8 @@ class Validator:
 
     def journaled(self, rollout: Rollout) -> Rollout | Problem:
         """A rollout read back from the journal, without diagnostics that are not usable."""
+        if rollout.scored is None:
+            return Problem("scores", "missing", "of every completion token")
         count, k, vocab = rollout.length, self.sampling.student_topk, self.vocab_size
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(

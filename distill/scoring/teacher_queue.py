@@ -1,199 +1,248 @@
-"""Work for teachers: one lane each, requests of bounded size, asked again until they are answered."""
+"""The one queue before the teachers: batches of bounded size, retries, and isolation of a bad rollout.
+
+Two jobs use it, each with a queue of its own: `scorer.Scoring` and `on_policy_mix.TeacherGeneration`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from distill.aio import Signal
+from distill.config import RunConfig
+from distill.events import ErrorBudget, Events, RolloutRejected
+from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
-from distill.rollout.bad_answers import Trust
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from distill.run_log.records import Rollout
+from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.retry import Backoff
+from sync.wire import Array, ScoreRefused, checks, pack
 from teacher_service.isolate import isolate
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2
-"""Requests under way to one teacher: while it answers one, the next is on its way."""
-W = TypeVar("W")
-A = TypeVar("A")
+"""Requests in flight to one teacher: while it answers one, the next is on its way."""
 
 
-class Servers(Protocol):
-    """A teacher, as far as its processes can be told apart."""
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
 
-    def answered_by(self, id: str) -> str:
-        """Who answered last for this id."""
+
+M = TypeVar("M", bound=_HasId)
+"""A rollout's part of a request: ScoreSequence, TeacherPrompt."""
+A = TypeVar("A", bound=_HasId)
+"""Its answer: Scored, TeacherCompletion."""
+
+
+class Job(Protocol[M, A]):
+    """What a queue asks of the teachers."""
+
+    @property
+    def what(self) -> str:
+        """Of a request, in the timeline."""
         ...
 
-    def leave_out(self, server: str) -> bool:
-        """Ask this one nothing more; whether another is left."""
+    @property
+    def waits_for(self) -> str | None:
+        """What an idle teacher is blocked on; None: nothing."""
+        ...
+
+    def message(self, rollout: Rollout, seen: Array) -> M:
+        """The rollout's part of a request; `seen`: i4 [P], the prompt as the teacher sees it."""
+        ...
+
+    async def send(self, teacher: str, messages: list[M]) -> Sequence[A | ScoreRefused]:
+        """One answer per message, in order; may raise what `Teacher.score` raises."""
+        ...
+
+    def problem(self, teacher: str, rollout: Rollout, answer: A) -> str | None:
+        """Why an answer cannot be used; None: it can."""
+        ...
+
+    def finish(self, teacher: str, rollout: Rollout, answer: A) -> None:
+        """Emit what came of it."""
         ...
 
 
-class Unusable(NamedTuple):
-    """No answer could be used; the last one's problem."""
+class _Unusable(NamedTuple):
+    """No usable answer; the last one's problem."""
 
     problem: str
 
 
 @dataclass
-class _Piece(Generic[W]):
-    """One piece of work."""
+class _Queue(Generic[M]):
+    """What waits for one teacher, each with its part of a request."""
 
-    id: str
-    work: W
-    bad: int = 0
-    """Answers to it that could not be used."""
-
-
-@dataclass
-class _Queue(Generic[W]):
-    """What waits for one teacher."""
-
-    name: str
-    queue: deque[_Piece[W]] = field(default_factory=deque)
+    teacher: str
+    waiting: deque[tuple[Rollout, M]] = field(default_factory=deque)
+    bad: dict[str, int] = field(default_factory=dict)
+    """Rollout → unusable answers to it so far."""
     changed: Signal = field(default_factory=Signal)
     busy: int = 0
-    """Requests under way."""
+    """Requests in flight."""
 
 
-class TeacherQueue(Generic[W, A]):
-    """Runs for the length of the run; `put` at any time.
+class TeacherQueue(Generic[M, A]):
+    """Runs for the length of the run; `put` at any time. Out: what `job` emits, and RolloutRejected.
 
-    A request carries up to `batch` pieces of work. While one is under way a further one is sent only when it
-    is full, at most PARALLEL at once; an idle teacher is asked after `linger` seconds with what there is. A
-    teacher that is gone is asked again until it is back, for half as much each time: one that is too slow for
-    a whole request answers a part of it. Nothing is bounded here: the capacity rule bounds what can wait.
+    A request carries up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only
+    when it is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The
+    capacity rule bounds what can wait here.
 
-    `ask` gives one answer per piece of work and may raise what a `Teacher` raises; a request that is refused
-    as a whole is halved to find the culprit, which `settle` gets with the refusal's text for its answer. An
-    answer that `problem` finds wrong, or that is no reply, is asked for again, up to `attempts` times; then
-    it is Unusable.
+    A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow for a
+    whole request answers a part of it. A request that is refused as a whole is halved to find the culprit,
+    which is rejected. An unusable answer is retried up to `rollout.max_attempts` times, then rejected.
     """
+
+    linger = 0.005
+    """Seconds that an idle teacher waits for a batch to fill."""
 
     def __init__(
         self,
-        what: str,
-        teachers: Mapping[str, Servers],
-        batch: int,
-        *,
-        ask: Callable[[str, list[W]], Awaitable[list[A]]],
-        problem: Callable[[str, W, A], str | None],
-        settle: Callable[[str, list[tuple[W, A | str | Unusable]]], Awaitable[None]],
+        job: Job[M, A],
+        parts: Components,
+        config: RunConfig,
         timeline: Timeline,
-        trust: Trust,
-        attempts: int,
-        linger: float = 0.005,
-        waits_for: str | None = None,
+        budget: ErrorBudget,
+        events: Events,
     ) -> None:
-        """`what`: the work's name in the timeline; `waits_for`: whom an idle teacher waits for."""
-        self._what, self._batch, self._teachers = what, batch, teachers
-        self._queues: dict[str, _Queue[W]] = {name: _Queue(name) for name in teachers}
-        self._ask_teacher, self._problem, self._settle = ask, problem, settle
-        self._trust, self._attempts = trust, attempts
-        self._timeline = timeline
-        self._linger = linger
-        self._waits_for = waits_for
+        self._job, self._parts = job, parts
+        self._batch, self._attempts = config.buffer.score_batch, config.rollout.max_attempts
+        self._timeline, self._budget, self._events = timeline, budget, events
+        self._queues: dict[str, _Queue[M]] = {name: _Queue(name) for name in parts.teachers}
         self.open = 0
-        """Pieces of work that wait or are under way."""
+        """Rollouts that wait or are with a teacher."""
 
-    def put(self, teacher: str, id: str, work: W) -> None:
-        """Queue work for a teacher."""
-        self._put(self._queues[teacher], _Piece(id, work))
+    def put(self, rollout: Rollout) -> None:
+        """Queue a rollout for the teacher of its source."""
+        prompt = rollout.source_prompt
+        teacher = self._parts.route(prompt.source)
+        transform = self._parts.transforms.get(teacher)
+        try:
+            seen = pack(np.asarray(prompt.token_ids if transform is None else transform(prompt), "i4"))
+        except DistillError as error:
+            self._budget.function_failed(f"the prompt_transform of teacher {teacher}", rollout, error)
+        else:
+            self._put(self._queues[teacher], rollout, self._job.message(rollout, seen))
 
-    def _put(self, queue: _Queue[W], piece: _Piece[W]) -> None:
-        queue.queue.append(piece)
+    def _put(self, queue: _Queue[M], rollout: Rollout, message: M) -> None:
+        queue.waiting.append((rollout, message))
         self.open += 1
         queue.changed.wake()
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Serve all queues until cancelled."""
         async with asyncio.TaskGroup() as group:
             for queue in self._queues.values():
-                self._busy(queue, 0)
+                self._note_busy(queue, 0)
                 for _ in range(PARALLEL):
                     group.create_task(self._serve(queue))
 
-    async def _serve(self, queue: _Queue[W]) -> None:
+    async def _serve(self, queue: _Queue[M]) -> None:
         while True:
-            pieces = await self._collect(queue)
-            if not pieces:
+            batch = await self._collect(queue)
+            if not batch:
                 continue
-            self._busy(queue, 1)
+            self._note_busy(queue, 1)
             try:
-                answers = await self._ask(queue, [piece.work for piece in pieces])
-                looked = [self._look(queue, *one) for one in zip(pieces, answers, strict=True)]
-                await self._settle(queue.name, [one for one in looked if one is not None])
+                answers = await self._answers(queue, [message for _, message in batch])
+                for (rollout, message), answer in zip(batch, answers, strict=True):
+                    self._settle(queue, rollout, message, answer)
             finally:
-                self.open -= len(pieces)
-                self._busy(queue, -1)
+                self.open -= len(batch)
+                self._note_busy(queue, -1)
 
-    def _look(
-        self, queue: _Queue[W], piece: _Piece[W], answer: A | str | Unusable
-    ) -> tuple[W, A | str | Unusable] | None:
-        """Piece and answer when that settles it; None: it is asked again."""
-        if isinstance(answer, str):
-            return piece.work, answer
-        server, teacher = self._teachers[queue.name].answered_by(piece.id), self._teachers[queue.name]
-        if not isinstance(answer, Unusable):
-            if (found := self._problem(queue.name, piece.work, answer)) is None:
-                self._trust.good(f"teacher {queue.name} at {server}")
-                return piece.work, answer
-            answer = Unusable(found)
-        problem = f"teacher {queue.name} at {server}, {self._what} of {piece.id}: {answer.problem}"
-        logger.warning("an answer cannot be used: %s", problem)
-        self._trust.bad(
-            f"teacher {queue.name} at {server}", piece.id, problem, lambda: teacher.leave_out(server)
-        )
-        piece.bad += 1
-        if piece.bad >= self._attempts:
-            return piece.work, Unusable(problem)
-        self._put(queue, piece)
-        return None
-
-    def _busy(self, queue: _Queue[W], change: int) -> None:
+    def _note_busy(self, queue: _Queue[M], change: int) -> None:
         queue.busy += change
-        self._timeline.level(f"teacher {queue.name}", self._what, queue.busy)
-        if self._waits_for is not None:
-            self._timeline.waits(f"teacher {queue.name}", None if queue.busy else self._waits_for)
+        role = f"teacher {queue.teacher}"
+        self._timeline.level(role, self._job.what, queue.busy)
+        if self._job.waits_for is not None:
+            self._timeline.waits(role, None if queue.busy else self._job.waits_for)
         queue.changed.wake()
 
-    async def _collect(self, queue: _Queue[W]) -> list[_Piece[W]]:
-        while not queue.queue or (queue.busy and len(queue.queue) < self._batch):
+    async def _collect(self, queue: _Queue[M]) -> list[tuple[Rollout, M]]:
+        while not queue.waiting or (queue.busy and len(queue.waiting) < self._batch):
             await queue.changed.wait()
-        if len(queue.queue) < self._batch:
-            await asyncio.sleep(self._linger)
-        return [queue.queue.popleft() for _ in range(min(self._batch, len(queue.queue)))]
+        if len(queue.waiting) < self._batch:
+            await asyncio.sleep(self.linger)
+        return [queue.waiting.popleft() for _ in range(min(self._batch, len(queue.waiting)))]
 
-    async def _ask(self, queue: _Queue[W], work: list[W]) -> list[A | str | Unusable]:
-        """Answers; a request that fails is halved until the piece of work at fault fails alone."""
+    async def _answers(self, queue: _Queue[M], messages: list[M]) -> list[A | ScoreRefused | _Unusable]:
+        """One answer per message; a request that fails is halved until the message at fault fails alone."""
+
+        def failed(message: M, error: Exception) -> A | ScoreRefused | _Unusable:
+            return (
+                _Unusable(str(error))
+                if isinstance(error, WireError)
+                else ScoreRefused(message.id, str(error))
+            )
+
         return await isolate(
-            work,
-            lambda part: self._send(queue.name, [*part]),
-            lambda _, error: Unusable(str(error)) if isinstance(error, WireError) else str(error),
+            messages,
+            lambda part: self._send(queue.teacher, [*part]),
+            failed,
             on=(RemoteError, WireError, Unreachable),
             never=(WrongServer,),  # no rollout is at fault
         )
 
-    async def _send(self, name: str, work: list[W]) -> Sequence[A | str | Unusable]:
-        """One request, once the teacher has room; retried with backoff while it is gone.
+    async def _send(self, teacher: str, messages: list[M]) -> list[A | ScoreRefused | _Unusable]:
+        """One request, once the teacher has room; a single message is retried until the teacher is back.
 
-        Raises Unreachable for more than one piece of work, so that a teacher that is too slow for all of it
-        gets each half on its own.
+        Raises Unreachable for several messages, so that a teacher too slow for all of them gets each half
+        on its own.
         """
-        pause = 0.5
+        backoff = Backoff(0.5, 5.0)
         while True:
             try:
-                return await self._ask_teacher(name, work)
+                answers = await self._job.send(teacher, messages)
             except Overloaded as error:
                 await asyncio.sleep(error.retry_after)
             except Unreachable as error:
-                logger.warning("teacher %s is retried in %.1f s: %s", name, pause, error)
+                pause = backoff.next()
+                logger.warning("teacher %s is retried in %.1f s: %s", teacher, pause, error)
                 await asyncio.sleep(pause)
-                pause = min(pause * 2, 5.0)
-                if len(work) > 1:
+                if len(messages) > 1:
                     raise
+            else:
+                if problem := checks.echo([one.id for one in answers], [one.id for one in messages]):
+                    raise WireError(f"teacher {teacher} answered for others than asked: {problem}")
+                return [*answers]
+
+    def _settle(
+        self, queue: _Queue[M], rollout: Rollout, message: M, answer: A | ScoreRefused | _Unusable
+    ) -> None:
+        """Finish, reject or requeue a rollout."""
+        problem: str | None
+        if isinstance(answer, ScoreRefused):
+            if not answer.unusable:
+                detail = f"teacher {queue.teacher}: {answer.error}"
+                return self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
+            problem = answer.error
+        elif isinstance(answer, _Unusable):
+            problem = answer.problem
+        else:
+            problem = self._job.problem(queue.teacher, rollout, answer)
+        teacher = self._parts.teachers[queue.teacher]
+        server = teacher.answered_by(rollout.id)
+        name = f"teacher {queue.teacher} at {server}"
+        if problem is None:
+            assert not isinstance(answer, ScoreRefused | _Unusable)
+            self._budget.good(name)
+            queue.bad.pop(rollout.id, None)
+            return self._job.finish(queue.teacher, rollout, answer)
+        detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
+        logger.warning("an answer cannot be used: %s", detail)
+        self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))
+        attempts = queue.bad[rollout.id] = queue.bad.get(rollout.id, 0) + 1
+        if attempts >= self._attempts:
+            del queue.bad[rollout.id]
+            return self._events.emit(RolloutRejected(rollout, "unusable", detail))
+        return self._put(queue, rollout, message)

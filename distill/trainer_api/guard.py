@@ -1,19 +1,26 @@
-"""Which completions are put aside, and which steps end the trust in the weights. Pure.
+"""Health of the training: bad steps, degenerate completions, and ranks without a heartbeat.
 
 step's metrics ─▶ Guard.look ─▶ None | what is wrong, after `patience` bad steps one after the other
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from collections.abc import Mapping
 
 import numpy as np
 
+from distill.aio import look_seconds
 from distill.config import GuardConfig
-from distill.run_log.records import DropReason, RolledBack
+from distill.events import Events, Hung
+from distill.metrics.timeline import TRAINER
+from distill.run_log.records import RolledBack
 from distill.run_log.state import RunState
-from sync.wire import Generated, unpack
+from sync.wire import Array, Heartbeat, unpack
+
+logger = logging.getLogger(__name__)
 
 LONGEST_PATTERN = 8
 """Tokens of a pattern whose repetition is looked for."""
@@ -56,7 +63,7 @@ def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack 
     if state.checkpoints and not good:
         return None
     batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
-    bad = {entry.id for batch in batches if batch is not None for entry in batch.entries}
+    bad = {one.id for batch in batches if batch is not None for one in batch.rollouts}
     return RolledBack(max(good, default=None, key=lambda version: version.step), sorted(bad), problem)
 
 
@@ -78,12 +85,10 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
     return None
 
 
-def unusable(answer: Generated, config: GuardConfig) -> tuple[DropReason, str] | None:
-    """Why a sound completion is put aside; None: it may be trained on."""
-    period = repetition(unpack(answer.token_ids), config.repeats) if config.repeats else None
-    if period:
-        return "repetitive", f"ends in {config.repeats} or more copies of {period} tokens"
-    return None
+def repetitive(tokens: Array, repeats: int | None) -> str | None:
+    """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
+    period = repetition(unpack(tokens), repeats) if repeats else None
+    return f"ends in {repeats} or more copies of {period} tokens" if period else None
 
 
 def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
@@ -93,3 +98,47 @@ def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
         if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
             return period
     return None
+
+
+class Heartbeats:
+    """Those of the trainer's ranks, each watched from its first one on. `run()` for the length of the run.
+
+    Out: Hung, once for all ranks that sent none for `seconds` (0: never), which are then forgotten.
+    """
+
+    def __init__(self, seconds: float, events: Events) -> None:
+        self._seconds, self._events = seconds, events
+        self._silent: dict[int, float] = {}
+        """Rank → seconds since its last heartbeat."""
+
+    def heard(self, beat: Heartbeat) -> None:
+        """A rank is alive."""
+        self._silent[beat.rank] = 0.0
+
+    @property
+    def watched(self) -> list[int]:
+        """Ranks whose next heartbeat is due."""
+        return sorted(self._silent)
+
+    def forget(self) -> None:
+        """These ranks have ended, or may: others are watched once they are heard."""
+        self._silent.clear()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        if self._seconds == 0:
+            await asyncio.Event().wait()
+        pause = look_seconds(self._seconds)
+        while True:
+            await asyncio.sleep(pause)
+            for rank in self._silent:
+                self._silent[rank] += pause
+            late = sorted(rank for rank, silent in self._silent.items() if silent >= self._seconds)
+            if late:
+                self.forget()
+                logger.error(
+                    "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: it is hung",
+                    ", ".join(map(str, late)),
+                    self._seconds,
+                )
+                self._events.emit(Hung(TRAINER))

@@ -1,32 +1,33 @@
-"""The controller's HTTP server: routes of docs/architecture.md over a Desk, in its event loop."""
+"""The controller's HTTP server: the routes of docs/architecture.md, in its event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Protocol, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import cast
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from distill.rollout.membership import Members
+from distill.interfaces import Components
+from distill.rollout.replica_client import ReplicaEngine
+from distill.rollout.replica_pool import ReplicaPool
 from distill.trainer_api.session import Event, TrainerSession
-from sync.claims import Claim
+from sync.client import url_problem
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.server import RunGuard, TokenGuard, bind_alone, check_bind, read_message, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     BatchRequest,
     BroadcastMembers,
-    Head,
     ReplicaJoins,
     ReplicaLeaves,
     StepReport,
@@ -38,24 +39,15 @@ from sync.wire import (
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class HasHead(Protocol):
-    """A teacher whose output head can be fetched."""
-
-    async def head(self) -> Head: ...
-
-
 def application(
     session: TrainerSession,
-    teachers: Mapping[str, HasHead],
+    pool: ReplicaPool,
+    parts: Components,
     metrics: Callable[[], dict[str, float]],
     token: str | None,
-    members: Members,
-    claim: Claim,
 ) -> Starlette:
-    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard.
-
-    `claim`: the controller's own run.
-    """
+    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
+    teachers = parts.teachers
     heads: dict[str, bytes] = {}
 
     async def hello(request: Request) -> Response:
@@ -70,7 +62,7 @@ def application(
         return reply(await session.event(await read_message(request, kind)))
 
     async def broadcast(request: Request) -> Response:
-        return reply(BroadcastMembers(lost=session.lost_members(request.path_params["group"])))
+        return reply(BroadcastMembers(lost=session.broadcasts.lost_members(request.path_params["group"])))
 
     async def head(request: Request) -> Response:
         name = request.path_params["name"]
@@ -96,25 +88,34 @@ def application(
             Route("/v1/event", answered(event), methods=["POST"]),
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
-            *replica_routes(members),
+            *replica_routes(pool, parts.connect),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
-        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=claim)],
+        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
     )
 
 
-def replica_routes(members: Members) -> list[Route]:
-    """Who writes for the run, and how that is changed while it goes on."""
+def replica_routes(pool: ReplicaPool, connect: Callable[[str], ReplicaEngine] | None) -> list[Route]:
+    """Which replicas the run has, and how they join and leave while it goes on.
+
+    `connect`: a replica by its URL; None: none can join.
+    """
 
     async def replicas(_: Request) -> Response:
-        return reply(members.listing())
+        return reply(pool.listing())
 
     async def join(request: Request) -> Response:
-        return reply(await members.join(await read_message(request, ReplicaJoins)))
+        wanted = await read_message(request, ReplicaJoins)
+        url = wanted.url.rstrip("/")
+        if connect is None or url_problem(url):
+            raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
+        await pool.join(url, connect(url), wanted.name)
+        return reply(pool.listing())
 
     async def leave(request: Request) -> Response:
-        return reply(await members.leave(await read_message(request, ReplicaLeaves)))
+        await pool.remove((await read_message(request, ReplicaLeaves)).name)
+        return reply(pool.listing())
 
     return [
         Route("/v1/replicas", answered(replicas)),
@@ -124,7 +125,7 @@ def replica_routes(members: Members) -> list[Route]:
 
 
 def answered(handler: Handler) -> Handler:
-    """Errors meant for people as refusals: 400 a bad message, 409 never, 429 not yet, 503 leaving."""
+    """Expected errors as refusals: 400 a bad message, 409 never, 429 not yet, 503 the controller leaves."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -143,22 +144,11 @@ def answered(handler: Handler) -> Handler:
     return guarded
 
 
-class _Gauges:
-    """A Prometheus collector over one reading."""
-
-    def __init__(self, values: dict[str, float]) -> None:
-        self._values = values
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self._values.items():
-            clean = "".join(letter if letter.isalnum() else "_" for letter in name)
-            yield GaugeMetricFamily(f"distill_{clean}", name, value=value)
-
-
 def exposition(values: dict[str, float]) -> str:
     """Prometheus text of name → value."""
     registry = CollectorRegistry()
-    registry.register(_Gauges(values))
+    for name, value in values.items():
+        Gauge(f"distill_{re.sub('[^A-Za-z0-9]', '_', name)}", name, registry=registry).set(value)
     return generate_latest(registry).decode()
 
 

@@ -1,4 +1,4 @@
-"""The controller's side of the talk with the trainer: hello, batches, events. HTTP is in `gateway`.
+"""The controller's side of the exchange with the trainer: hello, batches, events. `http_api` serves it.
 
 Order: a TrainerHello opens a lineage; then every rank asks for the batch of each step from the lineage's
 start. All ranks get the same answer for a step: once one of them has its share, the others get theirs; once
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from distill.aio import Signal
-from distill.batching.packing import LossWeights, Shape, compose, group_means
-from distill.prompts.stream import group_of
+from distill.batching.packing import Shape, pack_batch
+from distill.events import Events
+from distill.rollout.broadcasts import Broadcasts
 from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, WireError
@@ -39,90 +40,65 @@ from sync.wire import (
 )
 from sync.wire.checks import Problem
 
-LONG_POLL_SECONDS = 20.0
 Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Whom the desk tells what the trainer did, and asks about the replicas.
-
-    `opened`, `reported` and `saved` are called once per event, after it is in the books; events that were
-    sent twice, or come from a trainer that is over, change nothing. `published` is called before, and may
-    refuse.
-    """
-
-    opened: Callable[[TrainerWelcome], None]
-    reported: Callable[[StepReport], None]
-    published: Callable[[Published], Audience | None]
-    saved: Callable[[], None]
-    wants_broadcast: Callable[[], bool]
-    """Whether a replica can only go on when the trainer broadcasts what it holds."""
-    heard: Callable[[int], None]
-    """A rank lives."""
-    lost_members: Callable[[str], dict[str, str]]
-    """Group of a broadcast → replicas that will not receive it to its end, each with the reason."""
-
-
 class TrainerSession:
-    """Bound to one controller; deals the batches of `steps`.
+    """Bound to one controller; hands out the batches of `steps`, cut as `shape` says.
 
-    `changed` is woken by a new batch, a stop, an event and a change of `Listener.wants_broadcast`.
+    Out: TrainerWelcome, StepReport, Published, Checkpointed, each once, after it is recorded: what was sent
+    twice, or comes from a trainer that is over, changes nothing. And Heartbeat.
     """
+
+    poll_seconds = 20.0
+    """Longest wait of a request for a batch."""
 
     def __init__(
-        self,
-        run_log: RunLog,
-        shape: Shape,
-        listener: Listener,
-        *,
-        steps: int,
-        changed: Signal,
-        poll_seconds: float = LONG_POLL_SECONDS,
+        self, run_log: RunLog, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
     ) -> None:
-        self._run_log, self._shape, self._listener = run_log, shape, listener
-        self._steps = steps
-        self._changed = changed
-        self._poll_seconds = poll_seconds
+        self.broadcasts = broadcasts
+        self._run_log, self._shape, self._steps = run_log, shape, steps
+        self._events, self._changed = events, Signal()
         self._world_size = 1
         self._shares: dict[int, list[bytes]] = {}
         """Encoded shares of the newest steps, by step."""
         self._stop: Stop | None = None
-        self._given = -1
+        self._handed_out = -1
         """Newest step of this lineage whose batch a rank has."""
         self.live = False
         """A trainer of the current lineage said hello to this controller."""
         self.ready = -1
         """Newest step whose batch is safe on disk."""
-        self.asked = -1
-        """Newest step that a rank asked for."""
+        self.requested = -1
+        """Newest step that a rank requested."""
         self.withheld = False
         """No batch is handed out while set."""
         self.final: FinalDigests | None = None
-        """The trainer's last word."""
+        """The trainer's last message."""
         self._retreat: RolledBack | None = None
         """What the next trainer must begin with."""
 
     @property
     def run(self) -> RunIdentity:
-        """The run whose batches are dealt."""
+        """The run whose batches are handed out."""
         return self._run_log.run
+
+    def wake(self) -> None:
+        """Have waiting requests, and the batcher, look at the state again."""
+        self._changed.wake()
+        self._events.changed.wake()
 
     def stop(self, reason: str, checkpoint: bool = True) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
             self._stop = Stop(reason=reason, checkpoint=checkpoint)
-            self._changed.wake()
-
-    def lost_members(self, group: str) -> dict[str, str]:
-        """See `Listener.lost_members`."""
-        return self._listener.lost_members(group)
+            self.wake()
 
     def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin as `retreat` says."""
         self.live, self._retreat = False, retreat
-        self._changed.wake()
+        self.wake()
 
     async def hello(self, hello: TrainerHello) -> TrainerWelcome:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
@@ -139,7 +115,7 @@ class TrainerSession:
                 "use another run name for another model"
             )
         at = hello.checkpoint
-        if at is not None and (at.lineage not in state.lineages or at.step > state.trials.furthest):
+        if at is not None and (at.lineage not in state.lineages or at.step > state.bisection.furthest):
             raise RemoteError(
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
@@ -152,8 +128,8 @@ class TrainerSession:
         without = None if self._retreat is None else self._retreat.without
         record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
-        self._world_size, self._shares, self._given, self.live = hello.world_size, {}, -1, True
-        self.ready, self.asked, self.final = record.branch - 1, record.start - 1, None
+        self._world_size, self._shares, self._handed_out, self.live = hello.world_size, {}, -1, True
+        self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
         version = Version(record.lineage, record.start)
         logger.info(
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
@@ -162,8 +138,8 @@ class TrainerSession:
         welcome = TrainerWelcome(
             version=version, parent=at, teachers=list(self._shape.teachers), run=self.run
         )
-        self._listener.opened(welcome)
-        self._changed.wake()
+        self._events.emit(welcome)
+        self.wake()
         return welcome
 
     def _check(self, version: Version) -> None:
@@ -177,26 +153,26 @@ class TrainerSession:
     async def batch(self, request: BatchRequest) -> bytes:
         """A rank's share as an encoded TrainBatch, Wait or Stop; waits at most `poll_seconds`.
 
-        Raises RemoteError for another lineage, rank or step than can be asked for.
+        Raises RemoteError for another lineage, rank or step than can be requested.
         """
         step = request.version.step
-        deadline = asyncio.get_running_loop().time() + self._poll_seconds
+        deadline = asyncio.get_running_loop().time() + self.poll_seconds
         while True:
             self._check(request.version)
             self._check_rank(request)
-            if step > self.asked:
-                self.asked = step
-                self._changed.wake()
-            if step > self._given and (step >= self._steps or self._stop):
+            if step > self.requested:
+                self.requested = step
+                self.wake()
+            if step > self._handed_out and (step >= self._steps or self._stop):
                 return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
-            if step <= self.ready and (step <= self._given or not self.withheld):
+            if step <= self.ready and (step <= self._handed_out or not self.withheld):
                 share = self._share(step)[request.rank]
-                if step > self._given:
-                    self._given = step
+                if step > self._handed_out:
+                    self._handed_out = step
                     self._run_log.write(HandedOut(request.version))
                     await self._run_log.journal.commit()
                 return share
-            if self._listener.wants_broadcast():
+            if self.broadcasts.wanted():
                 return encode(Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
@@ -209,14 +185,14 @@ class TrainerSession:
                 f"rank {request.rank} of {request.world_size} is not one of the {self._world_size} "
                 "ranks that said hello"
             )
-        if not start <= request.version.step <= max(self._given + 1, start):
+        if not start <= request.version.step <= max(self._handed_out + 1, start):
             raise RemoteError(
-                f"step {request.version.step} cannot be asked for: the lineage began at {start} and "
-                f"has got batches up to step {self._given}"
+                f"step {request.version.step} cannot be requested: the lineage began at {start} and "
+                f"has got batches up to step {self._handed_out}"
             )
 
     async def prepare(self, step: int) -> None:
-        """Encode a batch ahead of its asking, beside the event loop; then it counts as ready.
+        """Encode a batch before it is requested, beside the event loop; then it counts as ready.
 
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
@@ -226,7 +202,7 @@ class TrainerSession:
             return
         self._keep(step, shares)
         self.ready = max(self.ready, step)
-        self._changed.wake()
+        self.wake()
 
     def _share(self, step: int) -> list[bytes]:
         if step not in self._shares:
@@ -239,31 +215,26 @@ class TrainerSession:
     def _encoding(self, step: int) -> Callable[[], list[bytes]]:
         """What encodes a batch as it is on record now."""
         state = self._run_log.state
-        batch = state.batch_of(step)
-        if batch is None or state.lineage is None:
+        formed = state.batch_of(step)
+        if formed is None or state.lineage is None:
             raise RemoteError(
                 f"the batch of step {step} is no longer on record: resume from a newer checkpoint"
             )
-        version = Version(state.lineage, step)
-        weights = dict(zip((entry.id for entry in batch.entries), batch.weights, strict=False))
+        batch = replace(formed, version=Version(state.lineage, step))
         step_of, world_size = partial(state.lineages.step_in, lineage=state.lineage), self._world_size
 
         def encoded() -> list[bytes]:
-            rollouts = self._run_log.rollouts(batch)
-            baselines = group_means(rollouts, group_of) if state.rules.group > 1 else {}
-            loss_weights = LossWeights(weights, baselines)
-            return list(
-                map(encode, compose(rollouts, version, world_size, self._shape, step_of, loss_weights))
-            )
+            whole = replace(batch, rollouts=self._run_log.rollouts(batch))
+            return [encode(share) for share in pack_batch(whole, world_size, self._shape, step_of)]
 
         return encoded
 
     async def event(self, event: Event) -> Ok | Audience:
-        """Take note of what the trainer did. Raises RemoteError for another lineage."""
+        """Record what the trainer did. Raises RemoteError for another lineage."""
         self._check(event.version)
-        if isinstance(event, Heartbeat):  # never waits for a disk; none is missed after the last word
+        if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
             if self.final is None:
-                self._listener.heard(event.rank)
+                self._events.emit(event)
             return Ok()
         _refuse(self._problem(event))
         answer: Audience | None = None
@@ -273,32 +244,37 @@ class TrainerSession:
             answer = self._publish(event)
         elif isinstance(event, CheckpointSaved):
             if event.version not in self._run_log.state.checkpoints[-1:]:
-                self._run_log.write(Checkpointed(event.version, event.path))
-                self._listener.saved()
+                saved = Checkpointed(event.version, event.path)
+                self._run_log.write(saved)
+                self._events.emit(saved)
         else:
             self.final = event
         await self._run_log.journal.commit()
-        self._changed.wake()
+        self.wake()
         return answer or Ok()
 
     def _problem(self, event: checks.Event) -> Problem | None:
         state = self._run_log.state
         assert state.reached is not None, "a trainer of this lineage has said hello"
-        start, newest = state.lineages[event.version.lineage].start, max(state.reached.step, self._given + 1)
-        return checks.event(event, start, state.reached.step, newest)
+        start, newest = state.lineages[event.version.lineage].start, self._handed_out + 1
+        return checks.event(event, start, state.reached.step, max(state.reached.step, newest))
 
     def _step(self, report: StepReport) -> None:
         reached = self._run_log.state.reached
         if reached is None or report.version.step > reached.step:
             self._run_log.write(Stepped(report.version))
-            self._listener.reported(report)
+            self._events.emit(report)
 
     def _publish(self, event: Published) -> Audience | None:
-        answer, known = self._listener.published(event), self._run_log.state.published
+        """Raises Overloaded for a broadcast that no replica would receive yet."""
+        answer, known = None, self._run_log.state.published
+        if event.kind == "broadcast":
+            answer = self.broadcasts.announce(event, ending=self._stop is not None)
         if event.kind == "broadcast" or not known or known[-1].version != event.version:
             self._run_log.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
+        self._events.emit(event)
         return answer
 
 

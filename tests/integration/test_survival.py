@@ -113,7 +113,7 @@ def test_a_trainer_without_all_heartbeats_is_told_and_killed(survivor: Survivor)
 
 
 def test_a_server_whose_engine_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor) -> None:
-    assert survivor.said.count("wrote no token for rollout.stall_timeout_seconds = 40 s") == 1
+    assert survivor.said.count("generated no token for rollout.stall_timeout_seconds = 40 s") == 1
 
 
 def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(survivor: Survivor) -> None:

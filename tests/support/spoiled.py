@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
 from sync.errors import DistillError
@@ -205,7 +205,7 @@ class SpoiledEvaluator(MemoryEvaluator):
         return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
 
 
-class SpoiledDesk:
+class SpoiledSession:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
     def __init__(self, session: TrainerSession, spoiler: Spoiler) -> None:

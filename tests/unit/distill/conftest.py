@@ -7,31 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
+from small_config import make_config
 
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
 from distill.prompts.stream import PromptStream
 from distill.run_log.journal import Journal
 from sync.wire import Want
-
-
-def make_config(**sections: dict[str, Any]) -> RunConfig:
-    base: dict[str, dict[str, Any]] = {
-        "run": {"name": "test", "steps": 6, "grace_seconds": 5.0},
-        "student": {"path": "student"},
-        "teachers": {"t": {"path": "teacher"}},
-        "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
-        "rollout": {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 16},
-        "buffer": {"max_staleness": 2, "score_batch": 4, "fsync": "never"},
-        "objective": {"type": "sampled"},
-        "trainer": {"deepspeed": "ds.json", "micro_batch_tokens": 32, "keep_checkpoints": 1},
-        "evaluation": {"every": 2},
-    }
-    for name, fields in sections.items():
-        base[name] = {**base.get(name, {}), **fields}
-    return RunConfig.model_validate(base)
 
 
 @pytest.fixture

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from spoiled import SpoiledDesk, SpoiledEvaluator, SpoiledReplica, SpoiledTeacher, Spoiler
-
-from distill.bench.in_memory import (
+from in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
 )
+from spoiled import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
+
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components
@@ -81,7 +81,7 @@ async def spoiled_run(
         ),
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
-    trainer = MemoryTrainer(SpoiledDesk(run.session, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
+    trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(100):
         done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     summary, _ = await end_of(run)
     assert summary["completed"]
     assert summary["error"] is None
-    assert run.pool.replicas["lying"].left_out
+    assert run.pool.replicas["lying"].excluded
     told = [record.message for record in caplog.records if "out of use" in record.message]
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]
@@ -194,13 +194,13 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     controller, config, who: str
 ) -> None:
     class Teacher(MemoryTeacher):
-        def _marks(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
             if who == "refusing teacher":
                 return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
-            marks = super()._marks(sequence, want)
-            assert isinstance(marks, Scored)
-            bad = pack(np.full(marks.logprob.shape, np.nan, "f4"))
-            return msgspec.structs.replace(marks, logprob=bad) if who == "teacher" else marks
+            scores = super()._scores(sequence, want)
+            assert isinstance(scores, Scored)
+            bad = pack(np.full(scores.logprob.shape, np.nan, "f4"))
+            return msgspec.structs.replace(scores, logprob=bad) if who == "teacher" else scores
 
     settings = config(guard={"bad_answers": 3}, evaluation={"every": 1}, run={"steps": 8})
     run = controller(

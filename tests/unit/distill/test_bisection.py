@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryTrainer
 
-from distill.bench.in_memory import MemoryPrompts, MemoryTrainer
-from distill.buffer.late import rules
+from distill.buffer.staleness import rules
 from distill.controller import Controller
-from distill.interfaces import Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
 from distill.run_log.audit import AuditReport, check
 from distill.run_log.journal import Journal
@@ -176,7 +177,7 @@ async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(buil
             expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
             asked = asyncio.create_task(self.session.batch(expected))
             await asyncio.wait({asked}, timeout=0.05)
-            if parts := run.run_log.state.trials.parts:
+            if parts := run.run_log.state.bisection.parts:
                 ahead.append(len(parts))
                 assert not asked.done()
                 asked.cancel()
@@ -269,13 +270,11 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
     run_log = RunLog.open(journal, prompts, run="test", seed=0, rules=rules(settings))
     await run_log.open_lineage(None, "model")
     issued = run_log.issue(8)
-    await run_log.admit(
-        [rollout_of(one.prompt.id, one.number, **(changes if one.number == 3 else {})) for one in issued]
-    )
+    run_log.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
     if composed:
-        assert await run_log.compose() is not None
+        assert await run_log.form_batch() is not None
         run_log.write(HandedOut(Version(0, 0)))
-        await journal.commit()
+    await journal.commit()
     journal.close()
 
     quarantine: list[Quarantined] = []

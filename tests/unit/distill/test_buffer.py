@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.buffer.buffer import Buffer, Entry, Pick
+from distill.buffer.buffer import Buffer, Pick
 from distill.buffer.staleness import Bound, capacity
-from sync.wire import Version, VersionSpan
+from distill.run_log.records import Rollout
+from sync.wire import Array, Version, VersionSpan
 
 
-def entry(number: int, *steps: int, name: str = "") -> Entry:
+def entry(number: int, *steps: int, name: str = "") -> Rollout:
     spans = [VersionSpan(Version(0, step), i, i + 1) for i, step in enumerate(steps)]
-    return Entry(name or f"r{number}", number, 0, len(steps), spans)
+    return Rollout(name or f"r{number}", number, tokens=Array("i4", (len(steps),), b""), spans=spans)
 
 
 def step_of(version: Version) -> int:
     return version.step
 
 
-def filled(buffer: Buffer, *entries: Entry) -> Buffer:
+def filled(buffer: Buffer, *entries: Rollout) -> Buffer:
     for one in entries:
         buffer.admit(one)
     return buffer
@@ -39,16 +38,13 @@ def test_too_few_give_no_batch() -> None:
     assert filled(Buffer(Bound(0, 0)), entry(0, 3)).pick(3, 2, step_of) == Pick([], [], [])
 
 
-@pytest.mark.parametrize(("order", "first"), [("oldest", ["r0", "r1"]), ("arrival", ["r2", "r0"])])
-def test_long_rollouts_do_not_starve_unless_asked(
-    order: Literal["oldest", "arrival"], first: list[str]
-) -> None:
-    buffer = filled(Buffer(Bound(4, 4), order), entry(2, 1), entry(0, 1), entry(1, 1))
-    assert buffer.pick(1, 2, step_of).chosen == first
+def test_long_rollouts_do_not_starve() -> None:
+    buffer = filled(Buffer(Bound(4, 4)), entry(2, 1), entry(0, 1), entry(1, 1))
+    assert buffer.pick(1, 2, step_of).chosen == ["r0", "r1"]
 
 
 def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
-    """r0 was asked again later, so r7 is the one that can wait least."""
+    """r0 was requeued, so r7 is the one that can wait least."""
     buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
     assert buffer.pick(3, 2, step_of).chosen == ["r7", "r0"]
 
@@ -64,16 +60,16 @@ def test_a_rollout_enters_once() -> None:
 # --- fairness ---------------------------------------------------------------------------------------------
 
 
-def trained_at(order: Literal["oldest", "arrival"], limit: int, writes: int) -> int | None:
-    """Step whose batch holds a rollout that takes `writes` steps among short ones; None: dropped or never.
+def trained_at(limit: int, duration: int) -> int | None:
+    """Step whose batch holds a rollout that takes `duration` steps among short ones; None: dropped or never.
 
     Short rollouts are written at once, as many as the capacity rule lets in: the buffer is always full.
     """
-    batch, buffer, issued = 4, Buffer(Bound(limit, limit), order), 1
+    batch, buffer, issued = 4, Buffer(Bound(limit, limit)), 1
     for step in range(3 * limit + 3):
-        if step == writes:
+        if step == duration:
             buffer.admit(entry(0, 0, name="long"))
-        flying = 1 if step < writes else 0
+        flying = 1 if step < duration else 0
         for _ in range(capacity(step, limit, batch, step * batch, len(buffer) + flying)):
             buffer.admit(entry(issued, step))
             issued += 1
@@ -90,11 +86,8 @@ def trained_at(order: Literal["oldest", "arrival"], limit: int, writes: int) -> 
 def test_a_long_rollout_is_trained_in_the_step_it_arrives_in_whatever_short_ones_are_there(
     limit: int,
 ) -> None:
-    """By arrival it stands behind a full buffer of limit · batch − 1 and is trained limit − 1 steps later."""
-    for writes in range(1, limit + 1):
-        assert trained_at("oldest", limit, writes) == writes
-        by_arrival = writes + limit - 1
-        assert trained_at("arrival", limit, writes) == (by_arrival if by_arrival <= limit else None)
+    for duration in range(1, limit + 1):
+        assert trained_at(limit, duration) == duration
 
 
 arrivals = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=40)
@@ -134,7 +127,7 @@ def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_up_to_the_hard_li
 # --- groups -----------------------------------------------------------------------------------------------
 
 
-def group(row: int, *steps: int) -> list[Entry]:
+def group(row: int, *steps: int) -> list[Rollout]:
     """Completions of one prompt, each of the version that `steps` says."""
     return [entry(10 * row + i, step, name=f"0:{row}:{i}") for i, step in enumerate(steps)]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 
-from distill.bench.in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.controller import Controller
 from distill.run_log.audit import check
 from distill.run_log.records import BatchFormed, LineageOpened, Location

@@ -11,19 +11,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-
-from distill.bench.in_memory import (
+from in_memory import (
     MemoryEvaluator,
     MemoryPrompts,
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
 )
+
+from distill import events
 from distill.controller import Controller
-from distill.interfaces import Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.run_log.audit import AuditReport, check
-from distill.run_log.records import Location, Rollout, RolloutStub
+from distill.run_log.records import Location, Rollout
 from distill.run_log.segments import read_all
 from distill.scoring.on_policy_mix import seed_of
 from sync.errors import DataError
@@ -52,6 +54,13 @@ async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, 
     stop = await asyncio.wait_for(training, 60)
     assert isinstance(stop, Stop)
     return await asyncio.wait_for(running, 60)
+
+
+async def test_every_event_has_a_handler(controller) -> None:
+    kinds = {kind for kind in vars(events).values() if isinstance(kind, type) and hasattr(kind, "_fields")}
+    run = controller()
+    assert {kind.__name__ for kind in kinds} <= {kind.__name__ for kind in run.events._handlers}
+    run.close()
 
 
 async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_rollout(controller) -> None:
@@ -105,7 +114,7 @@ async def test_a_bound_overlaps_training_with_generation(controller, config) -> 
 async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadcasts(controller) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(replicas={"r0": replica})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
     trainer = MemoryTrainer(run.session, broadcasts=True)
 
     async def restart() -> None:
@@ -128,7 +137,7 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
     }
     teacher = MemoryTeacher()
     run = controller(config(run={"steps": 10}), replicas=replicas, teachers={"t": teacher})
-    run.pool._retry_seconds = 0.02
+    run.pool.retry_seconds = 0.02
 
     async def havoc() -> None:
         for _ in range(3):
@@ -207,7 +216,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
 
     resumed = controller(settings)
     assert resumed.run_log.state.cursor == before.cursor
-    assert set(resumed.run_log.state.asked) == set(before.asked)
+    assert set(resumed.run_log.state.pending) == set(before.pending)
     assert resumed.run_log.state.buffer.ids() == before.buffer.ids()
     assert resumed.run_log.state.counters == before.counters
     trainer.session = resumed.session
@@ -295,11 +304,9 @@ def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
     return check(records, trainer.ledger)
 
 
-async def test_the_clock_is_held_for_a_late_rollout_that_is_trained_within_the_bound(
-    controller, config
-) -> None:
+async def test_a_batch_waits_for_a_late_rollout_that_is_trained_within_the_bound(controller, config) -> None:
     held = {"type": "wait", "seconds": 15}
-    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.holding)
+    summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.late.waiting)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
     assert summary["rollouts"]["dropped"] == {}
@@ -403,7 +410,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
     assert audited(run, trainer).ok
 
 
-async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounted_for(
+async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accounted_for(
     controller, config, tmp_path: Path
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
@@ -430,12 +437,12 @@ async def test_half_of_a_run_is_written_by_the_teacher_and_all_of_it_is_accounte
     assert report.ok, report
     assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
     assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"] == report.tokens
-    rollouts = [record for _, record in records if isinstance(record, Rollout | RolloutStub)]
+    rollouts = [record for _, record in records if isinstance(record, Rollout)]
     assert {one.id for one in rollouts if one.by_teacher} == written
     assert all(bool(one.spans) != one.by_teacher for one in rollouts)
 
 
-async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller) -> None:
+async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
     teacher = MemoryTeacher()
     run = controller(teachers={"t": teacher})
     trainer = MemoryTrainer(run.session)
@@ -446,7 +453,7 @@ async def test_what_the_student_alone_writes_asks_no_teacher_to_write(controller
     assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)
 
 
-async def test_a_teacher_that_writes_everything_needs_the_replicas_only_for_their_versions(
+async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_their_versions(
     controller, config
 ) -> None:
     replica, teacher = MemoryReplica(), MemoryTeacher()
@@ -467,7 +474,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
     assert summary["rollouts"]["dropped"]["teacher_refused"] > 0
 
 
-async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_again_alike(
+async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_again_alike(
     controller, config, tmp_path: Path
 ) -> None:
     settings = config(objective={"type": "sft", "on_policy": 0.5}, run={"steps": 20})
@@ -497,7 +504,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_written_ag
 
     texts = 0
     for _, _, record in read_all(tmp_path / "journal"):
-        if isinstance(record, Rollout) and record.by_teacher:
+        if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
             prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
             (written,) = await MemoryTeacher().generate([prompt], 8, [])
             assert isinstance(written, TeacherCompletion)
@@ -515,7 +522,7 @@ async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller)
         await complete(run, MemoryTrainer(run.session))
 
 
-async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
+async def test_a_reward_fn_that_fails_costs_the_rollout_and_not_the_run(controller) -> None:
     def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         if prompt.id == "0:3:0":
             raise DataError(f"the reward_fn cannot read {prompt.id}")
@@ -529,7 +536,7 @@ async def test_a_judge_that_fails_costs_the_rollout_and_not_the_run(controller) 
     assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "function_failed")]
 
 
-async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
+async def test_a_reward_fn_that_always_fails_ends_the_run_with_its_words(controller, config) -> None:
     def reward_fn(prompt: Prompt, completion: list[int]) -> float:
         raise DataError(f"the reward_fn cannot read {prompt.id}")
 
@@ -540,10 +547,12 @@ async def test_a_judge_that_always_fails_ends_the_run_with_its_words(controller,
     assert "the reward_fn cannot read" in summary["error"]
 
 
-async def test_a_guard_that_holds_the_run_holds_it_when_the_disk_has_room_again(controller, config) -> None:
+async def test_a_run_that_the_guard_paused_stays_paused_when_the_disk_has_room_again(
+    controller, config
+) -> None:
     run = controller(config(guard={"max_grad_norm": 1.0, "patience": 1}))
-    run._distrust("step 3: grad_norm is 9")
-    run.hold("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
-    run.release("disk")
-    assert run.dispatcher.holders == {"guard"}
+    run._bad_steps("step 3: grad_norm is 9")
+    run.pause("disk", "runs has less than run.min_free_disk_gib = 1 GiB free")
+    run.resume("disk")
+    assert run.dispatcher.paused == {"guard"}
     run.close()

@@ -1,4 +1,4 @@
-"""The feeder: capacity, requests, and completions that fail in every way."""
+"""The dispatcher: capacity, requests, and completions that fail in every way."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryReplica
+from small_config import make_config
 
-from distill.aio import Signal
-from distill.bench.in_memory import MemoryPrompts, MemoryReplica
-from distill.buffer.staleness import Bound
-from distill.config import RolloutConfig
+from distill.buffer.staleness import Bound, Rules
+from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.journal import Journal
+from distill.run_log.records import Rollout
 from distill.run_log.run_log import RunLog
-from distill.run_log.state import Rules
 from distill.run_log.validation import Validator
-from distill.scoring.scorer import PendingScore
 from sync.errors import Overloaded, RemoteError
+from sync.settings import WeightsConfig
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -39,34 +39,32 @@ from sync.wire import (
 
 
 class Bench:
-    """A feeder over books and replicas; nothing is scored."""
+    """A dispatcher over a run log and replicas; nothing is scored."""
 
     def __init__(
         self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(MemoryPrompts(), 0, group)
         self.run_log = RunLog.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
-        self.wake = Signal()
+        self.events = events = Events()
         self.pool = ReplicaPool(
-            target=lambda: None,
-            step_of=lambda version: version.step,
-            applied=lambda record: None,
-            wake=self.wake,
-            poll_seconds=0.02,
-            retry_seconds=0.02,
+            self.run_log.state, WeightsConfig(), 0.0, ErrorBudget(1 << 30, events), events
         )
+        self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         for number, engine in enumerate(replicas):
             self.pool.add(f"r{number}", engine)
         fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
-        self.finished: list[PendingScore] = []
-        settings = RolloutConfig(**fields)
+        self.finished: list[Rollout] = []
+        settings = make_config(rollout=fields, run={"steps": steps})
         self.timeline = Timeline()
-        sampling = Sampling(
-            max_tokens=settings.max_tokens, student_topk=2, max_seconds=settings.completion_timeout_seconds
-        )
-        sound = Validator(sampling, Want())
-        self.dispatcher = Dispatcher(
-            self.run_log, self.pool, settings, steps, self.finished.append, self.timeline, sound
+        limit = settings.rollout.completion_timeout_seconds
+        sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
+        soundness = Validator(sampling, Want())
+        self.dispatcher = Dispatcher(self.run_log, self.pool, settings, soundness, self.timeline, events)
+        events.on(CompletionReady, lambda event: self.finished.append(event.rollout))
+        events.on(
+            RolloutRejected,
+            lambda e: self.run_log.drop([e.rollout.id], e.reason, e.detail, e.rollout.length),
         )
 
     @asynccontextmanager
@@ -81,7 +79,7 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():
-                await self.wake.wait(0.01)
+                await self.events.changed.wait(0.01)
 
 
 async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> None:
@@ -90,8 +88,8 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
     assert bench.run_log.state.outstanding == len(bench.finished) == 16
-    assert bench.finished[0].answer.topk_ids is not None
-    assert bench.finished[0].answer.topk_ids.shape[1] == 2
+    assert bench.finished[0].topk_ids is not None
+    assert bench.finished[0].topk_ids.shape[1] == 2
 
 
 async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> None:
@@ -130,11 +128,11 @@ async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: P
         Counting(seed=1, token_seconds=0.002),
         max_in_flight=4,
     )
-    bench.dispatcher.holders.add("disk")
+    bench.dispatcher.paused.add("disk")
     async with bench.running():
         await bench.until(lambda: len(bench.pool.serving()) == 2)
-        bench.dispatcher.holders.clear()
-        bench.wake.wake()
+        bench.dispatcher.paused.clear()
+        bench.events.changed.wake()
         await bench.until(lambda: len(sizes) >= 2)
         assert sorted(sizes[:2]) == [(0, 4), (1, 4)]
         assert all(replica.in_flight <= 4 for replica in bench.pool.replicas.values())
@@ -148,7 +146,7 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
         await bench.until(lambda: bench.pool.replicas["r0"].in_flight > 0)
         dying.die()
         await bench.until(lambda: len(bench.finished) == 16)
-    assert len({one.asked.prompt.id for one in bench.finished}) == 16
+    assert len({one.id for one in bench.finished}) == 16
     assert bench.run_log.state.counters.requeued["replica_lost"] > 0
     assert bench.pool.replicas["r0"].in_flight == 0
 
@@ -194,11 +192,11 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     bench = Bench(tmp_path, replica, completion_timeout_seconds=0.035, on_timeout=policy)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    parts = [one.answer for one in bench.finished if one.answer.finish_reason == "time"]
+    parts = [one for one in bench.finished if one.truncated and one.length < 8]
     counters = bench.run_log.state.counters
     if policy == "keep":
         assert {int(part.id.split(":")[1]) % 3 for part in parts} == {0}
-        assert {part.token_ids.shape[0] for part in parts} == {3}  # 0.035 s at 0.01 s a token
+        assert {part.length for part in parts} == {3}  # 0.035 s at 0.01 s a token
         assert all(part.spans[-1].end == 3 for part in parts)
         assert not counters.dropped
     else:
@@ -216,7 +214,7 @@ async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_
     bench = Bench(tmp_path, MemoryReplica(seed=1, longest=4), max_tokens=4, on_max_tokens=policy)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert {one.answer.finish_reason for one in bench.finished} == {"stop"}
+    assert not any(one.truncated for one in bench.finished)
     counters = bench.run_log.state.counters
     counted = counters.dropped if policy == "drop" else counters.requeued
     assert counted["over_long"] > 0
@@ -239,7 +237,7 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(0.02)
-    assert "0:3:1" not in {one.asked.prompt.id for one in bench.finished}
+    assert "0:3:1" not in {one.id for one in bench.finished}
     assert bench.run_log.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
     assert not bench.run_log.state.broken
 
@@ -322,9 +320,9 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
     assert bench.run_log.state.counters.requeued == {"aborted": 1}
 
 
-async def test_a_held_feeder_starts_nothing(tmp_path: Path) -> None:
+async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica())
-    bench.dispatcher.holders.add("disk")
+    bench.dispatcher.paused.add("disk")
     async with bench.running():
         await bench.until(lambda: bool(bench.pool.serving()))
         await asyncio.sleep(0.02)

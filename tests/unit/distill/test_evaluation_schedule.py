@@ -6,16 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from in_memory import MemoryEvaluator, MemoryPrompts
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts
-from distill.buffer.staleness import Bound
+from distill.buffer.staleness import Bound, Rules
 from distill.config import EvaluationConfig
 from distill.evaluation.schedule import Evaluations, best, exhausted
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
-from distill.run_log.state import Rules
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
 

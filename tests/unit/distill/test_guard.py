@@ -1,4 +1,4 @@
-"""Limits on metrics, what is put aside, and a rollback of a whole run in memory."""
+"""Limits on metrics, degenerate completions, and a rollback of a whole run in memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryTrainer
 
-from distill.bench.in_memory import MemoryTrainer
 from distill.config import GuardConfig
-from distill.interfaces import Hooks, Quarantined
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.run_log.audit import check
 from distill.run_log.records import Location
 from distill.run_log.segments import read_all
-from distill.trainer_api.guard import Guard, repetition, trouble, unusable
+from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
 from sync.errors import RemoteError
-from sync.wire import Generated, StepReport, Version, VersionSpan, pack
+from sync.wire import StepReport, Version, pack
 
 GOOD = {
     "loss": 1.0,
@@ -56,16 +57,6 @@ def test_only_bad_steps_in_a_row_count() -> None:
     assert guard.since == 3
 
 
-def answer(tokens: list[int], reason: Any = "stop") -> Generated:
-    return Generated(
-        id="x",
-        token_ids=pack(np.array(tokens, np.int32)),
-        logprob=pack(np.zeros(len(tokens), np.float32)),
-        spans=[VersionSpan(Version(0, 0), 0, len(tokens))],
-        finish_reason=reason,
-    )
-
-
 @pytest.mark.parametrize(
     ("tokens", "period"),
     [([9, 4, 4, 4], 1), ([4, 7, 4, 7, 4, 7], 2), ([1, 2, 3] * 3, 3), ([4, 4, 4, 9], None), ([5, 5], None)],
@@ -75,8 +66,9 @@ def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int
 
 
 def test_repetitive_completions_are_unfit_when_asked_for() -> None:
-    assert unusable(answer([4, 4, 4, 4], "length"), GuardConfig()) is None
-    assert unusable(answer([4, 4, 4, 4]), GuardConfig(repeats=4))[0] == "repetitive"  # type: ignore[index]
+    tokens = pack(np.full(4, 4, "i4"))
+    assert repetitive(tokens, None) is None
+    assert repetitive(tokens, 4) == "ends in 4 or more copies of 1 tokens"
 
 
 class Diverging(MemoryTrainer):
@@ -165,7 +157,7 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
             await trainer.run()
         trainer.checkpoint = back[0]
         training = asyncio.create_task(trainer.run())
-        await until(lambda: second.dispatcher.holders)
+        await until(lambda: second.dispatcher.paused)
         assert back == [Version(0, 4)], "the one rollback of this run was used up before the restart"
         second.request_stop("enough")
         await asyncio.gather(training, running)
@@ -178,7 +170,7 @@ async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: A
     trainer.checkpoint_every = 1
     running, training = asyncio.create_task(made.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
-        await until(lambda: made.dispatcher.holders)
+        await until(lambda: made.dispatcher.paused)
         made.request_stop("enough")
         await asyncio.gather(training, running)
 
@@ -188,7 +180,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     running = asyncio.create_task(made.run())
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
-        await until(lambda: made.dispatcher.holders)
+        await until(lambda: made.dispatcher.paused)
         await asyncio.sleep(0.1)
         assert made.run_log.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from in_memory import MemoryReplica, MemoryTrainer
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
 
-from distill.bench.in_memory import MemoryReplica, MemoryTrainer
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
@@ -88,7 +88,7 @@ class Remote:
 async def remote(controller, config):
     """A running controller and a trainer's client of it."""
     run = controller(config(run={"steps": 2}, controller={"port": 0}), token=TOKEN)
-    run.session._poll_seconds = 0.2
+    run.session.poll_seconds = 0.2
     task = asyncio.create_task(run.run())
     client = Remote(run)
     yield client
@@ -170,7 +170,7 @@ async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> 
     ("asked", "message"),
     [
         (request(Version(3, 0)), "not of the current lineage 0"),
-        (request(Version(0, 5)), "step 5 cannot be asked for"),
+        (request(Version(0, 5)), "step 5 cannot be requested"),
         (request(Version(0, 0), 1), "rank 1 of 1 is not one of the 1 ranks"),
         (request(Version(0, 0), 0, 4), "rank 0 of 4 is not one of the 1 ranks"),
     ],
@@ -335,7 +335,7 @@ async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> No
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_seats_of_a_broadcast_that_is_over_are_lost(remote) -> None:
+async def test_the_members_of_a_broadcast_that_is_over_are_lost(remote) -> None:
     lost = await asyncio.to_thread(ControllerClient(remote.peer).lost, "0-7")
     assert "broadcast 0-7 is over, the newest is None" in (lost or "")
 

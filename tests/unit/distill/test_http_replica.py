@@ -7,12 +7,12 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from in_memory import MemoryReplica, weights_of
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.bench.in_memory import MemoryReplica, weights_of
 from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable

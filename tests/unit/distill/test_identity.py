@@ -11,20 +11,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from distill.cli.guarded import guarded
+from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.bench.in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.cli.main import _show
-from distill.cli.options import guarded
 from distill.conclusion import end_problems
 from distill.evaluation.client import HttpEvaluator
-from distill.interfaces import Hooks, Quarantined
-from distill.launch.run import claim_of
+from distill.events import Quarantined
+from distill.interfaces import Hooks
 from distill.metrics.summary import complete
+from distill.preflight.machine import claim_of
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check
 from distill.run_log.journal import Location
@@ -342,8 +343,8 @@ def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str
     records = [(Location(s, o), record) for s, o, record in read_all(folder / "journal")]
     concluded = [record for _, record in records if isinstance(record, Concluded)]
     report = check(records, trainer.ledger)
-    assert report.violations.keys() <= {"unproven"}
-    return concluded[-1], report.violations.get("unproven", [])
+    assert report.ok is (not report.unproven)
+    return concluded[-1], report.unproven
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller,
         assert len((await whole(run, trainer))["problems"]) == problems
         ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
     records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
-    assert "unproven" not in check(records, ledger).violations
+    assert check(records, ledger).unproven == []
 
 
 @pytest.mark.parametrize(("engine", "problems"), [(MemoryReplica(), 0), (Altered(), 1)])
@@ -442,7 +443,7 @@ def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, co
     assert claim_of(settings).run == RunIdentity("toy", run.run_log.run.id)
 
 
-def test_a_trainer_without_a_last_word_and_an_empty_fleet_are_told() -> None:
+def test_a_trainer_without_a_last_message_and_an_empty_pool_are_reported() -> None:
     assert "left without its last word" in end_problems(None, {}, None, 300.0)[0]
     (problem,) = end_problems(Version(0, 3), {}, None, 300.0)
     assert "not compared with those of any replica, which had 300 s" in problem

@@ -18,7 +18,7 @@ from small_disk import mounted
 from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
 from distill.run_log.journal import Journal
-from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout, RolloutStub
+from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout
 from distill.run_log.segments import (
     MARKER_BYTES,
     SEGMENT_MAGIC,
@@ -262,11 +262,11 @@ async def test_archived_segments_keep_what_an_audit_needs(tmp_path: Path) -> Non
     assert segment_numbers(tmp_path) == [1, numbers[-1]]
     found = [record for _, _, record in read_all(tmp_path)]
     assert len(found) == 13
-    assert RolloutStub("p0", 0, 3, [VersionSpan(Version(0, 1), 0, 3)], "t") in found
-    assert any(isinstance(record, Rollout) for record in found), "what is needed stays whole"
-    assert [record.id for record in found if isinstance(record, RolloutStub | Rollout)] == [
-        f"p{i}" for i in range(6)
-    ]
+    assert rollout("p0").released() in found
+    assert any(isinstance(record, Rollout) and not record.is_released for record in found), (
+        "what is needed stays whole"
+    )
+    assert [record.id for record in found if isinstance(record, Rollout)] == [f"p{i}" for i in range(6)]
 
 
 async def test_a_segment_that_was_archived_and_not_removed_counts_once(tmp_path: Path) -> None:

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from distill.batching.batcher import Hold
-from distill.buffer.late import rules
-from distill.buffer.staleness import Bound
+from distill.batching.batcher import LateWait
+from distill.buffer.staleness import Bound, Rules, rules
 from distill.config import RunConfig
-from distill.run_log.state import Rules
 from sync.errors import ConfigError
 
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 
 
 def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped(config: Callable[..., RunConfig]) -> None:
-    assert rules(config()) == Rules(8, Bound(2, 2), "oldest", group=1, max_attempts=5)
+    assert rules(config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
     assert rules(config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
 
 
@@ -58,14 +56,14 @@ def test_what_could_not_go_on_is_refused_with_value_rule_and_remedy(
 
 def test_a_batch_is_held_for_its_time_and_no_longer() -> None:
     now = [10.0]
-    hold = Hold(5.0, lambda: now[0])
-    assert hold.left(3, expiring=0) == 0.0
+    wait = LateWait(5.0, lambda: now[0])
+    assert wait.left(3, expiring=0) == 0.0
     now[0] = 12.0
-    assert hold.left(3, expiring=2) == 5.0
+    assert wait.left(3, expiring=2) == 5.0
     now[0] = 16.0
-    assert hold.left(3, expiring=1) == 1.0
-    assert hold.left(3, expiring=0) == 0.0
+    assert wait.left(3, expiring=1) == 1.0
+    assert wait.left(3, expiring=0) == 0.0
     now[0] = 17.0
-    assert hold.left(3, expiring=1) == 0.0
-    assert hold.left(4, expiring=1) == 5.0
-    assert Hold(0.0).left(3, expiring=9) == 0.0
+    assert wait.left(3, expiring=1) == 0.0
+    assert wait.left(4, expiring=1) == 5.0
+    assert LateWait(0.0).left(3, expiring=9) == 0.0

@@ -1,4 +1,4 @@
-"""Rollouts that teachers write: who is chosen. Their way through a run is in test_controller."""
+"""Which prompts the teacher completes; the rest of their path is in test_controller."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.run_log.records import Issued, compacted
-from distill.scoring.on_policy_mix import authors, seed_of
+from distill.run_log.run_log import is_teacher_turn
+from distill.scoring.on_policy_mix import seed_of
 
 
 @given(seed=st.integers(0, 9), batch=st.integers(1, 40), on_policy=st.floats(0, 1))
 def test_of_every_batch_of_numbers_the_teacher_has_its_share(seed: int, batch: int, on_policy: float) -> None:
-    author = authors(seed, batch, on_policy)
-    chosen = [author(number) for number in range(20 * batch)]
+    chosen = [is_teacher_turn(number, seed, batch, on_policy) for number in range(20 * batch)]
     expected = (1 - on_policy) * batch
     for block in range(20):
         assert abs(sum(chosen[block * batch : (block + 1) * batch]) - expected) < 1 + 1e-6
     assert abs(sum(chosen) - 20 * expected) < 1 + 1e-6
-    assert chosen == [authors(seed, batch, on_policy)(number) for number in range(20 * batch)]
 
 
-def test_the_choice_depends_on_the_seed_and_so_do_the_words() -> None:
-    one, other = ([authors(seed, 64, 0.5)(number) for number in range(640)] for seed in (0, 1))
+def test_the_choice_and_the_completions_depend_on_the_seed() -> None:
+    one, other = ([is_teacher_turn(number, seed, 64, 0.5) for number in range(640)] for seed in (0, 1))
     assert one != other
     assert len({seed_of(seed, number) for seed in (0, 1) for number in range(500)}) == 1000
 
 
-def test_a_shrunk_journal_still_says_who_wrote() -> None:
+def test_an_archived_journal_still_says_which_prompts_were_the_teachers() -> None:
     issued = Issued([], 0, 0, [1, 3])
     assert compacted(issued).by_teacher == [1, 3]  # type: ignore[union-attr]

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.batching.packing import LossWeights, Shape, compose, group_means, rows_of
+from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.run_log.records import Rollout
+from distill.run_log.state import Batch
 from sync.errors import DataError
 from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
 
 
-def rollout(number: int, prompt: int, length: int, **loss_weights: Array | None) -> Rollout:
+def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Rollout:
     """Tokens number·1000 + place; the first half from step 3, the rest from step 5."""
     tokens = np.arange(prompt + length, dtype="i4") + 1000 * number
     half = length // 2
@@ -27,7 +28,7 @@ def rollout(number: int, prompt: int, length: int, **loss_weights: Array | None)
         [span for span in spans if span.end > span.start],
         number % 2 == 1,
         "t1",
-        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **loss_weights),  # type: ignore[arg-type]
+        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **scores),  # type: ignore[arg-type]
     )
 
 
@@ -39,14 +40,18 @@ def step(version: Version) -> int:
 
 
 def shares(rollouts: list[Rollout], ranks: int, tokens: int) -> list[TrainBatch]:
-    return compose(rollouts, Version(0, 6), ranks, Shape(tokens, list(TEACHERS)), step)
+    return pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS)), step)
+
+
+def formed(rollouts: list[Rollout], weights: list[float] | None = None) -> Batch:
+    return Batch(Version(0, 6), rollouts, [0] * len(rollouts), weights or [])
 
 
 def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     topk = pack(np.arange(24, dtype="i4").reshape(8, 3))
     long = rollout(1, 2, 8, topk_ids=topk, hidden=Array("bf16", (8, 2), bytes(range(32))))
     short = rollout(2, 3, 2, topk_ids=pack(np.zeros((2, 3), "i4")), hidden=Array("bf16", (2, 2), bytes(8)))
-    (batch,) = compose([long, short], Version(0, 6), 1, Shape(99, list(TEACHERS), supervised=5), step)
+    (batch,) = pack_batch(formed([long, short]), 1, Shape(99, list(TEACHERS), supervised=5), step)
     (rows,) = batch.micro_batches
     assert batch.denominator == 7
     assert unpack(rows.completion_lens).tolist() == [5, 2]
@@ -161,8 +166,7 @@ def test_every_reward_travels_whichever_rows_have_none(without: list[int]) -> No
     mixed = [
         msgspec.structs.replace(rollout(i, 1, 2), reward=None if i in without else i / 4) for i in range(4)
     ]
-    means = group_means(mixed, lambda name: "all")
-    (batch,) = compose(mixed, Version(0, 6), 1, Shape(100, list(TEACHERS)), step, LossWeights({}, means))
+    (batch,) = pack_batch(formed(mixed), 1, Shape(100, list(TEACHERS), group=4), step)
     rewards, baselines = {}, {}
     for rows in batch.micro_batches:
         assert (rows.reward is None) == (rows.baseline is None)
@@ -180,16 +184,14 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     import msgspec
 
     rollouts = [msgspec.structs.replace(rollout(i, 1, 2 + i), reward=float(i % 3)) for i in range(4)]
-    means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
-    assert means == {"r0": 0.5, "r1": 0.5, "r2": 1.0, "r3": 1.0}
-    loss_weights = LossWeights({f"r{i}": 1 / (1 + i) for i in range(4)}, means)
-    batches = compose(rollouts, Version(0, 6), 2, Shape(4, list(TEACHERS)), step, loss_weights)
+    weights = [1 / (1 + i) for i in range(4)]
+    batches = pack_batch(formed(rollouts, weights), 2, Shape(5, list(TEACHERS), group=4), step)
     rows = [micro for batch in batches for micro in batch.micro_batches]
     for micro in rows:
         assert micro.weight is not None
         assert micro.baseline is not None
-        assert unpack(micro.weight).tolist() == [np.float32(loss_weights.weights[i]) for i in micro.ids]
-        assert unpack(micro.baseline).tolist() == [np.float32(means[i]) for i in micro.ids]
+        assert unpack(micro.weight).tolist() == [np.float32(weights[int(i[1:])]) for i in micro.ids]
+        assert unpack(micro.baseline).tolist() == [0.75] * len(micro.ids)
     assert sum(len(micro.ids) for micro in rows) == 4
     assert group_means([rollout(9, 1, 2)], lambda name: name) == {}
     (plain,) = shares(rollouts, 1, 100)
@@ -197,7 +199,7 @@ def test_weights_and_baselines_follow_their_rows() -> None:
 
 
 def test_a_groups_baseline_is_the_mean_of_the_students_rewards() -> None:
-    """Of groups of two the teacher wrote none, one or both."""
+    """Of groups of two the teacher generated none, one or both."""
     import msgspec
 
     rollouts = [
@@ -226,7 +228,7 @@ def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
     assert [rows.teacher_entropy for rows in batch.micro_batches] == [None]
 
 
-def test_rows_say_which_of_them_the_teacher_wrote_and_those_are_of_the_steps_age() -> None:
+def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps_age() -> None:
     import msgspec
 
     written = msgspec.structs.replace(rollout(2, 1, 3), spans=[], by_teacher=True)

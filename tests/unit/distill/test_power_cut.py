@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import MemoryTrainer
 from power_cut import power_cut
 
-from distill.bench.in_memory import MemoryTrainer
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.run_log.journal import Journal

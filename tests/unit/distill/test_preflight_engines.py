@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryReplica
 
-from distill.bench.in_memory import MemoryReplica
 from distill.config import RunConfig
 from distill.evaluation.models import build as build_evaluator
 from distill.launch import roles

@@ -1,54 +1,70 @@
-"""The fleet: joining, following, losing and broadcasting."""
+"""The replica pool: joining, following, losing and broadcasting."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import msgspec
 import pytest
+from in_memory import MemoryReplica, weights_of
 
-from distill.aio import Signal
-from distill.bench.in_memory import MemoryReplica, weights_of
+from distill.buffer.staleness import Bound, Lineage, Rules
+from distill.conclusion import compare_weights
+from distill.events import ErrorBudget, Events, Hung
 from distill.metrics.summary import identity
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.replica_pool import Phase, ReplicaPool
-from distill.run_log.records import VersionApplied
+from distill.run_log.records import VersionApplied, VersionPublished
+from distill.run_log.state import RunState
 from sync.errors import RemoteError, Unreachable
-from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
+from sync.settings import WeightsConfig
+from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
 
 class World:
-    """A fleet, the version it should follow, and what it reported."""
+    """A pool, the version it should follow, and what it reported."""
 
     def __init__(self, stall_timeout_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
         self.stuck: list[str] = []
-        self.target: Version | None = None
         self.applied: list[VersionApplied] = []
-        self.wake = Signal()
-        self.pool = ReplicaPool(
-            target=lambda: self.target,
-            step_of=lambda version: version.step,
-            applied=self.applied.append,
-            wake=self.wake,
-            poll_seconds=0.02,
-            retry_seconds=0.02,
-            stall_timeout_seconds=stall_timeout_seconds,
-            stuck=self.stuck.append,
-        )
+        self.state, self.events = RunState(Rules(1, Bound(0, 0))), Events()
+        self.events.on(VersionApplied, self.applied.append)
+        self.events.on(Hung, lambda event: self.stuck.append(event.role))
+        budget = ErrorBudget(1 << 30, self.events)
+        self.pool = ReplicaPool(self.state, WeightsConfig(), stall_timeout_seconds, budget, self.events)
+        self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         self.broadcasts = Broadcasts(self.pool)
         for name, engine in replicas.items():
             self.pool.add(name, engine)
 
     def publish(self, version: Version) -> None:
-        self.target = version
+        self.record(version, "full")
         self.pool.published()
+
+    def record(self, version: Version, kind: Literal["full", "broadcast"]) -> None:
+        for lineage in range(len(self.state.lineages), version.lineage + 1):
+            self.state.lineages.add(Lineage(lineage, 0, None, 0))
+        self.state.apply(VersionPublished(version, kind, 1, 1, 0.0))
+
+    def broadcast(self, step: int, lineage: int = 0) -> Audience:
+        """Announce and record one, as TrainerSession does."""
+        version = Version(lineage, step)
+        audience = self.broadcasts.announce(
+            Published(
+                version=version, kind="broadcast", bytes=1, full_bytes=1, seconds=0.0, rendezvous="h:1"
+            ),
+            ending=True,
+        )
+        self.record(version, "broadcast")
+        return audience
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():
-                await self.wake.wait(0.01)
+                await self.events.changed.wait(0.01)
 
     def serving(self) -> list[str]:
         return [replica.name for replica in self.pool.serving()]
@@ -73,7 +89,7 @@ async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
 
 async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
     world = World(a=MemoryReplica())
-    world.target = Version(0, 7)
+    world.publish(Version(0, 7))
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         late = MemoryReplica(up=False)
@@ -97,7 +113,7 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
 
     fast, slow = MemoryReplica(), Slow()
     world = World(fast=fast, slow=slow)
-    world.target = Version(0, 0)
+    world.publish(Version(0, 0))
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         for step in range(1, 6):
@@ -115,7 +131,7 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
 async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
     engine = MemoryReplica()
     world = World(a=engine)
-    world.target = Version(0, 5)
+    world.publish(Version(0, 5))
     async with world.running():
         await world.until(lambda: engine.version == Version(0, 5))
         world.publish(Version(1, 3))
@@ -134,7 +150,7 @@ async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> 
 
     engine = Refusing()
     world = World(a=engine)
-    world.target = Version(0, 1)
+    world.publish(Version(0, 1))
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 2))
@@ -148,7 +164,7 @@ async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> 
 async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
     engine = MemoryReplica()
     world = World(a=engine)
-    world.target = Version(0, 1)
+    world.publish(Version(0, 1))
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         engine.die()
@@ -171,7 +187,7 @@ async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
             return await super().update(request, timeout)
 
     world = World(a=Refusing())
-    world.target = Version(0, 1)
+    world.publish(Version(0, 1))
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         assert world.pool.replicas["a"].joined == 1
@@ -180,7 +196,7 @@ async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
 async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> None:
     engine = MemoryReplica()
     world = World(a=engine)
-    world.target = Version(0, 4)
+    world.publish(Version(0, 4))
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         engine.version = None
@@ -219,31 +235,25 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
         await world.until(lambda: world.pool.least_busy() is b)
 
 
-def broadcast(step: int, lineage: int = 0) -> Published:
-    return Published(
-        version=Version(lineage, step), kind="broadcast", bytes=1, full_bytes=1, seconds=0.0, rendezvous="h:1"
-    )
-
-
-async def test_a_broadcast_seats_every_live_replica() -> None:
-    seats: list[UpdateRequest] = []
+async def test_a_broadcast_has_every_live_replica_as_a_member() -> None:
+    requests: list[UpdateRequest] = []
 
     class Listening(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            seats.append(request)
+            requests.append(request)
             return await super().update(request, timeout)
 
     world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        first = world.broadcasts.seat(broadcast(1))
+        first = world.broadcast(1)
         assert first.world_size == 3
         await world.until(lambda: world.pool.slowest() == Version(0, 1))
-        assert [seat.broadcast.rank for seat in seats if seat.broadcast] == [1, 2]
-        assert {seat.broadcast.group for seat in seats if seat.broadcast} == {first.group}
-        assert world.broadcasts.seat(broadcast(2)).group != first.group
+        assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 2]
+        assert {one.broadcast.group for one in requests if one.broadcast} == {first.group}
+        assert world.broadcast(2).group != first.group
         await world.until(lambda: world.pool.slowest() == Version(0, 2))
-        other = world.broadcasts.seat(broadcast(2, lineage=1))
+        other = world.broadcast(2, lineage=1)
         assert other.group.startswith("1-")
 
 
@@ -255,7 +265,7 @@ async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any
         assert not world.broadcasts.listening()
         late.revive()
         await world.until(lambda: world.broadcasts.listening())
-        assert world.broadcasts.seat(broadcast(0)).world_size == 3
+        assert world.broadcast(0).world_size == 3
         late.die()
         await world.until(lambda: world.serving() == ["a"])
         assert world.broadcasts.listening()
@@ -271,21 +281,21 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
     world = World(a=MemoryReplica(), b=dying)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        first = world.broadcasts.seat(broadcast(1))
+        first = world.broadcast(1)
         await world.until(lambda: world.serving() == ["a"])
-        second = world.broadcasts.seat(broadcast(2))
+        second = world.broadcast(2)
         assert second.world_size == 2
         assert second.group != first.group
         dying.revive()
         await world.until(lambda: world.pool.replicas["b"].phase is Phase.CATCHING_UP)
         assert world.serving() == ["a"]
-        assert world.broadcasts.seat(broadcast(3)).world_size == 3
+        assert world.broadcast(3).world_size == 3
 
 
-async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
+async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
     class Hanging(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            await self._breathe(60.0)
+            await self.pass_time(60.0)
             return await super().update(request, timeout)
 
     class Refusing(MemoryReplica):
@@ -301,7 +311,7 @@ async def test_a_lost_seat_is_known_at_once_with_its_reason() -> None:
     world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica())
     async with world.running():
         await world.until(lambda: len(world.serving()) == 4)
-        group = world.broadcasts.seat(broadcast(1)).group
+        group = world.broadcast(1).group
         lost = lambda: world.broadcasts.lost_members(group)  # noqa: E731
         await world.until(lambda: len(lost()) == 2)
         assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
@@ -319,16 +329,20 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
     world = World(a=MemoryReplica(), back=back)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        world.broadcasts.seat(broadcast(1))
+        world.broadcast(1)
         await world.until(lambda: world.pool.slowest() == Version(0, 1))
         assert not world.broadcasts.wanted()
         back.die()
         await world.until(lambda: world.serving() == ["a"])
         back.revive()
         await world.until(world.broadcasts.wanted)
-        assert world.broadcasts.seat(broadcast(1)).world_size == 2
+        assert world.broadcast(1).world_size == 2
         await world.until(lambda: len(world.serving()) == 2)
         assert not world.broadcasts.wanted()
+
+
+def last(version: Version) -> FinalDigests:
+    return FinalDigests(version=version, digests=weights_of(version))
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -343,7 +357,7 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         final = Version(0, 9)
-        proof = await world.pool.hold_exactly(final, weights_of(final))
+        proof = await compare_weights(world.pool, last(final))
     assert proof == {"a": not planted, "b": True}
 
 
@@ -358,7 +372,7 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         final = Version(0, 9)
-        found = await world.pool.hold_exactly(final, weights_of(final))
+        found = await compare_weights(world.pool, last(final))
     assert found == {"here": True, "dying": None, "gone": None}
     figures = identity(found)
     assert (figures["weights_identical"], figures["weights_missing"]) == (None, ["dying", "gone"])
@@ -382,7 +396,7 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
         world.publish(final)
         restarted.die()
         await world.until(lambda: world.serving() == ["slow"])
-        proof = asyncio.create_task(world.pool.hold_exactly(final, weights_of(final), 60.0))
+        proof = asyncio.create_task(compare_weights(world.pool, last(final), 60.0))
         await asyncio.wait({proof}, timeout=0.1)
         restarted.revive()
         slow.gate.set()
@@ -390,19 +404,19 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
 
 
 async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
-    """Its version was broadcast by a trainer that has left; or people have removed it meanwhile."""
+    """Its version was broadcast by a trainer that has left; or it was removed meanwhile."""
     lost, gone = MemoryReplica(), MemoryReplica()
     world = World(here=MemoryReplica(), lost=lost, gone=gone)
     async with world.running():
         await world.until(lambda: len(world.serving()) == 3)
-        world.broadcasts.seat(broadcast(1))
+        world.broadcast(1)
         await world.until(lambda: world.pool.slowest() == Version(0, 1))
         lost.die()
         gone.up = False
         world.pool.report_lost(world.pool.replicas["gone"])
         lost.revive()
         await world.until(lambda: world.pool.replicas["lost"].phase is Phase.CATCHING_UP)
-        proof = asyncio.create_task(world.pool.hold_exactly(Version(0, 1), weights_of(Version(0, 1)), 60.0))
+        proof = asyncio.create_task(compare_weights(world.pool, last(Version(0, 1)), 60.0))
         await asyncio.wait({proof}, timeout=0.1)
         await world.pool.remove("gone")
         assert await asyncio.wait_for(proof, 10.0) == {"here": True, "lost": None}
@@ -424,10 +438,10 @@ def test_weights_are_identical_only_when_all_were_compared(
     assert identity(found)["weights_identical"] is verdict
 
 
-# --- silence ----------------------------------------------------------------------------------------------
+# --- stalls -----------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_answers_and_writes_nothing_is_lost_and_told_of() -> None:
+async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_hung() -> None:
     hangs, works = MemoryReplica(), MemoryReplica()
     world = World(1.0, hangs=hangs, works=works)
     async with world.running():
@@ -452,7 +466,7 @@ class Hanging(MemoryReplica):
         raise AssertionError("nobody waits so long")
 
 
-async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> None:
+async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
@@ -462,7 +476,7 @@ async def test_a_replica_that_falls_silent_in_an_update_is_not_waited_for() -> N
         await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
-async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_each_time() -> None:
+async def test_a_replica_that_hangs_in_an_update_with_nothing_to_generate_is_lost_each_time() -> None:
     world = World(0.2, a=Hanging())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
@@ -470,7 +484,7 @@ async def test_a_replica_that_hangs_in_an_update_with_nothing_to_write_is_lost_e
         await world.until(lambda: world.stuck == ["a", "a"])
 
 
-async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> None:
+async def test_a_replica_that_is_not_there_or_is_starting_is_not_hung() -> None:
     class Away(MemoryReplica):
         looks = 0
 
@@ -488,7 +502,7 @@ async def test_a_replica_that_is_not_there_or_is_starting_is_not_silent() -> Non
         assert world.stuck == []
 
 
-async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> None:
+async def test_a_replica_that_is_started_again_in_an_update_is_not_hung() -> None:
     class Restarted(MemoryReplica):
         looks, updating = 0, False
 
@@ -513,7 +527,7 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_silent() -> N
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: bool) -> None:
+async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: bool) -> None:
     class Uncounted(MemoryReplica):
         async def state(self, digests: bool = False) -> ReplicaState:
             return ReplicaState(version=self.version, requests=1)

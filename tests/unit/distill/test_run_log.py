@@ -1,4 +1,4 @@
-"""The books under every order of events and restarts: nothing lost, nothing twice, nothing too old."""
+"""The run log under every order of events and restarts: nothing lost, nothing twice, nothing too old."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import MemoryPrompts
 
-from distill.bench.in_memory import MemoryPrompts
-from distill.buffer.staleness import Bound
+from distill.buffer.staleness import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
 from distill.run_log.audit import check
 from distill.run_log.journal import Journal
@@ -33,7 +33,6 @@ from distill.run_log.records import (
 )
 from distill.run_log.run_log import RunLog
 from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
-from distill.run_log.state import PendingPrompt, Rules
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -51,10 +50,10 @@ def opened(folder: Path, rules: Rules = PLAIN) -> RunLog:
     return RunLog.open(journal, prompts, run="r", seed=0, rules=rules)
 
 
-def rollout(asked: PendingPrompt, *versions: Version) -> Rollout:
+def rollout(asked: Rollout, *versions: Version) -> Rollout:
     spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
     values, ids = pack(np.zeros(len(spans), "f4")), pack(np.zeros(len(spans), "i4"))
-    name = asked.prompt.id
+    name = asked.id
     return Rollout(name, asked.number, ids, ids, values, spans, False, "t", Scored(name, values))
 
 
@@ -89,9 +88,9 @@ class Simulation:
         assert state.outstanding <= max(0, left * self.rules.batch) or not room
 
     async def score(self) -> None:
-        asked = list(self.run_log.state.asked.values())
+        asked = list(self.run_log.state.pending.values())
         some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
-        await self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
+        self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
         checkpoint = self.saved[-1] if self.saved else None
@@ -105,7 +104,7 @@ class Simulation:
         assert self.trainer is not None
         batch = self.run_log.state.batch_of(self.trainer.step)
         if batch is None:
-            batch = await self.run_log.compose()
+            batch = await self.run_log.form_batch()
         if batch is None:
             return
         rollouts = self.run_log.rollouts(batch)
@@ -141,14 +140,14 @@ class Simulation:
             before.counters,
             before.next_step,
         )
-        assert list(after.asked) == list(before.asked)
+        assert list(after.pending) == list(before.pending)
         assert after.buffer.ids() == before.buffer.ids()
 
     async def lose_prompts(self) -> None:
-        self.run_log.requeue(list(self.run_log.state.asked.values())[:2], "replica_lost")
+        self.run_log.requeue(list(self.run_log.state.pending.values())[:2], "replica_lost")
 
     async def drop(self) -> None:
-        self.run_log.drop(list(self.run_log.state.asked)[:1], "empty", "nothing came", 0)
+        self.run_log.drop(list(self.run_log.state.pending)[:1], "empty", "nothing came", 0)
 
     async def save(self) -> None:
         if self.trainer is not None and self.trainer.step:
@@ -183,7 +182,7 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.oldest <= rules.bound.hard
     assert report.late == 0 or rules.bound.hard > rules.bound.limit
     state = simulation.run_log.state
-    counted = len(state.asked) + len(state.buffer) + sum(state.counters.dropped.values())
+    counted = len(state.pending) + len(state.buffer) + sum(state.counters.dropped.values())
     assert state.counters.issued == counted + state.counters.composed
     assert report.trained > 0
 
@@ -216,10 +215,8 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
         await run_log.open_lineage(None, "model")
         room = run_log.state.room(None)
         for asked in run_log.issue(max(BATCH, room)):
-            await run_log.admit(
-                [rollout(asked, Version(run_log.state.lineage or 0, run_log.state.next_step))]
-            )
-        assert await run_log.compose() is not None
+            run_log.admit([rollout(asked, Version(run_log.state.lineage or 0, run_log.state.next_step))])
+        assert await run_log.form_batch() is not None
         run_log.journal.close()
 
     asyncio.run(go_on())
@@ -230,8 +227,8 @@ async def test_batches_whose_rollouts_were_forgotten_are_composed_anew(tmp_path:
     await run_log.open_lineage(None, "model")
     for step in range(4):
         for asked in run_log.issue(BATCH):
-            await run_log.admit([rollout(asked, Version(0, step))])
-        assert await run_log.compose() is not None
+            run_log.admit([rollout(asked, Version(0, step))])
+        assert await run_log.form_batch() is not None
         run_log.write(Stepped(Version(0, step + 1)))
     run_log.write(Checkpointed(Version(0, 2), "two"))
     await run_log.journal.commit()
@@ -269,8 +266,8 @@ async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -
     await run_log.open_lineage(None, "model")
     for step in range(4):
         for asked in run_log.issue(BATCH):
-            await run_log.admit([rollout(asked, Version(0, step))])
-        await run_log.compose()
+            run_log.admit([rollout(asked, Version(0, step))])
+        await run_log.form_batch()
         run_log.write(Stepped(Version(0, step + 1)))
     run_log.write(Checkpointed(Version(0, 3), "three"))
     await run_log.journal.commit()
@@ -280,7 +277,7 @@ async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -
     again = opened(tmp_path)
     assert Version(0, 0) not in again.state.batches
     assert again.state.available(Version(0, 3))
-    kept = {entry.id for batch in again.state.batches.values() for entry in batch.entries}
+    kept = {one.id for batch in again.state.batches.values() for one in batch.rollouts}
     assert set(again.state.where) == kept
     assert again.state.trained_tokens == {2: 3 * BATCH, 3: BATCH}, "what is covered is one sum"
     record = await again.open_lineage(Version(0, 3), "model")
@@ -329,7 +326,7 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
         return RunLog.open(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
 
     run_log = begun(PromptStream(Table(100), seed=0))
-    first = {asked.prompt.id for asked in run_log.issue(40)}
+    first = {asked.id for asked in run_log.issue(40)}
     await run_log.journal.commit()
     run_log.journal.close()
     other = PromptStream(Table(rows), seed=0, per_prompt=per_prompt)
@@ -338,7 +335,7 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
         begun(other)
     again = begun(PromptStream(Table(100), seed=0))
-    assert not first & {asked.prompt.id for asked in again.issue(40)}
+    assert not first & {asked.id for asked in again.issue(40)}
     again.journal.close()
 
 
@@ -385,8 +382,8 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
     await run_log.open_lineage(None, "model")
     for step in range(4):
         for asked in run_log.issue(BATCH):
-            await run_log.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
-        assert await run_log.compose() is not None
+            run_log.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
+        assert await run_log.form_batch() is not None
         run_log.write(Stepped(Version(0, step + 1)))
     await run_log.journal.commit()
     run_log.journal.close()
@@ -400,7 +397,7 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
     for step in range(4):
         old, new = run_log.state.batches[Version(0, step)], again.state.batch_of(step)
         assert new is not None
-        assert (new.weights, [e.id for e in new.entries]) == (old.weights, [e.id for e in old.entries])
+        assert (new.weights, [e.id for e in new.rollouts]) == (old.weights, [e.id for e in old.rollouts])
     again.journal.close()
 
 
@@ -409,18 +406,18 @@ async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_aske
 ) -> None:
     run_log = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
     await run_log.open_lineage(None, "model")
-    first, second = run_log.issue(6)[:3], list(run_log.state.asked.values())[3:]
-    await run_log.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
-    run_log.drop([first[1].prompt.id], "empty", "a completion without tokens")
+    first, second = run_log.issue(6)[:3], list(run_log.state.pending.values())[3:]
+    run_log.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
+    run_log.drop([first[1].id], "empty", "a completion without tokens")
     assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 1}
-    assert run_log.state.is_broken(first[2].prompt.id)
-    assert run_log.state.buffer.ids() == [second[0].prompt.id]
+    assert run_log.state.is_broken(first[2].id)
+    assert run_log.state.buffer.ids() == [second[0].id]
 
-    await run_log.admit([rollout(first[2], Version(0, 0))])  # it was in flight
+    run_log.admit([rollout(first[2], Version(0, 0))])  # it was in flight
     assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 2}
     assert not run_log.state.broken
 
-    run_log.drop([second[1].prompt.id], "engine_failed", "not finite")
+    run_log.drop([second[1].id], "engine_failed", "not finite")
     assert run_log.requeue([second[2]], "replica_lost") == []
     assert run_log.state.outstanding == 0
     run_log.journal.close()
@@ -430,8 +427,8 @@ async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_
     run_log = opened(tmp_path, GROUPS)
     await run_log.open_lineage(None, "model")
     one, other = run_log.issue(2)
-    await run_log.admit([rollout(one, Version(0, 0))])
-    run_log.write(Dropped([other.prompt.id], "empty", 0))  # and a crash before what follows from it
+    run_log.admit([rollout(one, Version(0, 0))])
+    run_log.write(Dropped([other.id], "empty", 0))  # and a crash before what follows from it
     await run_log.journal.commit()
     run_log.journal.close()
     again = opened(tmp_path, GROUPS)
@@ -445,10 +442,10 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
     await run_log.open_lineage(None, "model")
     for step in range(2):
         for asked in run_log.issue(BATCH):
-            await run_log.admit([rollout(asked, Version(0, step))])
-        await run_log.compose()
-    good, bad = (run_log.state.batches[Version(0, step)].entries for step in range(2))
-    await run_log.open_lineage(None, "model", without=[entry.id for entry in bad])
+            run_log.admit([rollout(asked, Version(0, step))])
+        await run_log.form_batch()
+    good, bad = (run_log.state.batches[Version(0, step)].rollouts for step in range(2))
+    await run_log.open_lineage(None, "model", without=[one.id for one in bad])
     run_log.journal.close()
     places = [(s, o) for s, o, record in read_all(tmp_path) if isinstance(record, LineageOpened)]
     behind = min([(s, o) for s, o, _ in read_all(tmp_path) if (s, o) > places[-1]], default=None)
@@ -458,7 +455,7 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
             segment_path(tmp_path, number).unlink()
 
     again = opened(tmp_path)
-    assert again.state.buffer.ids() == [entry.id for entry in good]
+    assert again.state.buffer.ids() == [one.id for one in good]
     assert again.state.counters.dropped == {"rolled_back": BATCH}
     report = check([(Location(s, o), record) for s, o, record in read_all(tmp_path)], {})
     assert ("lost" in report.violations, report.dropped) == (False, {"rolled_back": BATCH})

@@ -1,4 +1,4 @@
-"""Completions to teachers and marks back."""
+"""Completions to teachers and scores back."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryPrompts, MemoryTeacher
+from small_config import make_config
 
-from distill.aio import Signal
-from distill.bench.in_memory import MemoryTeacher
+from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored
+from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
-from distill.prompts.stream import Prompt
-from distill.rollout.bad_answers import Trust
+from distill.prompts.stream import Prompt, PromptStream
 from distill.run_log.records import Rollout
-from distill.run_log.state import PendingPrompt
 from distill.run_log.validation import Validator
-from distill.scoring.scorer import PendingScore, Scoring
+from distill.scoring.scorer import Scoring
+from distill.scoring.teacher_queue import TeacherQueue
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
@@ -35,49 +36,42 @@ from sync.wire import (
 )
 
 
-def finished(number: int, source: str = "default", topk: int = 0, length: int = 2) -> PendingScore:
+def completed(number: int, source: str = "default", topk: int = 0, length: int = 2) -> Rollout:
     prompt = Prompt(f"p{number}", [7, number], source, "gold")
-    return PendingScore(
-        PendingPrompt(prompt, number),
-        Generated(
-            id=prompt.id,
-            token_ids=pack(np.arange(length, dtype="i4")),
-            logprob=pack(np.full(length, -0.5, "f4")),
-            spans=[VersionSpan(Version(0, 0), 0, length)],
-            finish_reason="length",
-            topk_ids=pack(np.full((length, topk), 3, "i4")) if topk else None,
-        ),
+    answer = Generated(
+        id=prompt.id,
+        token_ids=pack(np.arange(length, dtype="i4")),
+        logprob=pack(np.full(length, -0.5, "f4")),
+        spans=[VersionSpan(Version(0, 0), 0, length)],
+        finish_reason="length",
+        topk_ids=pack(np.full((length, topk), 3, "i4")) if topk else None,
     )
+    return Rollout(prompt.id, number, issued=prompt).completed(answer)
 
 
 class Bench:
-    """A Scoring with teachers in memory, and what came out of it."""
+    """Scoring with teachers in memory, and what came out of it."""
 
     def __init__(self, teachers: dict[str, Any], want: Want = Want(), batch: int = 4, **more: Any) -> None:
         self.rollouts: list[Rollout] = []
         self.refused: list[tuple[str, str]] = []
         self.reasons: list[str] = []
-        self.stopped: list[str] = []
-        self.changed = Signal()
-        self.scoring = Scoring(
-            teachers,
-            more.pop("route", lambda source: "t"),
-            Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want),
-            batch,
-            scored=self._scored,
-            refused=self._refused,
-            timeline=Timeline(),
-            trust=Trust(more.pop("bad_answers", 1000), self.stopped.append),
-            **more,
-        )
+        self.events = events = Events()
+        events.on(RolloutScored, lambda event: self.rollouts.append(event.rollout))
+        events.on(RolloutRejected, self._rejected)
+        soundness = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
+        budget = ErrorBudget(1000, events)
+        prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
+        given = {"route": lambda source: "t", **more}
+        parts = Components({}, teachers, prompts=prompts, journal=None, want=want, **given)  # type: ignore[arg-type]
+        config = make_config(buffer={"score_batch": batch})
+        scoring = Scoring(parts, soundness, budget, events)
+        self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)
+        self.scoring.linger = linger
 
-    def _refused(self, one: PendingScore, reason: str, detail: str) -> None:
-        self.refused.append((one.asked.prompt.id, detail))
-        self.reasons.append(reason)
-
-    async def _scored(self, rollouts: list[Rollout]) -> None:
-        self.rollouts += rollouts
-        self.changed.wake()
+    def _rejected(self, event: RolloutRejected) -> None:
+        self.refused.append((event.rollout.id, event.detail))
+        self.reasons.append(event.reason)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -89,9 +83,9 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():
-                await self.changed.wait(0.01)
+                await self.events.changed.wait(0.01)
 
-    async def score(self, *work: PendingScore) -> None:
+    async def score(self, *work: Rollout) -> None:
         async with self.running():
             for one in work:
                 self.scoring.put(one)
@@ -101,7 +95,7 @@ class Bench:
 async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None:
     teacher = MemoryTeacher()
     bench = Bench({"t": teacher}, Want(topk=2, entropy=True))
-    await bench.score(*(finished(i) for i in range(10)))
+    await bench.score(*(completed(i) for i in range(10)))
     assert teacher.requests == [4, 4, 2]
     first = bench.rollouts[0]
     assert (first.id, first.number, first.teacher, first.truncated) == ("p0", 0, "t", True)
@@ -114,13 +108,13 @@ async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None
 async def test_samples_go_to_the_teacher_of_their_source() -> None:
     teachers = {"math": MemoryTeacher(), "code": MemoryTeacher()}
     bench = Bench(teachers, route=lambda source: source)
-    await bench.score(finished(0, "math"), finished(1, "code"), finished(2, "math"))
+    await bench.score(completed(0, "math"), completed(1, "code"), completed(2, "math"))
     assert {one.id: one.teacher for one in bench.rollouts} == {"p0": "math", "p1": "code", "p2": "math"}
 
 
 async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
     bench = Bench({"t": MemoryTeacher()}, topk=3)
-    await bench.score(finished(0, topk=3))
+    await bench.score(completed(0, topk=3))
     assert bench.rollouts[0].scored.gathered is not None
     assert bench.rollouts[0].scored.gathered.shape == (2, 3)
     assert bench.rollouts[0].topk_ids is not None
@@ -137,7 +131,7 @@ async def test_a_teacher_may_see_another_prompt() -> None:
             return await super().score(sequences, want, deadline)
 
     bench = Bench({"t": Watching()}, transforms={"t": lambda prompt: [9, 9, 9, *prompt.token_ids]})
-    await bench.score(finished(5))
+    await bench.score(completed(5))
     assert unpack(seen[0].token_ids).tolist() == [9, 9, 9, 7, 5, 0, 1]
     assert seen[0].start == 5
     assert unpack(bench.rollouts[0].prompt).tolist() == [7, 5]
@@ -147,20 +141,20 @@ async def test_a_task_rewards_each_completion() -> None:
     bench = Bench(
         {"t": MemoryTeacher()}, reward_fn=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2
     )
-    await bench.score(finished(0), finished(1, length=4))
+    await bench.score(completed(0), completed(1, length=4))
     assert {one.id: one.reward for one in bench.rollouts} == {"p0": 2.5, "p1": 4.5}
 
 
 async def test_one_refused_sequence_does_not_cost_the_others() -> None:
     bench = Bench({"t": MemoryTeacher(refuses=lambda name: name == "p1")})
-    await bench.score(*(finished(i) for i in range(4)))
+    await bench.score(*(completed(i) for i in range(4)))
     assert bench.refused == [("p1", "teacher t: too long for this teacher")]
     assert len(bench.rollouts) == 3
 
 
 async def test_a_request_refused_as_a_whole_is_halved_down_to_the_culprit() -> None:
     bench = Bench({"t": MemoryTeacher(rejects=lambda name: name == "p2")})
-    await bench.score(*(finished(i) for i in range(4)))
+    await bench.score(*(completed(i) for i in range(4)))
     assert bench.refused == [("p2", "teacher t: one sequence cannot be read")]
     assert {one.id for one in bench.rollouts} == {"p0", "p1", "p3"}
 
@@ -169,7 +163,7 @@ async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
     teacher = MemoryTeacher(up=False)
     bench = Bench({"t": teacher})
     async with bench.running():
-        bench.scoring.put(finished(0))
+        bench.scoring.put(completed(0))
         await asyncio.sleep(0.03)
         assert bench.rollouts == []
         teacher.up = True
@@ -189,12 +183,12 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
             return await super().score(sequences, want, deadline)
 
     bench = Bench({"t": Full()})
-    await bench.score(finished(0))
+    await bench.score(completed(0))
     assert len(bench.rollouts) == 1
 
 
 @pytest.mark.parametrize(
-    ("marks", "problem"),
+    ("scores", "problem"),
     [
         ({"logprob": pack(np.zeros(1, "f4"))}, "logprob is of shape [1], and must be of shape [2]"),
         ({"logprob": pack(np.array([0, np.nan], "f4"))}, "logprob is nan in one place or more"),
@@ -206,16 +200,16 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
     ],
 )
 async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
-    marks: dict[str, Array], problem: str
+    scores: dict[str, Array], problem: str
 ) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
             self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
         ) -> list[Scored | ScoreRefused]:
-            return [Scored(sequence.id, **marks) for sequence in sequences]
+            return [Scored(sequence.id, **scores) for sequence in sequences]
 
     bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
-    await bench.score(finished(0))
+    await bench.score(completed(0))
     assert problem in bench.refused[0][1]
     assert bench.reasons == ["unusable"]
 
@@ -234,10 +228,10 @@ async def test_a_busy_teacher_gets_full_requests_only() -> None:
     teacher = Slow()
     bench = Bench({"t": teacher}, linger=0.0)
     async with bench.running():
-        bench.scoring.put(finished(0))
+        bench.scoring.put(completed(0))
         await asked.wait()
         for i in range(1, 6):
-            bench.scoring.put(finished(i))
+            bench.scoring.put(completed(i))
             await asyncio.sleep(0)
         go_on.set()
         await bench.until(lambda: len(bench.rollouts) == 6)
@@ -253,6 +247,6 @@ async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_
 
     teacher = Slow()
     bench = Bench({"t": teacher}, batch=8)
-    await bench.score(*(finished(i) for i in range(8)))
+    await bench.score(*(completed(i) for i in range(8)))
     assert teacher.requests == [2, 2, 2, 2]
     assert [one.id for one in bench.rollouts] == [f"p{i}" for i in range(8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill.buffer.staleness import Lineage, Lineages, age, capacity
+from distill.buffer.staleness import Lineage, Lineages, capacity
 from sync.wire import Version
 
 
@@ -37,12 +37,6 @@ def test_a_version_counts_up_to_where_the_ways_part(
 ) -> None:
     assert tree.step_in(version, lineage) == step
     assert tree.holds(version, lineage) == (step == version.step)
-
-
-def test_age_is_counted_in_the_trainers_lineage(tree: Lineages) -> None:
-    assert age(Version(0, 45), Version(1, 48), tree) == 3
-    assert age(Version(0, 49), Version(1, 48), tree) == 1
-    assert age(Version(1, 45), Version(2, 22), tree) == 2
 
 
 def test_batches_belong_to_who_composed_them(tree: Lineages) -> None:

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from distill.rollout.replica_pool import Heartbeats, look_seconds, until_stalled
+from distill.aio import look_seconds, until_stalled
+from distill.events import Events, Hung
+from distill.trainer_api.guard import Heartbeats
+from sync.wire import Heartbeat, Version
 
 
 async def returns(answers: list[bool], seconds: float) -> bool:
@@ -70,32 +73,42 @@ def test_a_rank_is_looked_for_often_enough_for_its_limit() -> None:
     assert (look_seconds(120), look_seconds(8), look_seconds(0)) == (5.0, 2.0, 0.0)
 
 
-async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_not() -> None:
-    hung: asyncio.Queue[list[int]] = asyncio.Queue()
-    beats = Heartbeats(0.2, hung.put_nowait)
+def beat(rank: int) -> Heartbeat:
+    return Heartbeat(version=Version(0, 0), rank=rank)
+
+
+def watched(seconds: float) -> tuple[Heartbeats, asyncio.Queue[Hung]]:
+    events, hung = Events(), asyncio.Queue[Hung]()
+    events.on(Hung, hung.put_nowait)
+    return Heartbeats(seconds, events), hung
+
+
+async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_not(caplog) -> None:
+    beats, hung = watched(0.2)
     for rank in range(4):
-        beats.heard(rank)
+        beats.heard(beat(rank))
 
     async def alive() -> None:
         while True:
             for rank in (0, 2):
-                beats.heard(rank)
+                beats.heard(beat(rank))
             await asyncio.sleep(0.005)
 
     tasks = [asyncio.create_task(beats.run()), asyncio.create_task(alive())]
-    assert await asyncio.wait_for(hung.get(), 20) == [1, 3]
-    beats.heard(5)
-    assert await asyncio.wait_for(hung.get(), 20) == [5]
+    for named in ("1, 3", "5"):
+        assert await asyncio.wait_for(hung.get(), 20) == Hung("trainer")
+        assert f"no heartbeat of trainer rank {named} for" in caplog.messages[-1]
+        beats.heard(beat(5))
     for task in tasks:
         task.cancel()
 
 
-async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed() -> None:
-    hung: asyncio.Queue[list[int]] = asyncio.Queue()
-    beats = Heartbeats(0.04, hung.put_nowait)
-    beats.heard(0)
+async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed(caplog) -> None:
+    beats, hung = watched(0.04)
+    beats.heard(beat(0))
     beats.forget()
     watch = asyncio.create_task(beats.run())
-    beats.heard(7)
-    assert await asyncio.wait_for(hung.get(), 20) == [7]
+    beats.heard(beat(7))
+    await asyncio.wait_for(hung.get(), 20)
+    assert "rank 7 for" in caplog.messages[-1]
     watch.cancel()

@@ -1,0 +1,138 @@
+"""What the stages of a run tell one another: each event says who emits it. controller.py says who handles it.
+
+Where a wire message or a record says it already, that is the event: TrainerWelcome, StepReport, Published,
+Heartbeat and Checkpointed of the TrainerSession, VersionApplied of the ReplicaPool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+from distill.aio import Signal
+from distill.prompts.stream import Prompt
+from distill.run_log.records import DropReason, Rollout
+from sync.errors import DistillError
+
+logger = logging.getLogger(__name__)
+E = TypeVar("E")
+
+
+class TeacherTurn(NamedTuple):
+    """Dispatcher: the teacher is to complete this rollout, as issued."""
+
+    rollout: Rollout
+
+
+class TeacherCompleted(NamedTuple):
+    """TeacherGeneration: a teacher has completed it."""
+
+    rollout: Rollout
+
+
+class CompletionReady(NamedTuple):
+    """Dispatcher: a completion of student or teacher that may be trained on."""
+
+    rollout: Rollout
+
+
+class RolloutScored(NamedTuple):
+    """Scoring: scores, reward and prompt tokens are in it."""
+
+    rollout: Rollout
+
+
+class RolloutRejected(NamedTuple):
+    """Dispatcher, TeacherQueue, ErrorBudget: a rollout, completed or not, that must not be trained on."""
+
+    rollout: Rollout
+    reason: DropReason
+    detail: str
+
+
+class Quarantined(NamedTuple):
+    """Dispatcher, RunLog, controller: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
+
+    prompt: Prompt
+    """Only its id, for a rollout of the journal."""
+    reason: DropReason
+    detail: str
+    tokens: list[int]
+    """Of the completion; empty: they cannot be read."""
+
+
+class Hung(NamedTuple):
+    """ReplicaPool, Heartbeats: the process of a role makes no progress."""
+
+    role: str
+    """A replica's name, or "trainer"."""
+
+
+class Stranded(NamedTuple):
+    """ReplicaPool: a replica waits for a version that only another broadcast can bring."""
+
+    replica: str
+
+
+class NoServerLeft(NamedTuple):
+    """ErrorBudget: all servers of a kind, or a function of the user's, gave too many bad answers."""
+
+    problem: str
+
+
+class Events:
+    """Handlers by type of event. `emit` calls them at once, in the order of subscription, in the event loop.
+
+    `changed` is woken by every event, after its handlers: for tasks that look at the state of the run again.
+    """
+
+    def __init__(self) -> None:
+        self.changed = Signal()
+        self._handlers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
+
+    def on(self, kind: type[E], *handlers: Callable[[E], object]) -> None:
+        """Call these with every event of exactly this type."""
+        self._handlers[kind] += handlers
+
+    def emit(self, event: object) -> None:
+        """Call the handlers; what one raises is raised."""
+        for handler in self._handlers[type(event)]:
+            handler(event)
+        self.changed.wake()
+
+
+class ErrorBudget:
+    """Consecutive bad answers of every server (a replica, a teacher's URL, the evaluator, a user's function).
+
+        in use ──bad answers to `limit` requests, none good between them──▶ excluded until the run ends
+                                                     (none of its kind is left ──▶ NoServerLeft)
+
+    Answers to the same request count once: a prompt that no server can answer excludes none of them.
+    """
+
+    def __init__(self, limit: int, events: Events) -> None:
+        self._limit, self._events = limit, events
+        self._bad: defaultdict[str, set[Hashable]] = defaultdict(set)
+        self._excluded: set[str] = set()
+
+    def good(self, server: str) -> None:
+        """Its answer could be used."""
+        self._bad.pop(server, None)
+
+    def bad(self, server: str, request: Hashable, problem: str, exclude: Callable[[], bool]) -> None:
+        """Its answer to `request` could not. `exclude` takes it out of use; whether another is left."""
+        self._bad[server].add(request)
+        if len(self._bad[server]) < self._limit or server in self._excluded:
+            return
+        self._excluded.add(server)
+        told = f"{server} gave {self._limit} unusable answers one after the other, the last one: {problem}"
+        logger.error("%s; it is out of use until the run ends", told)
+        if not exclude():
+            self._events.emit(NoServerLeft(f"{told}; none of its kind is left in use"))
+
+    def function_failed(self, function: str, rollout: Rollout, error: DistillError) -> None:
+        """A function of the user's raised: it costs the rollout; too often in a row it ends the run."""
+        self._events.emit(RolloutRejected(rollout, "function_failed", str(error)))
+        self.bad(function, rollout.id, str(error), lambda: False)

@@ -1,0 +1,25 @@
+"""A configuration of a run in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distill.config import RunConfig
+
+
+def make_config(**sections: dict[str, Any]) -> RunConfig:
+    """Sections given as keywords are laid over a small run's."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "steps": 6, "grace_seconds": 5.0},
+        "student": {"path": "student"},
+        "teachers": {"t": {"path": "teacher"}},
+        "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
+        "rollout": {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 16},
+        "buffer": {"max_staleness": 2, "score_batch": 4, "fsync": "never"},
+        "objective": {"type": "sampled"},
+        "trainer": {"deepspeed": "ds.json", "micro_batch_tokens": 32, "keep_checkpoints": 1},
+        "evaluation": {"every": 2},
+    }
+    for name, fields in sections.items():
+        base[name] = {**base.get(name, {}), **fields}
+    return RunConfig.model_validate(base)
