@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-runs test-rest coverage setup lint types lock clean
+.PHONY: quickstart test test-runs test-rest coverage mutants setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -18,6 +18,10 @@ test-runs test-rest: $(STAMP)
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered
+
+mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fail for every change?
+	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 setup: $(STAMP)  ## the virtual environment alone
 

@@ -1,45 +1,43 @@
-"""Objectives against closed forms, by enumerating the sampled token; mutants of their sources, each killed.
+"""Objectives against closed forms, by enumerating the sampled token. `make mutants` measures these tests.
 
-A check takes the library it judges, so that the same checks pass for the sources and fail for every mutant.
 Letters: V vocabulary = rows of an enumeration (one per sampled token), K ids of S. Everything in float64.
 """
 
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
-import mutants
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.batch import Counts, MicroBatch
-from student_trainer.head import HeadShape
+from student_trainer.batch import Counts, MicroBatch, future_credit
+from student_trainer.head import RHO_MAX, HeadShape, HeadWeights, Supervision, chunked_loss, token_logp
 from student_trainer.model import Head, Job
 from student_trainer.objectives.config import Sampled
+from student_trainer.objectives.diagnostics import diagnose
+from student_trainer.objectives.forward_topk import forward_topk
+from student_trainer.objectives.full import full
+from student_trainer.objectives.hybrid import hybrid
 from student_trainer.objectives.importance import Discount
+from student_trainer.objectives.jsd import jsd
+from student_trainer.objectives.mixture import mixture
 from student_trainer.objectives.registry import build
-from student_trainer.objectives.terms import Targets
+from student_trainer.objectives.sampled import sampled
+from student_trainer.objectives.sft import sft
+from student_trainer.objectives.skew import skew
+from student_trainer.objectives.terms import Targets, at
 from student_trainer.ranks import Ranks
+from student_trainer.rewards import advantages, rewards_of
 from sync.wire import Rows, TrainBatch, Version, pack
 
 V = 6
 EXACT = 1e-12
-ORDER = ("objectives.terms", "objectives.importance", "objectives.sampled", "objectives.hybrid")
-ORDER += ("objectives.forward_topk", "objectives.full", "objectives.jsd", "objectives.skew", "objectives.sft")
-ORDER += ("objectives.mixture", "objectives.diagnostics", "batch", "head", "rewards")
-
-
-def library(mutant: mutants.Mutant | None = None) -> types.SimpleNamespace:
-    """Everything that the fresh modules define, side by side."""
-    with mutants.fresh("student_trainer", ORDER, mutant) as modules:
-        return types.SimpleNamespace(**{k: v for module in modules.values() for k, v in vars(module).items()})
 
 
 # --- a small softmax, enumerated --------------------------------------------------------------------------
@@ -53,10 +51,10 @@ THETA, TEACHER, STALE = logits(1), logits(2).log_softmax(0), logits(3).log_softm
 FUTURE = logits(4)
 
 
-def targets(lib: Any, teacher: Tensor, behavior: Tensor, support: list[int], **more: Any) -> Any:
+def targets(teacher: Tensor, behavior: Tensor, support: list[int], **more: Any) -> Any:
     """Row y of V rows: token y was sampled from `behavior`; the same S in every row."""
     ids = torch.tensor(support, dtype=torch.int64).expand(V, len(support))
-    return lib.Targets(
+    return Targets(
         token_N=torch.arange(V),
         behavior_logp_N=behavior,
         teacher_logp_N=teacher,
@@ -114,23 +112,23 @@ SUPPORTS = [
 # --- checks -----------------------------------------------------------------------------------------------
 
 
-def uncapped_policy_gradient_is_the_reverse_kl_gradient(lib: Any) -> None:
+def test_uncapped_policy_gradient_is_the_reverse_kl_gradient() -> None:
     for behavior in (THETA.log_softmax(0), STALE, logits(7).log_softmax(0)):
-        goal = targets(lib, TEACHER, behavior, [])
-        _, gradient, reverse = expected(lambda p, t: lib.sampled(p, t, None, None), goal, behavior)
+        goal = targets(TEACHER, behavior, [])
+        _, gradient, reverse = expected(lambda p, t: sampled(p, t, None, None), goal, behavior)
         same(gradient, through_softmax(d_of()))
         same(reverse, kl_of())
 
 
-def hybrid_is_unbiased_for_every_support(lib: Any) -> None:
+def test_hybrid_is_unbiased_for_every_support() -> None:
     for support in [*SUPPORTS, [2, -1, 4, -1]]:
-        goal = targets(lib, TEACHER, STALE, support)
-        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, STALE)
+        goal = targets(TEACHER, STALE, support)
+        _, gradient, reverse = expected(lambda p, t: hybrid(p, t, None, None), goal, STALE)
         same(gradient, through_softmax(d_of()))
         same(reverse, kl_of())
 
 
-def capped_and_dropped_tokens_keep_their_part_of_the_gradient(lib: Any) -> None:
+def test_capped_and_dropped_tokens_keep_their_part_of_the_gradient() -> None:
     rho = (THETA.log_softmax(0) - STALE).exp()
     cap, window = float(rho.median()), (float(rho.min()) + 1e-9, float(rho.max()) - 1e-9)
     for weight, arguments in (
@@ -138,51 +136,51 @@ def capped_and_dropped_tokens_keep_their_part_of_the_gradient(lib: Any) -> None:
         (torch.where((rho < window[0]) | (rho > window[1]), 0.0, rho), (None, window)),
     ):
         mass = STALE.exp() * weight * d_of()
-        goal = targets(lib, TEACHER, STALE, [])
-        _, gradient, _ = expected(lambda p, t, a=arguments: lib.sampled(p, t, *a), goal, STALE)
+        goal = targets(TEACHER, STALE, [])
+        _, gradient, _ = expected(lambda p, t, a=arguments: sampled(p, t, *a), goal, STALE)
         same(gradient, mass - THETA.softmax(0) * mass.sum())
-        support = targets(lib, TEACHER, STALE, [0, 3])
-        _, gradient, _ = expected(lambda p, t, a=arguments: lib.hybrid(p, t, *a), support, STALE)
+        support = targets(TEACHER, STALE, [0, 3])
+        _, gradient, _ = expected(lambda p, t, a=arguments: hybrid(p, t, *a), support, STALE)
         inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor([0, 3]), 1.0)
         exact = THETA.softmax(0) * torch.where(inside > 0, d_of(), tail_ratio([0, 3]))
-        sampled = (1 - inside) * STALE.exp() * weight * (d_of() - tail_ratio([0, 3]))
-        mass = exact + sampled
+        drawn = (1 - inside) * STALE.exp() * weight * (d_of() - tail_ratio([0, 3]))
+        mass = exact + drawn
         same(gradient, mass - THETA.softmax(0) * mass.sum())
 
 
-def a_tail_of_the_teachers_shape_gives_no_noise(lib: Any) -> None:
+def test_a_tail_of_the_teachers_shape_gives_no_noise() -> None:
     """Where p/q is one ratio outside S, every sampled token gives the exact gradient and the exact KL."""
     shift = torch.tensor([0.7, -0.3, 0.7, 0.7, 0.2, 0.7], dtype=torch.float64)
     teacher = (THETA.log_softmax(0) + shift).log_softmax(0)
-    goal = targets(lib, teacher, STALE, [1, -1, 4])
+    goal = targets(teacher, STALE, [1, -1, 4])
     for y in range(V):
         only_y = torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(y), 0.0)
-        _, gradient, reverse = expected(lambda p, t: lib.hybrid(p, t, None, None), goal, only_y)
+        _, gradient, reverse = expected(lambda p, t: hybrid(p, t, None, None), goal, only_y)
         same(gradient, through_softmax(d_of(teacher)))
         same(reverse, kl_of(teacher))
 
 
-def a_rounded_tail_costs_no_bias(lib: Any) -> None:
+def test_a_rounded_tail_costs_no_bias() -> None:
     """Log-probabilities of S that add up to nearly nothing outside, as rounding may make them."""
     support = list(range(V - 1))
-    goal = targets(lib, TEACHER, STALE, support)
+    goal = targets(TEACHER, STALE, support)
     own = goal.support_logp_NK
-    rounded = lib.Targets(**{**vars(goal), "support_logp_NK": own - own.exp().sum(1, keepdim=True).log()})
-    _, gradient, _ = expected(lambda p, t: lib.hybrid(p, t, None, None), rounded, STALE)
+    rounded = Targets(**{**vars(goal), "support_logp_NK": own - own.exp().sum(1, keepdim=True).log()})
+    _, gradient, _ = expected(lambda p, t: hybrid(p, t, None, None), rounded, STALE)
     shifted = d_of().clone()
     shifted[:-1] += own[0].exp().sum().log()
     same(gradient, through_softmax(shifted))
 
 
-def later_tokens_are_credited_to_every_token(lib: Any) -> None:
-    goal = targets(lib, TEACHER, STALE, [1, 4], future_N=FUTURE)
-    for loss in (lib.sampled, lib.hybrid):
+def test_later_tokens_are_credited_to_every_token() -> None:
+    goal = targets(TEACHER, STALE, [1, 4], future_N=FUTURE)
+    for loss in (sampled, hybrid):
         _, gradient, reverse = expected(lambda p, t, f=loss: f(p, t, None, None), goal, STALE)
         same(gradient, through_softmax(d_of() + FUTURE))
         same(reverse, kl_of())
 
 
-def future_credit_is_the_discounted_sum_of_the_rest_of_the_row(lib: Any) -> None:
+def test_future_credit_is_the_discounted_sum_of_the_rest_of_the_row() -> None:
     lengths = [1, 7, 2, 5]
     d_C = torch.cat([logits(seed)[:6] for seed in range(3)])[: sum(lengths)]
     row_C = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
@@ -195,7 +193,7 @@ def future_credit_is_the_discounted_sum_of_the_rest_of_the_row(lib: Any) -> None
             )
             for t in range(15)
         ]
-        same(lib.future_credit(d_C, factor_C, row_C), torch.tensor(want, dtype=torch.float64))
+        same(future_credit(d_C, factor_C, row_C), torch.tensor(want, dtype=torch.float64))
 
 
 ACTIONS, END, STEPS = 3, 2, 3
@@ -217,7 +215,7 @@ def table(seed: int) -> Tensor:
     return 1.2 * torch.randn(len(PREFIXES), ACTIONS, generator=random, dtype=torch.float64)
 
 
-def every_trajectory(lib: Any, live: Tensor, behavior: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
+def every_trajectory(live: Tensor, behavior: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
     """(state, row, probability of the row under `behavior`, targets), of all tokens of all trajectories."""
     steps = [(row, t, whole) for row, whole in enumerate(TRAJECTORIES) for t in range(len(whole))]
     state_C = torch.tensor([PREFIXES.index(whole[:t]) for _, t, whole in steps])
@@ -225,7 +223,7 @@ def every_trajectory(lib: Any, live: Tensor, behavior: Tensor, teacher: Tensor) 
     row_C = torch.tensor([row for row, _, _ in steps])
     behavior_C, teacher_C = behavior[state_C, token_C], teacher[state_C, token_C]
     chance_R = torch.zeros(len(TRAJECTORIES), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()
-    goal = lib.Targets(
+    goal = Targets(
         token_C,
         behavior_C,
         teacher_C,
@@ -257,19 +255,19 @@ def exact_gradient(live: Tensor, behavior: Tensor, teacher: Tensor, gamma: float
     return torch.autograd.grad(expected_cost, live)[0]
 
 
-def stale_trajectories_with_discount_give_the_exact_gradient(lib: Any) -> None:
+def test_stale_trajectories_with_discount_give_the_exact_gradient() -> None:
     """E_μ of the surrogate's gradient in the logits of every state is P_μ(state)·∇ of its cost to go."""
     teacher = table(2).log_softmax(1)
     for gamma, mu in itertools.product((0.3, 0.95, 1.0), (table(1), table(3))):
         live, behavior = table(1).requires_grad_(), mu.log_softmax(1)
         exact = exact_gradient(live, behavior, teacher, gamma)
-        for loss in (lib.sampled, lib.hybrid):
-            state_C, row_C, chance_C, goal = every_trajectory(lib, live, behavior, teacher)
+        for loss in (sampled, hybrid):
+            state_C, row_C, chance_C, goal = every_trajectory(live, behavior, teacher)
             logp_CV = live.log_softmax(1)[state_C]
-            logp_C = lib.at(logp_CV.detach(), goal.token_N)
-            factor_C = lib.Discount(gamma, None, None).factor(logp_C, goal)
-            future_C = lib.future_credit(logp_C - goal.teacher_logp_N, factor_C, row_C)
-            loss_C, _ = loss(logp_CV, lib.Targets(**{**vars(goal), "future_N": future_C}), None, None)
+            logp_C = at(logp_CV.detach(), goal.token_N)
+            factor_C = Discount(gamma, None, None).factor(logp_C, goal)
+            future_C = future_credit(logp_C - goal.teacher_logp_N, factor_C, row_C)
+            loss_C, _ = loss(logp_CV, Targets(**{**vars(goal), "future_N": future_C}), None, None)
             (gradient,) = torch.autograd.grad((chance_C * loss_C).sum(), live)
             same(gradient, exact)
         if gamma == 1.0 and mu.equal(live.detach()):
@@ -277,66 +275,66 @@ def stale_trajectories_with_discount_give_the_exact_gradient(lib: Any) -> None:
             same(exact, whole)
 
 
-def a_later_tokens_factor_is_capped_dropped_and_never_the_teachers(lib: Any) -> None:
+def test_a_later_tokens_factor_is_capped_dropped_and_never_the_teachers() -> None:
     rho, written = (THETA.log_softmax(0) - STALE).exp(), torch.arange(V) < 2
-    goal = targets(lib, TEACHER, STALE, [], by_teacher_N=written)
+    goal = targets(TEACHER, STALE, [], by_teacher_N=written)
     cap, low = float(rho.median()), float(rho[2:].min()) + 1e-9
-    found = lib.Discount(0.7, cap, (low, 1e9)).factor(THETA.log_softmax(0), goal)
+    found = Discount(0.7, cap, (low, 1e9)).factor(THETA.log_softmax(0), goal)
     same(found, 0.7 * torch.where(written | (rho < low), 0.0, rho.clamp(max=cap)))
 
 
-def full_is_the_exact_reverse_kl(lib: Any) -> None:
-    value, gradient, reverse = expected(lib.full, targets(lib, TEACHER, STALE, []), STALE)
+def test_full_is_the_exact_reverse_kl() -> None:
+    value, gradient, reverse = expected(full, targets(TEACHER, STALE, []), STALE)
     same(gradient, through_softmax(d_of()))
     same(value, kl_of())
     same(reverse, kl_of())
 
 
-def objectives_rest_at_a_teacher_of_the_rollouts_temperature(lib: Any) -> None:
+def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
     """θ is the teacher's own logits and p stands at 0.6: with q there too the gradient is 0, with q at 1 the
     student would still move, away from its teacher."""
     heat, hidden, zeros = 0.6, torch.eye(V), torch.zeros(V, dtype=torch.int64)
     weight = THETA.float().expand(V, V).t()
     p = (THETA / heat).log_softmax(0).float()
-    for name, loss in offered(lib).items():
+    for name, loss in offered().items():
         for temperature in (heat, 1.0):
             q = (THETA / temperature).log_softmax(0).float()
-            teacher = lib.HeadWeights(weight, None, lib.HeadShape(V, temperature=temperature))
+            teacher = HeadWeights(weight, None, HeadShape(V, temperature=temperature))
             leaf, total = weight.clone().requires_grad_(), torch.zeros(V, V)
-            student = lib.HeadWeights(leaf, None, lib.HeadShape(V, temperature=heat))
+            student = HeadWeights(leaf, None, HeadShape(V, temperature=heat))
             for y in range(V):  # in every row, weighed by its probability
-                goal = targets(lib, q, p[[y] * V], [0, 3])
-                goal = lib.Targets(**(vars(goal) | {"token_N": zeros + y, "teacher_logp_N": q[[y] * V]}))
-                work = lib.Supervision(goal, zeros, hidden, (teacher,))
-                value, _ = lib.chunked_loss(hidden, student, work, loss, 4)
+                goal = targets(q, p[[y] * V], [0, 3])
+                goal = Targets(**(vars(goal) | {"token_N": zeros + y, "teacher_logp_N": q[[y] * V]}))
+                work = Supervision(goal, zeros, hidden, (teacher,))
+                value, _ = chunked_loss(hidden, student, work, loss, 4)
                 total += (q if name == "sft" else p)[y].exp() * torch.autograd.grad(value, leaf)[0]
             assert (float(total.abs().max()) < 1e-5) == (temperature == heat), name
 
 
-def skew_and_jsd_have_their_closed_form_gradients(lib: Any) -> None:
+def test_skew_and_jsd_have_their_closed_form_gradients() -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
-    goal = targets(lib, TEACHER, STALE, [])
+    goal = targets(TEACHER, STALE, [])
     for alpha in (0.0, 0.1, 0.6):
         m = (1 - alpha) * q + alpha * p
-        value, gradient, reverse = expected(lambda x, t, a=alpha: lib.skew(x, t, a), goal, STALE)
+        value, gradient, reverse = expected(lambda x, t, a=alpha: skew(x, t, a), goal, STALE)
         same(value, (p * (p / m).log()).sum())
         same(gradient, through_softmax((p / m).log() - alpha * p / m))
         same(reverse, kl_of())
     for beta in (0.2, 0.5, 0.9):
         m = beta * q + (1 - beta) * p
-        value, gradient, reverse = expected(lambda x, t, b=beta: lib.jsd(x, t, b), goal, STALE)
+        value, gradient, reverse = expected(lambda x, t, b=beta: jsd(x, t, b), goal, STALE)
         same(value, beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum())
         same(gradient, through_softmax((1 - beta) * (p / m).log()))
         same(reverse, kl_of())
 
 
-def forward_topk_is_the_bucketed_forward_kl(lib: Any) -> None:
+def test_forward_topk_is_the_bucketed_forward_kl() -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
     for support in ([0, 2, 5], [1], list(range(V))):
         inside = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor(support), 1.0)
         rest, tail = ((1 - inside) * p).sum(), ((1 - inside) * q).sum()
         bucket = tail * (tail / rest).log() if tail > 0 else torch.tensor(0.0, dtype=torch.float64)
-        value, gradient, reverse = expected(lib.forward_topk, targets(lib, TEACHER, STALE, support), STALE)
+        value, gradient, reverse = expected(forward_topk, targets(TEACHER, STALE, support), STALE)
         same(value, (inside * q * (q / p).log()).sum() + bucket)
         share = torch.where(inside > 0, q, p * tail / rest if tail > 0 else torch.zeros_like(p))
         same(gradient, p - share, 1e-9)
@@ -344,62 +342,62 @@ def forward_topk_is_the_bucketed_forward_kl(lib: Any) -> None:
         same(reverse, (inside * p * (p / q).log()).sum() + back)
 
 
-def a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything(lib: Any) -> None:
+def test_a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything() -> None:
     """Sent as fp16 the whole distribution no longer sums to 1, and nothing is left to give the rest to."""
     for seed in range(8):
         whole = logits(seed).log_softmax(0)
-        goal = targets(lib, whole.half().double(), STALE, list(range(V)))
-        value, gradient, reverse = expected(lib.forward_topk, goal, STALE)
+        goal = targets(whole.half().double(), STALE, list(range(V)))
+        value, gradient, reverse = expected(forward_topk, goal, STALE)
         same(value, (whole.exp() * -d_of(whole)).sum(), 2e-3)
         same(gradient, THETA.softmax(0) - whole.exp(), 2e-3)
         same(reverse, kl_of(whole), 2e-3)
 
 
-def sft_is_the_forward_kl_on_teacher_samples(lib: Any) -> None:
-    value, gradient, _ = expected(lib.sft, targets(lib, TEACHER, TEACHER, []), TEACHER)
+def test_sft_is_the_forward_kl_on_teacher_samples() -> None:
+    value, gradient, _ = expected(sft, targets(TEACHER, TEACHER, []), TEACHER)
     same(gradient, THETA.softmax(0) - TEACHER.exp())
     same(value, (TEACHER.exp() * -d_of()).sum())
 
 
-def a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(lib: Any) -> None:
+def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient() -> None:
     own = THETA.log_softmax(0)
-    for name, loss in offered(lib).items():
+    for name, loss in offered().items():
         draws = own if name == "sft" else STALE
-        value, gradient, _ = expected(loss, targets(lib, own, STALE, [0, 3, 4]), draws)
+        value, gradient, _ = expected(loss, targets(own, STALE, [0, 3, 4]), draws)
         same(value, torch.zeros((), dtype=torch.float64))
         same(gradient, torch.zeros(V, dtype=torch.float64))
 
 
-def the_gradient_depends_on_the_teacher(lib: Any) -> None:
+def test_the_gradient_depends_on_the_teacher() -> None:
     other = logits(9).log_softmax(0)
-    for loss in offered(lib).values():
-        one = expected(loss, targets(lib, TEACHER, STALE, [0, 3]), STALE)[1]
-        two = expected(loss, targets(lib, other, STALE, [0, 3]), STALE)[1]
+    for loss in offered().values():
+        one = expected(loss, targets(TEACHER, STALE, [0, 3]), STALE)[1]
+        two = expected(loss, targets(other, STALE, [0, 3]), STALE)[1]
         # sft learns from the teacher's samples, not from its scores
-        assert loss is lib.sft or float((one - two).abs().max()) > 1e-2
+        assert loss is sft or float((one - two).abs().max()) > 1e-2
 
 
-def figures_of_importance_and_divergence_are_of_the_students_tokens(lib: Any) -> None:
+def test_figures_of_importance_and_divergence_are_of_the_students_tokens() -> None:
     """Two of the V rows are a teacher's."""
     live, written = THETA.log_softmax(0).expand(V, V), torch.arange(V) < 2
-    goal = targets(lib, TEACHER, STALE, [], by_teacher_N=written)
+    goal = targets(TEACHER, STALE, [], by_teacher_N=written)
     rho = (THETA.log_softmax(0) - STALE).exp()[2:]
-    sums = lib.diagnose(live, goal)
+    sums = diagnose(live, goal)
     assert float(sums["own_tokens"]) == V - 2
     same(sums["rho"], rho.sum())
     same(sums["rho_squared"], rho.square().sum())
     same(sums["rho_max"], rho.max())
-    stats = lib.mixture(live, goal, lambda p, t: lib.sampled(p, t, None, None), None)[1]
+    stats = mixture(live, goal, lambda p, t: sampled(p, t, None, None), None)[1]
     same(stats["reverse_kl"][2:], rho * d_of()[2:])
     assert stats["reverse_kl"][:2].tolist() == [0.0, 0.0]
 
 
-def diagnostics_are_their_definitions(lib: Any) -> None:
+def test_diagnostics_are_their_definitions() -> None:
     p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
     fresh = torch.tensor([True, False, True, False, False, True])
-    goal = targets(lib, TEACHER, STALE, [0, 3, -1])
-    goal = lib.Targets(**{**vars(goal), "fresh_N": fresh})
-    sums = lib.diagnose(THETA.log_softmax(0).expand(V, V), goal)
+    goal = targets(TEACHER, STALE, [0, 3, -1])
+    goal = Targets(**{**vars(goal), "fresh_N": fresh})
+    sums = diagnose(THETA.log_softmax(0).expand(V, V), goal)
     same(sums["student_entropy"], -V * (p * p.log()).sum())
     same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
     same(sums["rho"], rho.sum())
@@ -413,41 +411,41 @@ def diagnostics_are_their_definitions(lib: Any) -> None:
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
 
 
-def a_mixture_is_its_two_terms(lib: Any) -> None:
+def test_a_mixture_is_its_two_terms() -> None:
     """λ·∇KL − ∇E[R − b] for any μ; with a cap, what it leaves of each sampled token."""
     rho, cap = (THETA.log_softmax(0) - STALE).exp(), 1.1
     weights = torch.full((V,), 0.3, dtype=torch.float64)
     for mixed in (None, cap):
-        loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=mixed)
+        loss = partial(mixture, divergence=lambda p, t: sampled(p, t, None, None), rho_cap=mixed)
         mass = STALE.exp() * (rho if mixed is None else rho.clamp(max=mixed)) * FUTURE
         task = mass - THETA.softmax(0) * mass.sum()
-        goal = targets(lib, TEACHER, STALE, [], coefficient_N=weights, advantage_N=FUTURE)
+        goal = targets(TEACHER, STALE, [], coefficient_N=weights, advantage_N=FUTURE)
         _, gradient, reverse = expected(loss, goal, STALE)
         same(gradient, 0.3 * through_softmax(d_of()) - task)
         same(reverse, kl_of())
-        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], advantage_N=FUTURE), STALE)
+        _, gradient, _ = expected(loss, targets(TEACHER, STALE, [], advantage_N=FUTURE), STALE)
         same(gradient, through_softmax(d_of()) - task)
-        _, gradient, _ = expected(loss, targets(lib, TEACHER, STALE, [], coefficient_N=weights), STALE)
+        _, gradient, _ = expected(loss, targets(TEACHER, STALE, [], coefficient_N=weights), STALE)
         same(gradient, 0.3 * through_softmax(d_of()))
 
 
-def tokens_of_the_teacher_are_learned_by_cross_entropy(lib: Any) -> None:
+def test_tokens_of_the_teacher_are_learned_by_cross_entropy() -> None:
     """With y ~ q in every row the divergence and the task have no say: the gradient is that of λ·KL(q‖p)."""
     weights, every = torch.full((V,), 0.3, dtype=torch.float64), torch.ones(V, dtype=torch.bool)
-    loss = partial(lib.mixture, divergence=lambda p, t: lib.sampled(p, t, None, None), rho_cap=None)
+    loss = partial(mixture, divergence=lambda p, t: sampled(p, t, None, None), rho_cap=None)
     more = {"coefficient_N": weights, "advantage_N": FUTURE}
-    _, gradient, _ = expected(loss, targets(lib, TEACHER, TEACHER, [], by_teacher_N=every, **more), TEACHER)
+    _, gradient, _ = expected(loss, targets(TEACHER, TEACHER, [], by_teacher_N=every, **more), TEACHER)
     same(gradient, 0.3 * (THETA.softmax(0) - TEACHER.exp()))
     one = every & (torch.arange(V) == 2)
-    mixed = expected(loss, targets(lib, TEACHER, STALE, [], by_teacher_N=one, **more), STALE)[1]
-    alone = expected(loss, targets(lib, TEACHER, STALE, [], **more), STALE)[1]
+    mixed = expected(loss, targets(TEACHER, STALE, [], by_teacher_N=one, **more), STALE)[1]
+    alone = expected(loss, targets(TEACHER, STALE, [], **more), STALE)[1]
     p, hot = THETA.softmax(0), one.double()
     rho = (THETA.log_softmax(0) - STALE)[2].exp()
     taken = (0.3 * rho * d_of()[2] - rho * FUTURE[2]) * (hot - p)
     same(mixed - alone, STALE[2].exp() * (0.3 * (p - hot) - taken))
 
 
-def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
+def test_rewards_are_centred_and_divided_by_their_own_tokens() -> None:
     """Three rewards of mean 2 over 1 + 2 + 3 tokens, beside four tokens without one: N = 10, M = 6."""
     nothing, i4, f4 = pack(np.zeros(0, "i4")), np.int32, np.float32
     rows = [
@@ -456,16 +454,16 @@ def rewards_are_centred_and_divided_by_their_own_tokens(lib: Any) -> None:
         for counts, reward in (([1, 2], [0.0, 5.0]), ([4], None), ([3], [1.0]))
     ]  # fmt: skip
     batch = TrainBatch(version=Version(0, 0), denominator=10, micro_batches=rows)
-    rewards = lib.rewards_of(batch, Ranks(0, 1, torch.device("cpu")))
+    rewards = rewards_of(batch, Ranks(0, 1, torch.device("cpu")))
     assert (rewards.mean, rewards.tokens) == (2.0, 6.0)
-    same(lib.advantages(rows[0], rewards, 10), torch.tensor([-2.0, 3.0, 3.0]) * 10 / 6, 1e-6)
-    assert lib.advantages(rows[1], rewards, 10) is None
-    same(lib.advantages(rows[2], rewards, 10), -torch.ones(3) * 10 / 6, 1e-6)
+    same(advantages(rows[0], rewards, 10), torch.tensor([-2.0, 3.0, 3.0]) * 10 / 6, 1e-6)
+    assert advantages(rows[1], rewards, 10) is None
+    same(advantages(rows[2], rewards, 10), -torch.ones(3) * 10 / 6, 1e-6)
     own = msgspec.structs.replace(rows[0], baseline=pack(np.array([0.5, 4.0], f4)))
-    same(lib.advantages(own, rewards, 10), torch.tensor([-0.5, 1.0, 1.0]) * 10 / 6, 1e-6)
+    same(advantages(own, rewards, 10), torch.tensor([-0.5, 1.0, 1.0]) * 10 / 6, 1e-6)
 
 
-def rewards_of_the_teachers_completions_change_nothing(lib: Any) -> None:
+def test_rewards_of_the_teachers_completions_change_nothing() -> None:
     """Four student rows that are p itself, (¼, ½, ¼), beside four of the teacher: the task's gradient is that
     of ½·E_p[R] whatever the teacher's rewards, and `mean` is E_p[R]."""
     token, reward = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2]), np.array([3.0, -1.0, -1.0, 2.0], np.float32)
@@ -477,137 +475,91 @@ def rewards_of_the_teachers_completions_change_nothing(lib: Any) -> None:
         given = pack(np.append(reward, np.array(teachers, np.float32)))
         rows = msgspec.structs.replace(rows, reward=given, by_teacher=pack(written))
         batch = TrainBatch(version=Version(0, 0), denominator=8, micro_batches=[rows])
-        rewards = lib.rewards_of(batch, alone)
+        rewards = rewards_of(batch, alone)
         assert rewards.mean == 0.75
         leaf = p.log().requires_grad_()
         logp = leaf.log_softmax(0).expand(8, 3)
-        goal = lib.Targets(
-            token, lib.at(logp.detach(), token), torch.zeros(8), torch.zeros(8, dtype=torch.bool)
-        )
+        goal = Targets(token, at(logp.detach(), token), torch.zeros(8), torch.zeros(8, dtype=torch.bool))
         more = {
-            "advantage_N": lib.advantages(rows, rewards, 8).double(),
+            "advantage_N": advantages(rows, rewards, 8).double(),
             "by_teacher_N": torch.tensor(written) > 0,
         }
-        with_task, _ = lib.mixture(logp, lib.Targets(**(vars(goal) | more)), lib.sft, None)
-        without, _ = lib.mixture(
-            logp, lib.Targets(**(vars(goal) | more | {"advantage_N": None})), lib.sft, None
-        )
+        with_task, _ = mixture(logp, Targets(**(vars(goal) | more)), sft, None)
+        without, _ = mixture(logp, Targets(**(vars(goal) | more | {"advantage_N": None})), sft, None)
         (gradient,) = torch.autograd.grad((with_task - without).sum() / 8, leaf)
         same(gradient, -0.5 * p * (torch.tensor([3.0, -1.0, 2.0]) - 0.75), 1e-7)
     rows = msgspec.structs.replace(rows, by_teacher=pack(np.ones(8, np.uint8)))
-    rewards = lib.rewards_of(msgspec.structs.replace(batch, micro_batches=[rows]), alone)
+    rewards = rewards_of(msgspec.structs.replace(batch, micro_batches=[rows]), alone)
     assert rewards.mean is None
-    assert bool(lib.advantages(rows, rewards, 8).isfinite().all())
+    assert bool(advantages(rows, rewards, 8).isfinite().all())
 
 
-def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
+def test_each_teachers_reverse_kl_is_summed_alone() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(7, 5, generator=g), torch.randn(V, 5, generator=g)
     teacher = torch.randn(7, V, generator=g).log_softmax(1)
     token, whose = torch.arange(7) % V, torch.tensor([0, 2, 2, 0, 0, 2, 0])
-    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
-    work = lib.Supervision(goal, whose, teacher, (head, head, head), 3)
+    goal = Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
+    head = HeadWeights(torch.eye(V), None, HeadShape(V))
+    work = Supervision(goal, whose, teacher, (head, head, head), 3)
     logp = (hidden @ weight.t()).log_softmax(1)
     kl = (logp.exp() * (logp - teacher)).sum(1)
     for chunk in (2, 7):
-        _, stats = lib.chunked_loss(
-            hidden, lib.HeadWeights(weight, None, lib.HeadShape(V)), work, lib.full, chunk
-        )
+        _, stats = chunked_loss(hidden, HeadWeights(weight, None, HeadShape(V)), work, full, chunk)
         wanted = [kl[whose == 0].sum(), 0.0, kl[whose == 2].sum(), 4.0, 0.0, 3.0]
-        same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
+        same(stats[RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
 
 
-def a_score_gap_shows_dense_marks_of_another_position(lib: Any) -> None:
+def test_a_score_gap_shows_dense_marks_of_another_position() -> None:
     live = THETA.log_softmax(0).expand(V, V)
-    sound = targets(lib, TEACHER, STALE, [0, 3, -1])
-    for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
-        sums = lib.diagnose(live, goal)
+    sound = targets(TEACHER, STALE, [0, 3, -1])
+    for goal in (sound, Targets(**{**vars(sound), "teacher_logp_NV": None})):
+        sums = diagnose(live, goal)
         same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
         assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
-        sent = lib.Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
+        sent = Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
         gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
-        same(lib.diagnose(live, sent)["score_gap"], gap[list(asked)].sum())
+        same(diagnose(live, sent)["score_gap"], gap[list(asked)].sum())
 
 
-def a_chunked_head_is_a_whole_head(lib: Any) -> None:
+def test_a_chunked_head_is_a_whole_head() -> None:
     """Loss and gradients through every setting of the head, against plain autograd."""
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(size, generator=g) for size in ((7, 5), (V + 2, 5), (V + 2,)))
     token = torch.randint(0, V, (7,), generator=g)
     teacher = torch.randn(7, V, generator=g).log_softmax(1)
-    goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    teacher_head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
-    work = lib.Supervision(goal, torch.zeros(7, dtype=torch.int64), teacher, (teacher_head,))
-    shape = lib.HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
-    for loss in (lib.full, lambda p, t: lib.sampled(p, t, 5.0, None)):
+    goal = Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
+    teacher_head = HeadWeights(torch.eye(V), None, HeadShape(V))
+    work = Supervision(goal, torch.zeros(7, dtype=torch.int64), teacher, (teacher_head,))
+    shape = HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
+    for loss in (full, lambda p, t: sampled(p, t, 5.0, None)):
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
         raw = (leaves[0] @ leaves[1].t() + leaves[2])[:, :V]
         logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
-        whole = lib.Targets(**{**vars(goal), "teacher_logp_NV": teacher})
+        whole = Targets(**{**vars(goal), "teacher_logp_NV": teacher})
         plain = loss(logp, whole)[0].sum() * 3.0
         wanted = torch.autograd.grad(plain, leaves)
         for chunk in (1, 3, 7, 64):
-            head = lib.HeadWeights(leaves[1], leaves[2], shape)
-            value, stats = lib.chunked_loss(leaves[0], head, work, loss, chunk)
+            head = HeadWeights(leaves[1], leaves[2], shape)
+            value, stats = chunked_loss(leaves[0], head, work, loss, chunk)
             found = torch.autograd.grad(value * 3.0, leaves)
             same(value.detach() * 3.0, plain.detach(), 1e-5)
             same(stats[0], value.detach())
             for one, other in zip(found, wanted, strict=True):
                 same(one, other, 2e-6)
-            same(lib.token_logp(hidden, head, token, chunk), lib.at(logp.detach(), token), 1e-6)
+            same(token_logp(hidden, head, token, chunk), at(logp.detach(), token), 1e-6)
 
 
-def offered(lib: Any) -> dict[str, Callable]:
+def offered() -> dict[str, Callable]:
     return {
-        "sampled": lambda p, t: lib.sampled(p, t, 5.0, None),
-        "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
-        "forward_topk": lib.forward_topk,
-        "full": lib.full,
-        "jsd": lambda p, t: lib.jsd(p, t, 0.5),
-        "skew": lambda p, t: lib.skew(p, t, 0.1),
-        "sft": lib.sft,
+        "sampled": lambda p, t: sampled(p, t, 5.0, None),
+        "hybrid": lambda p, t: hybrid(p, t, 5.0, None),
+        "forward_topk": forward_topk,
+        "full": full,
+        "jsd": lambda p, t: jsd(p, t, 0.5),
+        "skew": lambda p, t: skew(p, t, 0.1),
+        "sft": sft,
     }
-
-
-CHECKS = (
-    uncapped_policy_gradient_is_the_reverse_kl_gradient,
-    hybrid_is_unbiased_for_every_support,
-    capped_and_dropped_tokens_keep_their_part_of_the_gradient,
-    a_tail_of_the_teachers_shape_gives_no_noise,
-    a_rounded_tail_costs_no_bias,
-    later_tokens_are_credited_to_every_token,
-    future_credit_is_the_discounted_sum_of_the_rest_of_the_row,
-    stale_trajectories_with_discount_give_the_exact_gradient,
-    a_later_tokens_factor_is_capped_dropped_and_never_the_teachers,
-    full_is_the_exact_reverse_kl,
-    skew_and_jsd_have_their_closed_form_gradients,
-    forward_topk_is_the_bucketed_forward_kl,
-    a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything,
-    sft_is_the_forward_kl_on_teacher_samples,
-    a_student_equal_to_its_teacher_has_no_loss_and_no_gradient,
-    the_gradient_depends_on_the_teacher,
-    a_mixture_is_its_two_terms,
-    tokens_of_the_teacher_are_learned_by_cross_entropy,
-    rewards_are_centred_and_divided_by_their_own_tokens,
-    rewards_of_the_teachers_completions_change_nothing,
-    each_teachers_reverse_kl_is_summed_alone,
-    a_score_gap_shows_dense_marks_of_another_position,
-    diagnostics_are_their_definitions,
-    figures_of_importance_and_divergence_are_of_the_students_tokens,
-    a_chunked_head_is_a_whole_head,
-    objectives_rest_at_a_teacher_of_the_rollouts_temperature,
-)
-
-
-@pytest.fixture(scope="module")
-def real() -> Any:
-    return library()
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_objectives_have_their_known_answers(check: Callable, real: Any) -> None:
-    check(real)
 
 
 # --- wrong objectives that peers shipped: the checks refuse them --------------------------------------------
@@ -628,26 +580,24 @@ def plain_truncated(logp: Tensor, goal: Any) -> tuple[Tensor, dict]:
     return (own.exp() * (own - goal.support_logp_NK)).sum(1), {}
 
 
-def test_backpropagating_k1_learns_nothing_from_the_teacher(real: Any) -> None:
+def test_backpropagating_k1_learns_nothing_from_the_teacher() -> None:
     on_policy = THETA.log_softmax(0)
-    _, gradient, _ = expected(k1_backpropagated, targets(real, TEACHER, on_policy, []), on_policy)
+    _, gradient, _ = expected(k1_backpropagated, targets(TEACHER, on_policy, []), on_policy)
     same(gradient, torch.zeros(V, dtype=torch.float64))
 
 
-def test_an_advantage_from_the_behavior_policy_does_not_stop_at_the_teacher(real: Any) -> None:
+def test_an_advantage_from_the_behavior_policy_does_not_stop_at_the_teacher() -> None:
     own = THETA.log_softmax(0)
-    _, gradient, _ = expected(advantage_from_the_behavior_policy, targets(real, own, STALE, []), STALE)
+    _, gradient, _ = expected(advantage_from_the_behavior_policy, targets(own, STALE, []), STALE)
     assert float(gradient.norm()) > 0.1
 
 
 @pytest.mark.parametrize(("gamma", "error"), [(0.95, 0.4), (0.3, 0.1)])
-def test_a_discount_without_the_later_ratios_is_far_from_the_gradient(
-    real: Any, gamma: float, error: float
-) -> None:
+def test_a_discount_without_the_later_ratios_is_far_from_the_gradient(gamma: float, error: float) -> None:
     """And with them the student's own head, in fp32, is as near as its precision."""
     live, behavior, teacher = table(1), table(3).log_softmax(1), table(2).log_softmax(1)
     exact = exact_gradient(live.clone().requires_grad_(), behavior, teacher, gamma).float()
-    state_C, row_C, chance_C, goal = every_trajectory(real, live, behavior, teacher)
+    state_C, row_C, chance_C, goal = every_trajectory(live, behavior, teacher)
     chances = {"coefficient_N": chance_C}
     floats = {
         k: v.float() if v.is_floating_point() else v
@@ -680,138 +630,7 @@ class Immediately(Discount):
         return torch.full_like(logp_C, self.gamma)
 
 
-def test_the_plain_truncated_reverse_kl_does_not_stop_at_the_teacher(real: Any) -> None:
+def test_the_plain_truncated_reverse_kl_does_not_stop_at_the_teacher() -> None:
     own = THETA.log_softmax(0)
-    _, gradient, _ = expected(plain_truncated, targets(real, own, own, [0, 3, 4]), own)
+    _, gradient, _ = expected(plain_truncated, targets(own, own, [0, 3, 4]), own)
     assert float(gradient.norm()) > 0.01
-
-
-# --- mutants ------------------------------------------------------------------------------------------------
-
-MUTANTS = [
-    ("objectives.importance", "(logp_N.detach() - behavior_logp_N)", "(logp_N - behavior_logp_N)"),
-    ("objectives.importance", "logp_N.detach() - behavior_logp_N", "behavior_logp_N - logp_N.detach()"),
-    ("objectives.importance", "rho_N.clamp(max=cap)", "rho_N.clamp(min=cap)"),
-    ("objectives.importance", "rho_N if cap is None else rho_N.clamp(max=cap)", "rho_N"),
-    ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N < low"),
-    ("objectives.importance", "(rho_N < low) | (rho_N > high)", "rho_N > high"),
-    ("objectives.sampled", "logp_N.detach() - targets", "logp_N - targets"),
-    (
-        "objectives.sampled",
-        "logp_N.detach() - targets.teacher_logp_N",
-        "targets.teacher_logp_N - logp_N.detach()",
-    ),
-    ("objectives.sampled", "d_N = logp_N.detach()", "d_N = targets.behavior_logp_N"),
-    ("objectives.sampled", "d_N + targets.future_N", "d_N - targets.future_N"),
-    ("objectives.sampled", "d_N + targets.future_N", "d_N"),
-    ("objectives.sampled", "(weight_N * credit_N) * logp_N", "credit_N * logp_N"),
-    ("objectives.sampled", '"reverse_kl": weight_N * d_N', '"reverse_kl": d_N'),
-    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK"),
-    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK + p_NK - q_NK"),
-    ("objectives.hybrid", "pd_NK - p_NK + q_NK", "pd_NK - p_NK"),
-    ("objectives.hybrid", "(logp_NK - targets.support_logp_NK)", "(targets.support_logp_NK - logp_NK)"),
-    ("objectives.hybrid", "torch.where(member_NK, pd_NK - p_NK + q_NK, 0.0)", "(pd_NK - p_NK + q_NK)"),
-    ("objectives.hybrid", "torch.where(member_NK, pd_NK.detach(), 0.0)", "pd_NK.detach()"),
-    (
-        "objectives.hybrid",
-        "torch.where(member_NK, pd_NK.detach(), 0.0)",
-        "torch.where(member_NK, pd_NK, 0.0)",
-    ),
-    (
-        "objectives.hybrid",
-        "!= targets.token_N.unsqueeze(1)).all(1)",
-        "!= targets.token_N.unsqueeze(1)).any(1)",
-    ),
-    ("objectives.hybrid", "(targets.support_NK != targets", "(targets.support_NK == targets"),
-    ("objectives.hybrid", "torch.where(outside_N, logp_N.detach()", "torch.where(outside_N, logp_N"),
-    ("objectives.hybrid", "d_N + targets.future_N", "torch.where(outside_N, d_N + targets.future_N, 0.0)"),
-    ("objectives.hybrid", "rest_N + (weight_N * credit_N)", "rest_N - (weight_N * credit_N)"),
-    ("objectives.hybrid", "loss_N = inside_N", "loss_N = weight_N * inside_N"),
-    ("objectives.hybrid", "baseline_N * rest_N + (", "baseline_N * rest_N.detach() + ("),
-    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N"),
-    ("objectives.hybrid", "targets.teacher_logp_N - baseline_N", "targets.teacher_logp_N + baseline_N"),
-    ("objectives.hybrid", "baseline_N = (rest_N.detach()", "baseline_N = (rest_N"),
-    ("objectives.hybrid", " + baseline_N * rest_N.detach()", ""),
-    ("objectives.hybrid", "rest_N = 1.0 - torch.where(member_NK, p_NK, 0.0)", "rest_N = 1.0 - p_NK"),
-    ("objectives.hybrid", "tail_N = 1.0 - torch.where(member_NK, q_NK, 0.0)", "tail_N = 1.0 - q_NK"),
-    ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK >= -1"),
-    ("objectives.hybrid", "targets.support_NK >= 0", "targets.support_NK > 0"),
-    ("objectives.forward_topk", "(logq_NK - logp_NK)).sum(1) + bucket_N", "(logq_NK - logp_NK)).sum(1)"),
-    (
-        "objectives.forward_topk",
-        "(logq_NK - logp_NK)).sum(1) + bucket_N",
-        "(logp_NK - logq_NK)).sum(1) + bucket_N",
-    ),
-    ("objectives.forward_topk", "(log_tail_N - log_rest_N), 0.0", "(log_rest_N - log_tail_N), 0.0"),
-    ("objectives.forward_topk", "1.0 - q_NK.sum(1)", "q_NK.sum(1)"),
-    ("objectives.forward_topk", "sum(1) + rest_N", "sum(1) - rest_N"),
-    ("objectives.forward_topk", " & (logq_NK.shape[1] < logp_NV.shape[1])", ""),
-    ("objectives.full", "logp_NV - targets.teacher_logp_NV", "targets.teacher_logp_NV - logp_NV"),
-    ("objectives.full", "logp_NV.exp() *", "logp_NV.exp().detach() *"),
-    ("objectives.full", "kl_N.detach()", "kl_N"),
-    ("objectives.jsd", "logq_NV + math.log(beta)", "logq_NV + math.log1p(-beta)"),
-    ("objectives.jsd", "(1.0 - beta) * p_NV", "beta * p_NV"),
-    ("objectives.jsd", "(beta * q_NV", "(q_NV"),
-    ("objectives.jsd", "(logq_NV - logm_NV) +", "(logm_NV - logq_NV) +"),
-    ("objectives.jsd", "(p_NV * (logp_NV - logq_NV))", "(q_NV * (logp_NV - logq_NV))"),
-    ("objectives.skew", "logq_NV + math.log1p(-alpha)", "logq_NV"),
-    ("objectives.skew", "logp_NV + math.log(alpha)", "logp_NV.detach() + math.log(alpha)"),
-    ("objectives.skew", "logp_NV - logm_NV", "logm_NV - logp_NV"),
-    ("objectives.sft", "targets.teacher_logp_N - at(", "at(logp_NV, targets.token_N) - 0 * at("),
-    ("objectives.terms", "token_N.unsqueeze(1)).squeeze(1)", "token_N.roll(1).unsqueeze(1)).squeeze(1)"),
-    ("objectives.mixture", "targets.coefficient_N * loss_N", "loss_N"),
-    ("objectives.mixture", "loss_N - (task_N", "loss_N + (task_N"),
-    ("objectives.mixture", "(weight_N * targets.advantage_N)", "targets.advantage_N"),
-    ("objectives.mixture", "rho_cap, None)", "None, None)"),
-    ("objectives.mixture", "loss_N = loss_N - (task", "loss_N = -(task"),
-    ("objectives.mixture", "torch.where(written_N, 0.0, task_N)", "task_N"),
-    ("objectives.mixture", "torch.where(written_N, sft(", "torch.where(~written_N, sft("),
-    ("rewards", "- baseline_R)", ")"),
-    ("rewards", "if rows.baseline is None", "if True"),
-    ("rewards", "* denominator / rewards.tokens", ""),
-    ("rewards", "total / rollouts", "total"),
-    ("rewards", "reward_R[student_R].sum(), student_R.sum()", "reward_R.sum(), len(reward_R)"),
-    ("rewards", "unpack(rows.completion_lens).sum()", "1"),
-    (
-        "objectives.diagnostics",
-        '"score_gap_tokens": hit_NK.sum()',
-        '"score_gap_tokens": 0 * hit_NK.sum() + 6',
-    ),
-    ("objectives.diagnostics", "torch.where(hit_NK, gap_NK, 0.0)", "gap_NK"),
-    ("objectives.diagnostics", "targets.token_N) - targets.teacher_logp_N)", "targets.token_N))"),
-    ("head", "torch.stack([kl_N, own_N])", "torch.stack([kl_N, kl_N])"),
-    ("objectives.diagnostics", "torch.where(own_N, rho_N, 0.0)", "rho_N"),
-    ("objectives.mixture", "torch.where(written_N, 0.0, value_N)", "value_N"),
-    ("objectives.terms", "is None else ~written_N", "is None else written_N"),
-    ("head", "stats[RHO_MAX + 1 :] += value", "stats[RHO_MAX + 1 :] = value"),
-    ("head", "hidden, work.heads, work.teachers)", "hidden, work.heads, 0)"),
-    ("objectives.diagnostics", "rho_N - 1.0 - ", "rho_N - 1.0 + "),
-    ("objectives.diagnostics", '"rho_squared": rho_N.square()', '"rho_squared": rho_N'),
-    ("objectives.diagnostics", "return -torch.einsum", "return torch.einsum"),
-    ("head", "addmm_(grad_NV.t(), hidden_NH)", "addmm_(grad_NV.t(), hidden_NH, beta=0)"),
-    ("batch", "torch.where(row_C[1:] == row_C[:-1], factor_C[1:], 0.0)", "factor_C[1:]"),
-    ("batch", "factor_C[1:], 0.0)", "factor_C[:-1], 0.0)"),
-    ("batch", "return total_C - d_C", "return total_C"),
-    ("batch", "next_C * _later(next_C, reach), reach * 2", "next_C * next_C, reach * 2"),
-    ("objectives.importance", "self.gamma * weight_C, 0.0", "self.gamma, 0.0"),
-    (
-        "objectives.importance",
-        "torch.where(own(targets), self.gamma * weight_C, 0.0)",
-        "self.gamma * weight_C",
-    ),
-    ("objectives.importance", "self.rho_cap, self.drop_rho_outside)", "None, self.drop_rho_outside)"),
-    ("objectives.importance", "self.rho_cap, self.drop_rho_outside)", "self.rho_cap, None)"),
-    ("head", "min(start + chunk, count)", "min(start + chunk, count - 1)"),
-    ("head", "raw_NV * shape.scale", "raw_NV / shape.scale"),
-    ("head", "logits_NV / shape.temperature", "logits_NV * shape.temperature"),
-    ("head", "raw_NV if bias_V is None else raw_NV + bias_V.float()", "raw_NV"),
-    ("head", "grad_bias_V[: shape.vocab] += grad_NV.sum(0)", "grad_bias_V[: shape.vocab] = grad_NV.sum(0)"),
-    ("head", "grad.mul_(grad_loss)", "grad"),
-    ("head", 'sums | {"loss": total.detach()}', "sums"),
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=mutants.name)
-def test_every_mutant_of_the_objectives_is_killed(mutant: mutants.Mutant) -> None:
-    changed = library(mutant)
-    assert any(mutants.fails(check, changed, RuntimeError) for check in CHECKS), f"no check notices {mutant}"
