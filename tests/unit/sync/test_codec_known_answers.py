@@ -1,6 +1,6 @@
 """The codec's known answers: the bytes that it writes and the blobs that it refuses.
 
-`make mutants` runs these tests on the interpreted loops (NUMBA_DISABLE_JIT=1): both forms write the same bytes.
+`make mutants` runs them on the interpreted loops (NUMBA_DISABLE_JIT=1): both forms write the same bytes.
 """
 
 from __future__ import annotations
