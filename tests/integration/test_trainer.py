@@ -352,45 +352,13 @@ def assert_same(one: Any, other: Any) -> None:
 # --- tests --------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_train_and_publish_a_tied_model(models: Path, tmp_path: Path, controller: Any) -> None:
-    stub = controller(until(3, STOP, full=True))
-    config = settings(models, tmp_path, stub.url, "qwen", objective={"type": "full"})
-    with Running(config) as running:
-        assert running.end() == 0, running.log
-    kinds = [type(event).__name__ for event in stub.events]
-    assert kinds[:2] == ["TrainerHello", "Published"]
-    assert kinds[-1] == "FinalDigests"
-    reports, published = stub.told(StepReport), stub.told(Published)
-    assert [report.version.step for report in reports] == [1, 2, 3]
-    assert [(p.version.step, p.kind) for p in published] == [
-        (0, "full"),
-        (1, "delta"),
-        (2, "delta"),
-        (3, "delta"),
-    ]
-    assert set(reports[0].seconds) == {"wait", "train", "publish", "checkpoint"}
-    assert reports[0].metrics["tokens"] == sum(2 + index % 5 for index in range(6))
-    assert reports[-1].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
-
-    (final,) = stub.told(FinalDigests)
-    assert final.digests == folder_digests(tmp_path / "final")
-    assert "lm_head.weight" not in final.digests
-    store = open_store(DirectoryStoreConfig(), tmp_path / "store")
-    with Mirror(tmp_path / "mirror", store, "test") as mirror:
-        mirror.promote(mirror.stage(Version(0, 3)))
-        assert mirror.path is not None
-        assert folder_digests(mirror.path) == final.digests
-    lineages = ledger.read(tmp_path / "ledger")
-    assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
-    assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3], [])
-
-
 TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
+FULL: dict[str, Any] = {"objective": {"type": "full"}}
 
 
 @dataclass
 class Whole:
-    """Four steps of two ranks on the untied Llama with nothing in between; checkpoints of steps 2 and 4."""
+    """Four steps of two ranks on the tied Qwen3 with nothing in between; checkpoints of steps 2 and 4."""
 
     run_dir: Path
     stub: StubController
@@ -402,13 +370,39 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    stub, folder = StubController(until(4, STOP)), tmp_path_factory.mktemp("whole")
+    stub, folder = StubController(until(4, STOP, full=True)), tmp_path_factory.mktemp("whole")
     trainer = {"checkpoint_every": 2, "warmup_steps": 6}
-    with Running(settings(models, folder, stub.url, "llama", trainer=trainer, **TOPK)) as running:
+    with Running(settings(models, folder, stub.url, "qwen", trainer=trainer, **FULL)) as running:
         assert running.end() == 0, running.log
     stub.close()
     assert [saved.version.step for saved in stub.told(CheckpointSaved)] == [2, 4]
     return Whole(folder, stub)
+
+
+def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) -> None:
+    stub = whole.stub
+    kinds = [type(event).__name__ for event in stub.events]
+    assert kinds[:2] == ["TrainerHello", "Published"]
+    assert kinds[-1] == "FinalDigests"
+    reports, published = stub.told(StepReport), stub.told(Published)
+    assert [report.version.step for report in reports] == [1, 2, 3, 4]
+    assert [p.version.step for p in published] == [0, 1, 2, 3, 4]
+    assert [p.kind for p in published] == ["full", *["delta"] * 4]
+    assert set(reports[0].seconds) == {"wait", "train", "publish", "checkpoint"}
+    assert reports[0].metrics["tokens"] == sum(2 + index % 5 for index in range(6))
+    assert reports[-1].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
+
+    (final,) = stub.told(FinalDigests)
+    assert final.digests == folder_digests(whole.run_dir / "final")
+    assert "lm_head.weight" not in final.digests
+    store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
+    with Mirror(tmp_path / "mirror", store, "test") as mirror:
+        mirror.promote(mirror.stage(Version(0, 4)))
+        assert mirror.path is not None
+        assert folder_digests(mirror.path) == final.digests
+    lineages = ledger.read(whole.run_dir / "ledger")
+    assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
+    assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3, 4], [])
 
 
 def test_resumed_and_stopped_by_signal_equals_uninterrupted(
@@ -417,7 +411,7 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     (unbroken,) = whole.stub.told(FinalDigests)
     whole.copy(tmp_path)
     start, parent = Version(1, 2), Version(0, 2)
-    resumed = controller(until(4, Wait()), start, parent)
+    resumed = controller(until(4, Wait(), full=True), start, parent)
     trainer = {"checkpoint_every": 0, "warmup_steps": 6}
     config = settings(models, tmp_path, resumed.url, "llama", checkpoint=str(parent), trainer=trainer, **TOPK)
     with Running(config) as running:
@@ -445,11 +439,9 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
 
     def trained(ranks: int, lineage: int, steps: int, parent: Version) -> tuple[StubController, str]:
         stop = Stop(reason="enough", checkpoint=True)
-        stub = controller(until(steps, stop), Version(lineage, parent.step), parent)
+        stub = controller(until(steps, stop, full=True), Version(lineage, parent.step), parent)
         trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9, "warmup_steps": 6}
-        config = settings(
-            models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=str(parent), **TOPK
-        )
+        config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, checkpoint=str(parent), **FULL)
         with Running(config) as running:
             assert running.end() == 0, running.log
             return stub, running.log

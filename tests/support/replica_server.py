@@ -35,11 +35,13 @@ AMX = str(Path(__file__).parent / "amx")
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
-def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0) -> None:
+def save_model(
+    kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **config: Any
+) -> None:
     """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
 
     Without `end` it has no end token, so that lengths are known; with it, w1 is. `padding`: rows of the model
-    beyond the tokenizer's words.
+    beyond the tokenizer's words. `more`: further fields of its configuration.
     """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -56,6 +58,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
         initializer_range=0.1,
         tie_word_embeddings=kind != "Llama",
         **shape,
+        **more,
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
