@@ -36,7 +36,7 @@ TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
 def save_model(
-    kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **config: Any
+    kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **more: Any
 ) -> None:
     """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
 
