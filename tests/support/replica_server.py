@@ -35,9 +35,7 @@ AMX = str(Path(__file__).parent / "amx")
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
-def save_model(
-    kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **more: Any
-) -> None:
+def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **more: Any) -> None:
     """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
 
     Without `end` it has no end token, so that lengths are known; with it, w1 is. `padding`: rows of the model

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from virtual_time import LONG
 
 from distill.bench.in_memory import MemoryEvaluator, MemoryPrompts
 from distill.buffer.staleness import Bound
@@ -18,6 +19,8 @@ from distill.run_log.run_log import RunLog
 from distill.run_log.state import Rules
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
+
+pytestmark = pytest.mark.virtual_time
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
@@ -147,7 +150,7 @@ async def test_a_lost_evaluator_is_asked_again_and_a_refusal_is_final(
     evaluations.due(Version(0, 1))
     for _ in range(times):
         await asyncio.wait_for(asked.get(), 60)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(LONG)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     run_log.journal.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_time import LONG
 
 from distill.bench.in_memory import MemoryTrainer
 from distill.config import GuardConfig
@@ -21,6 +22,8 @@ from distill.run_log.segments import read_all
 from distill.trainer_api.guard import Guard, repetition, trouble, unusable
 from sync.errors import RemoteError
 from sync.wire import Generated, StepReport, Version, VersionSpan, pack
+
+pytestmark = pytest.mark.virtual_time
 
 GOOD = {
     "loss": 1.0,
@@ -189,7 +192,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
         await until(lambda: made.dispatcher.holders)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(LONG)
         assert made.run_log.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")
         await training

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from virtual_time import LONG
 
 from distill.aio import Signal
 from distill.bench.in_memory import MemoryReplica, weights_of
@@ -17,6 +18,8 @@ from distill.rollout.replica_pool import Phase, ReplicaPool
 from distill.run_log.records import VersionApplied
 from sync.errors import RemoteError, Unreachable
 from sync.wire import Published, ReplicaState, UpdateReply, UpdateRequest, Version
+
+pytestmark = pytest.mark.virtual_time
 
 
 class World:
@@ -78,7 +81,7 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
         await world.until(lambda: world.serving() == ["a"])
         late = MemoryReplica(up=False)
         world.pool.add("late", late)
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert world.pool.replicas["late"].phase is Phase.ABSENT
         late.up = True
         await world.until(lambda: "late" in world.serving())
@@ -119,7 +122,7 @@ async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
     async with world.running():
         await world.until(lambda: engine.version == Version(0, 5))
         world.publish(Version(1, 3))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert engine.version == Version(0, 5)
         world.publish(Version(1, 5))
         await world.until(lambda: engine.version == Version(1, 5))
@@ -138,7 +141,7 @@ async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> 
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 2))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
         assert engine.version == Version(0, 1)
         world.publish(Version(0, 3))
@@ -522,6 +525,6 @@ async def test_a_replica_without_work_or_without_a_count_is_never_silent(idle: b
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.pool.replicas["a"].in_flight = 0 if idle else 4
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
         assert world.stuck == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_time import LONG
 
 from distill.aio import Signal
 from distill.bench.in_memory import MemoryTeacher
@@ -33,6 +34,8 @@ from sync.wire import (
     pack,
     unpack,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 def finished(number: int, source: str = "default", topk: int = 0, length: int = 2) -> PendingScore:
@@ -170,7 +173,7 @@ async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
     bench = Bench({"t": teacher})
     async with bench.running():
         bench.scoring.put(finished(0))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert bench.rollouts == []
         teacher.up = True
         await bench.until(lambda: len(bench.rollouts) == 1)
