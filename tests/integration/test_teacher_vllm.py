@@ -213,11 +213,11 @@ def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: P
 import os, numpy as np
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import Asked, Item
+from teacher_service.engines.base import Item, ScoreOptions
 args = {{"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}}
 config = TeacherConfig(path={str(folder)!r}, dtype="bfloat16", engine="vllm", engine_args=args)
 teacher = build(config, {VOCAB})
-print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], Asked()).logprob_C.shape)
+print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], ScoreOptions()).logprob_C.shape)
 teacher.close()
 os._exit(0)
 """
@@ -232,7 +232,7 @@ os._exit(0)
 
 def test_the_bench_compares_the_service_with_a_stock_server_and_asks_it_nonsense(folder: Path) -> None:
     found = bench.run(
-        str(folder), rollouts=4, completion=16, topk=4, repeats=1, malformed=200, flood_factor=0
+        str(folder), rollouts=4, completion=16, topk=4, repeats=1, malformed=200, flood_factor=0, vllm=False
     )
     assert {"plain forward", "service topk 4", "vLLM sampled", "vLLM topk 4"} <= found["figures"].keys()
     assert all(figure["positions_per_second"] > 0 for figure in found["figures"].values())

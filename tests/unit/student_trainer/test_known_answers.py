@@ -411,6 +411,24 @@ def test_diagnostics_are_their_definitions() -> None:
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
 
 
+def test_figures_of_a_support_count_its_members_row_by_row() -> None:
+    """Rows with no member, with one and with two; the teacher's entropy is what was sent without its rest."""
+    own = THETA.log_softmax(0)
+    first, second = own.topk(2).indices.tolist()
+    last = int(own.argmin())
+    rows = torch.tensor([[-1, -1], [first, -1], [first, second], [last, second]])
+    entropy = torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64)
+    goal = targets(TEACHER, STALE, [0, 1])
+    four = {name: value[:4] for name, value in vars(goal).items() if isinstance(value, Tensor)}
+    four |= {"support_NK": rows, "teacher_logp_NV": None, "teacher_entropy_N": entropy}
+    sums = diagnose(own.expand(4, V), Targets(**four))
+    assert int(sums["support_tokens"]) == int(sums["overlap_tokens"]) == 3
+    assert float(sums["overlap"]) == 1 + 1 + 0.5
+    assert (float(sums["teacher_entropy"]), int(sums["teacher_entropy_tokens"])) == (1.875, 4)
+    without = Targets(**{**four, "support_logp_NK": None})
+    assert not {"overlap", "score_gap"} & diagnose(own.expand(4, V), without).keys()
+
+
 def test_a_mixture_is_its_two_terms() -> None:
     """λ·∇KL − ∇E[R − b] for any μ; with a cap, what it leaves of each sampled token."""
     rho, cap = (THETA.log_softmax(0) - STALE).exp(), 1.1
@@ -529,14 +547,16 @@ def test_a_chunked_head_is_a_whole_head() -> None:
     token = torch.randint(0, V, (7,), generator=g)
     teacher = torch.randn(7, V, generator=g).log_softmax(1)
     goal = Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    teacher_head = HeadWeights(torch.eye(V), None, HeadShape(V))
+    teacher_bias = torch.randn(V, generator=g)
+    teacher_head = HeadWeights(torch.eye(V), teacher_bias, HeadShape(V))
     work = Supervision(goal, torch.zeros(7, dtype=torch.int64), teacher, (teacher_head,))
+    teacher_logp = (teacher + teacher_bias).log_softmax(1)
     shape = HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
     for loss in (full, lambda p, t: sampled(p, t, 5.0, None)):
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
         raw = (leaves[0] @ leaves[1].t() + leaves[2])[:, :V]
         logp = (2.0 * torch.tanh(raw * 0.7 / 2.0) / 1.3).log_softmax(1)
-        whole = Targets(**{**vars(goal), "teacher_logp_NV": teacher})
+        whole = Targets(**{**vars(goal), "teacher_logp_NV": teacher_logp})
         plain = loss(logp, whole)[0].sum() * 3.0
         wanted = torch.autograd.grad(plain, leaves)
         for chunk in (1, 3, 7, 64):
@@ -548,6 +568,8 @@ def test_a_chunked_head_is_a_whole_head() -> None:
             for one, other in zip(found, wanted, strict=True):
                 same(one, other, 2e-6)
             same(token_logp(hidden, head, token, chunk), at(logp.detach(), token), 1e-6)
+            nothing = token_logp(hidden[:0], head, token[:0], chunk)
+            assert (nothing.shape, nothing.dtype) == ((0,), torch.float32)
 
 
 def offered() -> dict[str, Callable]:

@@ -515,6 +515,20 @@ def test_ranges_tile_every_tensor_once() -> None:
     raises(lambda: cover((0, 4), name="v"), "another model")
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_change_a_file_and_effort_and_after_are_passed_on(threads: int) -> None:
+    """`after` gives the bits that are digested; what does not shrink is written whole."""
+    old, new, _ = small_file()
+    slices = [delta_file.Slice(name, (bits.size,), "f2", 0, bits.size) for name, bits in old.items()]
+    head = delta_file.Header("run", "f", Version(0, 2), Version(0, 1), 0, 1, [])
+    for effort in ("fast", "small"):
+        built = delta_file.build(head, slices, old, new, effort, threads, lambda part, blob: new[part.name])
+        assert built == delta_file.build(head, slices, old, new, effort)
+        for at in delta_file.parse(built)[0].ranges:
+            blob = codec.encode(old[at.name], new[at.name], "f2", effort)
+            assert (at.mode, at.length) == (codec.mode_of(blob), len(blob))
+
+
 def test_a_chain_is_covered_and_verified() -> None:
     from safetensors.numpy import save_file
 
