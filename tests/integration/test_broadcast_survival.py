@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import NAME, command
+from run_on_letters import NAME, command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.bench.kill_target import KillTarget

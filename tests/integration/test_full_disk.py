@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_disk import mounted
-from tiny_run import BATCH, NAME, command
+from run_on_letters import BATCH, NAME, command
+from tmpfs import mounted
 
 from distill.bench.full_disk import fill, free
 from distill.bench.kill_target import KillTarget

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replica_server import Server, generate, prompt_logprobs, save_model, update
+from run_on_words import ROOT, prepare
 from safetensors.torch import load_file, save_file
-from words_run import ROOT, prepare
+from vllm_replica import Server, generate, prompt_logprobs, save_model, update
 
 from distill.adapters import merged
 from sync.errors import RemoteError

@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
+from vllm_replica import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 
 from distill.launch.supervise import first_error
 from distill.proof import prompt_scores

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,8 @@ import httpx
 import psutil
 import pytest
 import torch
-from listeners import Listeners
+from open_ports import Listeners
+from ports import free_port
 
 from distill.config import StudentConfig
 from distill.metrics.summary import digest_of_all
@@ -319,7 +319,7 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
     """Completions of a prompt are trained in groups, against their mean reward; late ones by freshness."""
     run, env = Run(tmp_path, models, "qwen3", BOTH_ENDS), {TOKEN_VARIABLE: "a token of the tests"}
     monkeypatch.setenv(TOKEN_VARIABLE, env[TOKEN_VARIABLE])
-    student, spare, teacher, evaluator, controller = free_ports(5)
+    student, spare, teacher, evaluator, controller = (free_port() for _ in range(5))
     joined = [
         f"student.port={student}",
         f'student.urls=["http://127.0.0.1:{student}"]',
@@ -375,7 +375,7 @@ def check_that_no_other_run_gets_them(
 ) -> None:
     """A new run of the same name, with URLs of servers that the last one left up, ends with their names."""
     left = f"http://127.0.0.1:{replica}"
-    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     mine = rf"it serves run 'run' \(id {run.summary()['run']['id']}, model \w+\) and was asked for run 'run'"
     alone, probed = ("evaluation=false",), ("--engines",)
     cases = [
@@ -413,14 +413,6 @@ def check_policies(run: Run) -> None:
     assert next(record for record in applied if record.replica == "student-1").version.step >= 1
     assert applied[-1].version.step == MANY
     assert applied[-1].replica == "student-1"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(

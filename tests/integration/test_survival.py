@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tiny_run import BATCH, CHECKPOINT_EVERY, NAME, command
+from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 
 from distill.bench.kill_target import KillTarget
 from distill.launch.process_tree import DEEPSPEED, ENGINE_OF

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_disk import mounted
+from tmpfs import mounted
 from virtual_time import LONG
 
 from distill.bench.full_disk import fill, free

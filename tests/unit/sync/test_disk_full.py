@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_disk import mounted
+from tmpfs import mounted
 
 from distill.bench.full_disk import fill, free
 from distill.metrics.trackers import Lines

@@ -1,6 +1,6 @@
 """Answers that lie: any field of any message, changed on its way out, in memory.
 
-A `Spoiler` changes a share of what passes through it, as it would come over the wire: what no decoder lets
+A `Corrupter` changes a share of what passes through it, as it would come over the wire: what no decoder lets
 through raises WireError, as `sync.transport` does.
 """
 
@@ -59,7 +59,7 @@ TEXTS = ("", "other", "\x00" * 100, "stop", "broadcast")
 
 
 @dataclass
-class Spoiler:
+class Corrupter:
     """Changes `share` of the messages; `hits` counts them by message, field and change."""
 
     rng: random.Random
@@ -155,32 +155,32 @@ class Spoiler:
         return msgspec.structs.replace(array, data=values.tobytes())
 
 
-class SpoiledReplica(MemoryReplica):
+class CorruptReplica(MemoryReplica):
     """Completions, states and updates."""
 
-    spoiler: Spoiler
+    corrupter: Corrupter
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         async for answer in super().generate(request):
-            yield self.spoiler.over_the_wire(answer, Generated | GenerateFailed)
+            yield self.corrupter.over_the_wire(answer, Generated | GenerateFailed)
 
     async def state(self, digests: bool = False) -> ReplicaState:
-        return self.spoiler.over_the_wire(await super().state(digests), ReplicaState)
+        return self.corrupter.over_the_wire(await super().state(digests), ReplicaState)
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        return self.spoiler.over_the_wire(await super().update(request, timeout), UpdateReply)
+        return self.corrupter.over_the_wire(await super().update(request, timeout), UpdateReply)
 
 
-class SpoiledTeacher(MemoryTeacher):
+class CorruptTeacher(MemoryTeacher):
     """Scores and completions."""
 
-    spoiler: Spoiler
+    corrupter: Corrupter
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         reply = ScoreReply(teacher="t", results=await super().score(sequences, want, deadline))
-        return self.spoiler.over_the_wire(reply, ScoreReply).results
+        return self.corrupter.over_the_wire(reply, ScoreReply).results
 
     async def write(
         self,
@@ -193,23 +193,23 @@ class SpoiledTeacher(MemoryTeacher):
         reply = TeacherGenerateReply(
             teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids)
         )
-        return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
+        return self.corrupter.over_the_wire(reply, TeacherGenerateReply).results
 
 
-class SpoiledEvaluator(MemoryEvaluator):
+class CorruptEvaluator(MemoryEvaluator):
     """Reports."""
 
-    spoiler: Spoiler
+    corrupter: Corrupter
 
     async def evaluate(self, version: Version) -> EvalReport:
-        return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
+        return self.corrupter.over_the_wire(await super().evaluate(version), EvalReport)
 
 
-class SpoiledDesk:
+class CorruptSession:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
-    def __init__(self, session: TrainerSession, spoiler: Spoiler) -> None:
-        self._session, self._spoiler, self.run = session, spoiler, session.run
+    def __init__(self, session: TrainerSession, corrupter: Corrupter) -> None:
+        self._session, self._spoiler, self.run = session, corrupter, session.run
 
     async def _first(self, message: M, send: Callable[[M], Any]) -> None:
         with suppress(DistillError, TimeoutError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from ports import free_port
 
 from distill.config import StudentConfig
 from distill.launch.student import command
@@ -73,9 +73,7 @@ class Server:
     """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
 
     def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
         config = StudentConfig(path=str(model), engine_args=engine_args)
         replica = ReplicaConfig(
@@ -113,7 +111,7 @@ class Server:
         )
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         finally:
             _, alive = psutil.wait_procs(family, 10)
             for orphan in alive:
