@@ -267,7 +267,7 @@ async def _another_retry(client: TeacherClient) -> None:
     """Until the client has met a replica that is away."""
     before = client.replicas.retries
     async with asyncio.timeout(120):
-        while client.replicas.retries == before:
+        while client.replicas.retries == before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
