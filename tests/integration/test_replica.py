@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,7 +11,18 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_replica import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
+from vllm_replica import (
+    CONTEXT,
+    TOKEN,
+    VOCABULARY,
+    Server,
+    generate,
+    more_tokens,
+    prompt_logprobs,
+    save_model,
+    until,
+    update,
+)
 
 from distill.launch.supervise import first_error
 from distill.proof import prompt_scores
@@ -24,7 +33,6 @@ from sync.snapshots import checkpoint
 from sync.snapshots.tensors import meta_of
 from sync.stores import open_store
 from sync.stores.config import DirectoryStoreConfig
-from sync.transport import Peer
 from sync.wire import (
     Audience,
     BroadcastTicket,
@@ -110,14 +118,6 @@ def folders(setup):
 
 
 # --- what is measured -------------------------------------------------------------------------------------
-
-
-async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
-    """Wait for a state."""
-    deadline = time.monotonic() + 60
-    while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
-        assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
-        await asyncio.sleep(0.01)
 
 
 def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -223,10 +223,9 @@ async def test_requests_in_flight_go_on_across_updates(server, folders):
     async with server.peer() as peer:
         first = (await peer.call("/distill/v1/state", None, ReplicaState)).version.step % 2 + 1
         flight = asyncio.create_task(generate(peer, PROMPTS[:4], max_tokens=500))
-        await until(peer, lambda state: state.requests > 0)
-        await asyncio.sleep(0.1)
+        await more_tokens(peer)
         await update(peer, first, kv_on_swap="keep")
-        await asyncio.sleep(0.1)
+        await more_tokens(peer)
         await update(peer, 3 - first, kv_on_swap="recompute")
         answers = await flight
     for prompt, answer in zip(PROMPTS, answers, strict=False):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from sync.wire import (
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
+    ReplicaState,
     Sampling,
     UpdateReply,
     UpdateRequest,
@@ -131,6 +134,21 @@ async def generate(peer: Peer, prompts: list[list[int]], **sampling: Any) -> lis
     answers = [answer async for answer in peer.stream("/distill/v1/generate", request, kind)]
     assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
     return sorted(answers, key=lambda answer: int(answer.id))
+
+
+async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
+    """Wait for a state."""
+    deadline = time.monotonic() + 60
+    while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
+        assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
+        await asyncio.sleep(0.01)
+
+
+async def more_tokens(peer: Peer, count: int = 4) -> None:
+    """Until the replica has generated so many more."""
+    before = (await peer.call("/distill/v1/state", None, ReplicaState)).tokens
+    assert before is not None
+    await until(peer, lambda state: (state.tokens or 0) >= before + count)
 
 
 async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
