@@ -1,6 +1,6 @@
 """Answers that lie: any field of any message, changed on its way out, in memory.
 
-A `Corrupter` changes a share of what passes through it, as it would come over the wire: what no decoder lets
+A `Spoiler` changes a share of what passes through it, as it would come over the wire: what no decoder lets
 through raises WireError, as `sync.transport` does.
 """
 
@@ -59,7 +59,7 @@ TEXTS = ("", "other", "\x00" * 100, "stop", "broadcast")
 
 
 @dataclass
-class Corrupter:
+class Spoiler:
     """Changes `share` of the messages; `hits` counts them by message, field and change."""
 
     rng: random.Random
@@ -155,32 +155,32 @@ class Corrupter:
         return msgspec.structs.replace(array, data=values.tobytes())
 
 
-class CorruptReplica(MemoryReplica):
+class SpoiledReplica(MemoryReplica):
     """Completions, states and updates."""
 
-    corrupter: Corrupter
+    spoiler: Spoiler
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         async for answer in super().generate(request):
-            yield self.corrupter.over_the_wire(answer, Generated | GenerateFailed)
+            yield self.spoiler.over_the_wire(answer, Generated | GenerateFailed)
 
     async def state(self, digests: bool = False) -> ReplicaState:
-        return self.corrupter.over_the_wire(await super().state(digests), ReplicaState)
+        return self.spoiler.over_the_wire(await super().state(digests), ReplicaState)
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        return self.corrupter.over_the_wire(await super().update(request, timeout), UpdateReply)
+        return self.spoiler.over_the_wire(await super().update(request, timeout), UpdateReply)
 
 
-class CorruptTeacher(MemoryTeacher):
+class SpoiledTeacher(MemoryTeacher):
     """Scores and completions."""
 
-    corrupter: Corrupter
+    spoiler: Spoiler
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         reply = ScoreReply(teacher="t", results=await super().score(sequences, want, deadline))
-        return self.corrupter.over_the_wire(reply, ScoreReply).results
+        return self.spoiler.over_the_wire(reply, ScoreReply).results
 
     async def write(
         self,
@@ -193,23 +193,23 @@ class CorruptTeacher(MemoryTeacher):
         reply = TeacherGenerateReply(
             teacher="t", results=await super().write(prompts, max_tokens, stop_token_ids)
         )
-        return self.corrupter.over_the_wire(reply, TeacherGenerateReply).results
+        return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
 
 
-class CorruptEvaluator(MemoryEvaluator):
+class SpoiledEvaluator(MemoryEvaluator):
     """Reports."""
 
-    corrupter: Corrupter
+    spoiler: Spoiler
 
     async def evaluate(self, version: Version) -> EvalReport:
-        return self.corrupter.over_the_wire(await super().evaluate(version), EvalReport)
+        return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
 
 
-class CorruptSession:
+class SpoiledSession:
     """What a trainer says: before each message a changed one, which is refused or taken for what it is."""
 
-    def __init__(self, session: TrainerSession, corrupter: Corrupter) -> None:
-        self._session, self._spoiler, self.run = session, corrupter, session.run
+    def __init__(self, session: TrainerSession, spoiler: Spoiler) -> None:
+        self._session, self._spoiler, self.run = session, spoiler, session.run
 
     async def _first(self, message: M, send: Callable[[M], Any]) -> None:
         with suppress(DistillError, TimeoutError):

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from corrupted_messages import Corrupter, CorruptEvaluator, CorruptReplica, CorruptSession, CorruptTeacher
+from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -59,13 +59,13 @@ SEEN: Counter[tuple[str, str, str]] = Counter()
 
 async def spoiled_run(
     config: RunConfig, folder: Path, seed: int
-) -> tuple[dict[str, Any], MemoryTrainer, Corrupter]:
+) -> tuple[dict[str, Any], MemoryTrainer, Spoiler]:
     """One run with every kind of server, a quarter of whose answers is changed."""
-    corrupter = Corrupter(random.Random(seed), 0.25)
-    replicas = {"r0": CorruptReplica(seed=1), "r1": CorruptReplica(seed=2)}
-    teacher, evaluator = CorruptTeacher(), CorruptEvaluator()
+    spoiler = Spoiler(random.Random(seed), 0.25)
+    replicas = {"r0": SpoiledReplica(seed=1), "r1": SpoiledReplica(seed=2)}
+    teacher, evaluator = SpoiledTeacher(), SpoiledEvaluator()
     for server in (*replicas.values(), teacher, evaluator):
-        server.corrupter = corrupter
+        server.spoiler = spoiler
     run = Controller(
         config,
         Components(
@@ -81,14 +81,14 @@ async def spoiled_run(
         ),
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
-    trainer = MemoryTrainer(CorruptSession(run.session, corrupter), checkpoint_every=7)  # type: ignore[arg-type]
+    trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(100):
         done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
         await training
-        return await running, trainer, corrupter
+        return await running, trainer, spoiler
 
 
 def arrays(rows: Rows) -> dict[str, np.ndarray]:
@@ -133,9 +133,9 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
         guard={"bad_answers": 1_000_000},
     )
     folder = tmp_path_factory.mktemp("run")
-    summary, trainer, corrupter = asyncio.run(spoiled_run(settings, folder, seed))
-    SEEN.update(corrupter.hits)
-    assert corrupter.hits.total() >= OF_A_RUN
+    summary, trainer, spoiler = asyncio.run(spoiled_run(settings, folder, seed))
+    SEEN.update(spoiler.hits)
+    assert spoiler.hits.total() >= OF_A_RUN
     assert summary["completed"]
     assert summary["error"] is None
     records = ((Location(s, o), record) for s, o, record in read_all(folder))
