@@ -413,7 +413,7 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     start, parent = Version(1, 2), Version(0, 2)
     resumed = controller(until(4, Wait(), full=True), start, parent)
     trainer = {"checkpoint_every": 0}
-    config = settings(models, tmp_path, resumed.url, "llama", checkpoint=str(parent), trainer=trainer, **TOPK)
+    config = settings(models, tmp_path, resumed.url, "qwen", checkpoint=str(parent), trainer=trainer, **FULL)
     with Running(config) as running:
         wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
