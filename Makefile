@@ -3,21 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-runs test-rest coverage setup lint types lock clean
+.PHONY: quickstart test test-runs test-rest coverage mutants setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP) lint types  ## the whole test suite, whole runs beside the rest; each half is shown when it is over
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-runs test-rest
+test: $(STAMP) lint types  ## the whole test suite: whole runs beside the rest, a line for each as it ends
+	$(MAKE) --no-print-directory --jobs=2 test-runs test-rest
 
-test-runs test-rest: $(STAMP)
-	$(BIN)/python -m pytest -m "$(if $(filter %-rest,$@),not )run"
+test-runs test-rest: test-%: $(STAMP)
+	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(if $(filter rest,$*),-m "not run",-v -m run) \
+		| sed -u 's/^/$* | /'
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered
+
+mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fail for every change?
+	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 setup: $(STAMP)  ## the virtual environment alone
 

@@ -11,23 +11,10 @@ from typing import Any
 from distill.config import RunConfig
 from distill.loading import load_run_dir
 from sync.errors import SnapshotError
-from sync.settings import ReplicaConfig
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
 from sync.wire import Version
-
-
-def subscription(config: RunConfig, mirror: str) -> ReplicaConfig:
-    """The run's weights for one process that mirrors them under the name `mirror`."""
-    return ReplicaConfig(
-        run=config.run.name,
-        store=config.weights.store,
-        store_path=config.run_dir / "store",
-        mirror=config.run_dir / "mirrors" / mirror,
-        lora_rank=config.trainer.lora.rank if config.trainer.lora else None,
-        timeout_seconds=config.weights.timeout_seconds,
-    )
 
 
 def store_of(config: RunConfig) -> Store:

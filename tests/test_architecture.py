@@ -4,9 +4,8 @@ import ast
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
@@ -15,7 +14,6 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 LARGER_WITH_A_REASON: dict[str, str] = {}
-FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 LIGHT_MODULES = (
     "distill.cli.main",
     "distill.config",
@@ -31,63 +29,26 @@ LIGHT_MODULES = (
 HEAVY_MODULES = ("torch", "transformers", "vllm", "deepspeed", "datasets", "matplotlib", "wandb", "numba")
 
 
-def _name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def _functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(file:name, lines) of every function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}:{node.name}", node.end_lineno - node.lineno + 1
 
 
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def test_files_and_functions_are_short() -> None:
+    files = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    too_long = {name for name, lines in files.items() if lines > MAX_FILE_LINES}
+    for path in SOURCES:
+        too_long |= {name for name, lines in _functions(path) if lines > MAX_FUNCTION_LINES}
+    assert too_long == set(LARGER_WITH_A_REASON), "too long without a reason, or a reason no longer needed"
 
 
-def test_every_file_can_be_read_in_one_sitting() -> None:
-    lines = {_name(path): len(path.read_text().splitlines()) for path in SOURCES}
-    too_long = {
-        name: n for name, n in lines.items() if n > MAX_FILE_LINES and name not in LARGER_WITH_A_REASON
-    }
-    assert not too_long
-    stale = [name for name in LARGER_WITH_A_REASON if lines.get(name, 0) <= MAX_FILE_LINES]
-    assert not stale, "these files no longer need their exception"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_functions_fit_a_screen(path: Path) -> None:
-    too_long = [
-        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(_tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
-    ]
-    assert not too_long
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_nothing_is_unpickled_and_modules_say_what_they_are(path: Path) -> None:
-    tree = _tree(path)
-    if tree.body:
-        assert ast.get_docstring(tree), "a module opens with what it is"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_MODULES
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.module.split(".")[0] not in FORBIDDEN_MODULES
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_public_functions_and_classes_have_docstrings(path: Path) -> None:
-    missing = [
-        node.name
-        for node in _tree(path).body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]
-    assert not missing
-
-
-@pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_light_modules_import_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*[m for m in {HEAVY_MODULES!r} if m in sys.modules])"
+def test_light_modules_import_nothing_heavy() -> None:
+    code = (
+        f"import sys, {', '.join(LIGHT_MODULES)}; print(*[m for m in {HEAVY_MODULES!r} if m in sys.modules])"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []
 

@@ -30,7 +30,6 @@ from starlette.routing import Route
 
 from distill.config import RunConfig
 from distill.evaluation.schedule import score
-from distill.published import subscription
 from sync.claims import Claim
 from sync.client import token_from_environment
 from sync.durable import write_json
@@ -143,7 +142,7 @@ def follow(config: RunConfig, claim: Claim) -> Subscriber:
             f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
             'set weights.transport = "snapshot", or evaluation = false'
         )
-    return Subscriber(subscription(config, "evaluator"), claim)
+    return Subscriber(config.subscriber("evaluator"), claim)
 
 
 def serve(config: RunConfig, host: str, port: int) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_disk import mounted
-from tiny_run import BATCH, NAME, command
+from run_on_letters import BATCH, NAME, command
+from tmpfs import mounted
 
 from distill.bench.faults import fill, free
 from distill.bench.kill_target import KillTarget
@@ -32,6 +32,8 @@ STEPS = 40
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""
+REST_SECONDS = 4.0
+"""Several times as long as a step takes."""
 
 
 @contextmanager
@@ -44,12 +46,16 @@ def full(folder: Path) -> Iterator[None]:
         free(folder)
 
 
-def stands_still(kill_target: KillTarget) -> None:
-    """What was handed out already is trained; then nothing goes on."""
-    time.sleep(6.0)
-    step = kill_target.step()
-    time.sleep(4.0)
-    assert kill_target.step() == step
+def comes_to_rest(kill_target: KillTarget) -> None:
+    """What was handed out already is trained; then no step is reported for `REST_SECONDS`."""
+    step, since = kill_target.step(), time.monotonic()
+    deadline = since + 120
+    while time.monotonic() < since + REST_SECONDS:
+        if (now := kill_target.step()) != step:
+            step, since = now, time.monotonic()
+        assert time.monotonic() < deadline, "steps go on although the disk is full"
+        assert step < STEPS, "the run ended although the disk is full"
+        time.sleep(0.1)
 
 
 def says(kill_target: KillTarget, log: str, words: str) -> None:
@@ -82,7 +88,7 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
     with full(disks["journal"]):
         says(kill_target, "launcher.log", "disk full: the journal in")
-        stands_still(kill_target)
+        comes_to_rest(kill_target)
     says(kill_target, "launcher.log", "has room again, the run goes on")
 
     with full(disks["checkpoints"]):
@@ -96,7 +102,7 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     says(kill_target, "trainer.log", "the run goes on")
 
     with full(disks[""]):
-        stands_still(kill_target)
+        comes_to_rest(kill_target)
     kill_target.end()
     newest = checkpoint.find(disks["checkpoints"], None, ALONE)
     assert newest is not None

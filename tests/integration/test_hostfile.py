@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from thin_link import INTERFACE, ThinLink, missing
-from words_run import ROOT, over, prepare
+from run_on_words import ROOT, over, prepare
+from slow_link import INTERFACE, SlowLink, missing
 
 REASON = missing() or (None if shutil.which("pdsh") else "the command `pdsh` is missing (package pdsh)")
 pytestmark = [
@@ -43,7 +43,7 @@ exec ip netns exec "$name" env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
 """
 
 
-def enter_namespaces(folder: Path, link: ThinLink) -> Path:
+def enter_namespaces(folder: Path, link: SlowLink) -> Path:
     """Write an `ssh` that knows both hosts; the folder to put on PATH, and beside it a log of its uses."""
     cases = " ".join(f"{host.address}) name={host.name} ;;" for host in link.hosts)
     (folder / "bin").mkdir()
@@ -56,7 +56,7 @@ def enter_namespaces(folder: Path, link: ThinLink) -> Path:
 def test_ranks_on_two_machines_train_one_model(tmp_path: Path) -> None:
     config = prepare(tmp_path, "two-trainers", STEPS)
     (tmp_path / "token").write_text("a token of the tests\n")
-    with ThinLink(delay=0.0002, rate=1e9) as link:
+    with SlowLink(delay=0.0002, rate=1e9) as link:
         (tmp_path / "hostfile").write_text("".join(f"{host.address} slots=1\n" for host in link.hosts))
         settings = over(
             f"trainer.hostfile={tmp_path}/hostfile",

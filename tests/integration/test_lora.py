@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replica_server import Server, generate, prompt_logprobs, save_model, update
+from run_on_words import ROOT, prepare
 from safetensors.torch import load_file, save_file
-from words_run import ROOT, prepare
+from vllm_replica import Server, generate, more_tokens, prompt_logprobs, save_model, update
 
 from distill.evaluation.models import merged
 from sync.errors import RemoteError
@@ -104,11 +104,10 @@ async def test_a_replica_follows_adapters_while_it_generates(setup):
         assert before.spans == [VersionSpan(Version(0, 0), 0, 24)]
         assert error(base, None, [5, 6, 7], before) < TOLERANCE
         flight = asyncio.create_task(generate(peer, [[5, 6, 7], [8, 9]], max_tokens=400))
-        await asyncio.sleep(0.3)
         for step in (1, 2):
+            await more_tokens(peer)
             reply = await update(peer, step, kv_on_swap="recompute")
             assert (reply.version, reply.bytes_read > 0) == (Version(1, step), True)
-            await asyncio.sleep(0.2)
         answers = await flight
         (after,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
     for prompt, answer in zip([[5, 6, 7], [8, 9]], answers, strict=True):

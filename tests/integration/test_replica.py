@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -12,13 +10,23 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from replica_server import CONTEXT, TOKEN, VOCABULARY, Server, generate, prompt_logprobs, save_model, update
 from safetensors.torch import load_file, save_file
+from vllm_replica import (
+    CONTEXT,
+    TOKEN,
+    VOCABULARY,
+    Server,
+    generate,
+    more_tokens,
+    prompt_logprobs,
+    save_model,
+    until,
+    update,
+)
 
 from distill.cli.weight_identity import prompt_scores
 from distill.launch.supervise import first_error
 from sync.broadcast import BroadcastSender
-from sync.client import Peer
 from sync.errors import ConfigError, RemoteError, Unreachable
 from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig
@@ -80,27 +88,20 @@ class Versions:
                 publisher.delta(Version(1, step), bits)
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Llama", "Qwen2"])
-def kind(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def setup(kind, tmp_path_factory):
-    """(server, versions, fresh server on the weights of version 3 or None)"""
-    work = tmp_path_factory.mktemp(kind)
+def setup(tmp_path_factory):
+    """(server, versions, fresh server on the weights of version 3)"""
+    work = tmp_path_factory.mktemp("replica")
     folders = [work / name for name in ("zero", "one", "two", "scaled")]
     for seed, folder in enumerate(folders[:3]):
-        save_model(kind, seed, folder)
+        save_model("Qwen3", seed, folder)
     scale_projection(folders[2], folders[3], 1.5)
-    servers = [Server(folders[0], work, 0)]
-    if kind == "Qwen3":
-        servers.append(Server(folders[2], work, 1))
+    servers = [Server(folders[0], work, 0), Server(folders[2], work, 1)]
     try:
         versions = Versions(work / "store", folders)
         for server in servers:
             server.wait()
-        yield servers[0], versions, servers[1] if len(servers) > 1 else None
+        yield servers[0], versions, servers[1]
     finally:
         for server in servers:
             server.stop()
@@ -117,14 +118,6 @@ def folders(setup):
 
 
 # --- what is measured -------------------------------------------------------------------------------------
-
-
-async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
-    """Wait at most ten seconds for a state."""
-    deadline = time.monotonic() + 10
-    while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
-        assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
-        await asyncio.sleep(0.01)
 
 
 def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -216,8 +209,6 @@ async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_diffe
 
 async def test_a_swapped_replica_scores_like_a_fresh_engine_and_one_scaled_projection_does_not(setup):
     server, _, fresh = setup
-    if fresh is None:
-        pytest.skip("one architecture is enough for this proof")
     generator = np.random.default_rng(0)
     sequences = [generator.integers(2, VOCABULARY, 30).tolist() for _ in range(64)]
     async with server.peer() as peer:
@@ -232,10 +223,9 @@ async def test_requests_in_flight_go_on_across_updates(server, folders):
     async with server.peer() as peer:
         first = (await peer.call("/distill/v1/state", None, ReplicaState)).version.step % 2 + 1
         flight = asyncio.create_task(generate(peer, PROMPTS[:4], max_tokens=500))
-        await until(peer, lambda state: state.requests > 0)
-        await asyncio.sleep(0.1)
+        await more_tokens(peer)
         await update(peer, first, kv_on_swap="keep")
-        await asyncio.sleep(0.1)
+        await more_tokens(peer)
         await update(peer, 3 - first, kv_on_swap="recompute")
         answers = await flight
     for prompt, answer in zip(PROMPTS, answers, strict=False):
@@ -383,8 +373,6 @@ async def test_a_client_that_leaves_aborts_its_completions(server):
 
 async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     _, versions, spare = setup
-    if spare is None:
-        pytest.skip("one architecture is enough")
     norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
     sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
 
@@ -411,13 +399,14 @@ async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
     assert "the old weights cannot be loaded again" in spare.log.read_text()
 
 
-# --- padded vocabularies ----------------------------------------------------------------------------------
+# --- other architectures, padded vocabularies -------------------------------------------------------------
 
 
-async def test_rows_without_a_token_are_never_sampled_before_and_after_an_update(tmp_path):
+async def test_an_untied_head_biases_and_rows_without_a_token_before_and_after_an_update(tmp_path):
+    """Half of what this Llama would sample is padding."""
     folders = [tmp_path / name for name in ("zero", "one")]
     for seed, folder in enumerate(folders):
-        save_model("Qwen3", seed, folder, padding=VOCABULARY)  # half of what is sampled would be padding
+        save_model("Llama", seed, folder, padding=VOCABULARY, attention_bias=True)
     server = Server(folders[0], tmp_path, 0)
     try:
         server.wait()
@@ -435,6 +424,8 @@ async def test_rows_without_a_token_are_never_sampled_before_and_after_an_update
                     whole = logp_TV(folder, prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
+            state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
+            assert state.digests == checkpoint.digests(folders[1])
         (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
         core.send_signal(signal.SIGILL)
         await asyncio.to_thread(server.process.wait, 60)

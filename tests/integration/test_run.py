@@ -2,11 +2,11 @@
 
 | run | student | prompts | objective | weights | trainer |
 | --- | --- | --- | --- | --- | --- |
-| finished | Qwen3, tied | JSONL, chat template | full | snapshots | 2 ranks |
-| roles alone | what `finished` left | task, in groups | topk and reward | snapshots | by URL, 1 rank |
-| broadcast | Llama, untied | JSONL, text | sft, half by the teacher | gloo, 2 replicas | 1 rank |
+| roles alone | Qwen3, tied | task, in groups | topk and reward | snapshots | by URL, 1 rank |
 | interrupted | Qwen2, biases | dataset | student_topk | snapshots | 1 rank, then 2 |
-| experts | Qwen3-MoE, fused in memory | JSONL, text, judged | topk | snapshots | 2 ranks |
+| experts | Qwen3-MoE, fused in memory | JSONL, chat template, rewarded | full | snapshots | 2 ranks |
+
+Broadcasts to several replicas of an untied Llama: test_broadcast_survival.py; adapters: test_lora.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,8 @@ import httpx
 import psutil
 import pytest
 import torch
-from listeners import Listeners
+from open_ports import Listeners
+from ports import free_port
 
 from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
@@ -53,7 +53,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 200, 20
+STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 20
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
@@ -135,11 +135,10 @@ def save_model(kind: str, folder: Path, tied: bool, width: int = 64, **more: Any
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Students `qwen3`, `llama`, `qwen2` and `experts`, and their `teacher`."""
+    """Students `qwen3`, `qwen2` and `experts`, and their `teacher`."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     save_model("Qwen3", folder / "qwen3", tied=True)
-    save_model("Llama", folder / "llama", tied=False)
     save_model("Qwen2", folder / "qwen2", tied=False)
     save_model("Qwen3Moe", folder / "experts", tied=False, **EXPERTS)
     save_model("Qwen3", folder / "teacher", tied=True, width=128)
@@ -315,37 +314,14 @@ def marked(score_hidden: str) -> list[psutil.Process]:
 # --- tests ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(
-    models: Path, prompts: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
-    """A Qwen3 with tied embeddings, distilled on two ranks with exact reverse KL."""
-    run = Run(tmp_path_factory.mktemp("finished"), models, "qwen3", prompts["chat"])
-    run.finish("trainer.ranks=2", "evaluation.prompts=4", "evaluation.threads=1", "objective.type=full")
-    return run
-
-
-def test_a_tied_qwen3_from_chat_messages_on_two_ranks(finished: Run) -> None:
-    summary = finished.summary()
-    check_result(finished, summary)
-    assert summary["sync"]["versions"] == STEPS + 1
-    assert summary["after"]["reverse_kl"] < summary["before"]["reverse_kl"]
-    assert finished.served == 4, "controller, teacher, replica, evaluator"
-    assert left_behind(str(finished.folder)) == []
-
-
 def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leave(
-    finished: Run, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The student is the folder that another run left: a fresh vLLM loads it.
-
-    Completions of a prompt are trained in groups, against their mean reward; late ones by their freshness.
-    """
+    """Completions of a prompt are trained in groups, against their mean reward; late ones by freshness."""
     run, env = Run(tmp_path, models, "qwen3", BOTH_ENDS), {TOKEN_VARIABLE: "a token of the tests"}
     monkeypatch.setenv(TOKEN_VARIABLE, env[TOKEN_VARIABLE])
-    student, spare, teacher, evaluator, controller = free_ports(5)
+    student, spare, teacher, evaluator, controller = (free_port() for _ in range(5))
     joined = [
-        f"student.path={finished.run_dir / 'final'}",
         f"student.port={student}",
         f'student.urls=["http://127.0.0.1:{student}"]',
         f"teachers.teacher.port={teacher}",
@@ -400,7 +376,7 @@ def check_that_no_other_run_gets_them(
 ) -> None:
     """A new run of the same name, with URLs of servers that the last one left up, ends with their names."""
     left = f"http://127.0.0.1:{replica}"
-    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     mine = rf"it serves run 'run' \(id {run.summary()['run']['id']}, model \w+\) and was asked for run 'run'"
     alone, probed = ("evaluation=false",), ("--engines",)
     cases = [
@@ -440,34 +416,6 @@ def check_policies(run: Run) -> None:
     assert applied[-1].replica == "student-1"
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def test_an_untied_llama_over_broadcasts_to_two_replicas(
-    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
-) -> None:
-    run = Run(tmp_path, models, "llama", prompts["plain"])
-    summary = run.finish(
-        "student.replicas=2",
-        "weights.transport=broadcast",
-        'objective={type="sft", on_policy=0.5}',
-        "evaluation=false",
-    )
-    check_result(run, summary, ("student-0", "student-1"))
-    assert run.served == 4, "controller, teacher, two replicas"
-    checked = audit(run.run_dir)
-    assert checked.ok, checked
-    assert 0 < checked.tokens_by_teacher < checked.tokens
-    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"]
-    assert summary["before"] is None
-    assert not [path for path in (run.run_dir / "store").rglob("*") if path.is_file()]
-
-
 def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
@@ -487,7 +435,8 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
         assert "go on with --resume" in running.said
     assert left_behind(str(tmp_path)) == []
     reached = run.summary()["steps"]
-    assert (run.run_dir / "checkpoints/latest").read_text().strip() == f"L000-v{reached:08d}"
+    latest = (run.run_dir / "checkpoints/latest").read_text().strip()
+    assert Version.parse(latest).step == reached
 
     other = Path(prompts["dataset"]["path"]).with_name("other")
     for change, said in {
@@ -501,6 +450,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
 
     settings += ("trainer.ranks=2", "trainer.lr=2e-4", f"run.steps={reached + 2}")
     summary = run.finish(*settings, more=("--resume",))
+    assert run.served == 4, "controller, teacher, replica, evaluator"
     assert "trainer.lr: 0.001 -> 0.0002 (takes effect)" in (tmp_path / "run.log").read_text()
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in lines if "loss" in line] == [1e-3] * reached + [2e-4] * 2
@@ -508,7 +458,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     assert rates == [1e-3, 2e-4]
     shown = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
     assert shown == []
-    assert summary["lineages"] == 2
+    assert summary["lineages"] > Version.parse(latest).lineage + 1
     assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
     check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})
     assert summary["steps"] == reached + 2
@@ -522,34 +472,24 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     assert checked.trained == (reached + 2) * BATCH
 
 
-def test_a_child_that_cannot_start_ends_the_run_with_its_last_lines(
-    tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
-) -> None:
-    run = Run(tmp_path, models, "qwen3", prompts["plain"])
-    with run.command("run", "student.engine_args.no-such-flag=1", "evaluation=false") as running:
-        assert running.end() == 1, run.logs(running)
-        assert "student-0 ended with status 2" in running.said
-        assert "unrecognized arguments: --no-such-flag=1" in running.said
-        assert "Traceback" not in running.said
-    assert left_behind(str(tmp_path)) == []
-
-
 def test_fused_experts_go_out_under_their_checkpoint_names(
     tmp_path: Path, models: Path, prompts: dict[str, dict[str, Any]]
 ) -> None:
     """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors.
 
-    The evaluation of the last version fails, and nothing else does.
+    The evaluation of the last version fails, and nothing else does. After fifty random versions of the final
+    model publisher, follower and late joiner hold the same bits.
     """
-    run = Run(tmp_path, models, "experts", {**prompts["plain"], "reward_fn": "gives_up:reward_fn"})
+    run = Run(tmp_path, models, "experts", {**prompts["chat"], "reward_fn": "gives_up:reward_fn"})
     (tmp_path / "gives_up.py").write_text(GIVES_UP)
-    settings = ("trainer.ranks=2", 'objective={type="topk", k=4}', "evaluation.prompts=4")
+    settings = ("trainer.ranks=2", "objective.type=full", "evaluation.prompts=4")
     with run.command("run", *settings, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as running:
         assert running.end() == 1, run.logs(running)
         assert 'L000-v00000005 could not be evaluated, so "after" is empty: ' in running.said
         assert "the reward_fn has given up" in running.said
     summary = run.summary()
     check_result(run, summary)
+    assert summary["sync"]["versions"] == STEPS + 1
     assert summary["before"]["completions"] == 4
     assert summary["after"] is None
     assert audit(run.run_dir).violations["unproven"] == summary["problems"]
@@ -560,4 +500,7 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
     config = StudentConfig(
         path=str(run.run_dir / "final"), engine_args={"enforce-eager": True, "max-model-len": 64}
     )
-    assert asyncio.run(prove(config, tmp_path / "proof", versions=10, sequences=16)).holds
+    proof = asyncio.run(prove(config, tmp_path / "proof", versions=50, sequences=64))
+    assert (proof.digests_equal, proof.scores_equal) == (True, True)
+    assert (proof.planted_digests_differ, proof.planted_scores_differ) == (True, True)
+    assert proof.holds

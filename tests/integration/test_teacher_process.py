@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ports import free_port
+from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from written import check_written_are_marked_alike
 
 from distill.bench.fuzz import flood, fuzz
 from distill.evaluation.evaluation import LanguageModel
@@ -79,9 +80,7 @@ class Process:
     """A teacher process that can be killed and started again on its port."""
 
     def __init__(self, folder: Path, tmp: Path, **config: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         settings = {"path": str(folder), "dtype": "float32", "threads": 1, "wire_dtype": "float32"}
         self._config = tmp / f"{self.port}.json"
@@ -100,7 +99,7 @@ class Process:
     def end(self, how: signal.Signals) -> int:
         """Signal it; the exit status."""
         self.child.send_signal(how)
-        return self.child.wait(30)
+        return self.child.wait(120)
 
     def log(self) -> str:
         return self._log.read_text()
@@ -125,12 +124,10 @@ async def up(process: Process) -> None:
     if process.child.poll() is not None:
         process.start()
     async with Peer(process.url) as peer:
-        for _ in range(600):
-            if await peer.alive():
-                return
-            assert process.child.poll() is None, process.log()
-            await asyncio.sleep(0.1)
-    raise AssertionError(process.log())
+        async with asyncio.timeout(300):
+            while not await peer.alive():
+                assert process.child.poll() is None, process.log()
+                await asyncio.sleep(0.1)
 
 
 def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
@@ -174,7 +171,7 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
 async def test_it_writes_what_it_then_marks_alike_and_the_same_for_the_same_seed(teacher: Process) -> None:
     await up(teacher)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
-        await check_written_are_marked_alike(client, VOCAB)
+        await check_completions_score_alike(client, VOCAB)
 
 
 async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
@@ -257,16 +254,23 @@ async def test_callers_ride_through_the_death_and_return_of_replicas(
     async with TeacherClient("toy", urls, "secret", request_tokens=64) as client:
         before = await client.score(sequences(40))
         asking = asyncio.create_task(_ask_until(client, stop := asyncio.Event()))
-        await asyncio.sleep(0.2)
         second.end(signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await _another_retry(client)
         await up(second)
         teacher.end(signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await _another_retry(client)
         stop.set()
         assert await asking == before
         assert await client.score(sequences(40)) == before
         assert client.retries > 0
+
+
+async def _another_retry(client: TeacherClient) -> None:
+    """Until the client has met a replica that is away."""
+    before = client.replicas.retries
+    async with asyncio.timeout(120):
+        while client.replicas.retries == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:

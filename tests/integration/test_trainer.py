@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import http.server
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -263,10 +265,10 @@ class Running:
             process.kill()
         self.process.wait()
 
-    def end(self, timeout: float = 120.0) -> int:
+    def end(self, timeout: float = 300.0) -> int:
         """Exit code; nothing of the session may live on."""
         code = self.process.wait(timeout)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while members(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert members(self.process.pid) == [], "a process outlived the launcher"
@@ -298,7 +300,7 @@ def controller() -> Iterator[Callable[..., StubController]]:
         stub.close()
 
 
-def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 90.0) -> None:
+def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 300.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert running.process.poll() is None, running.log
@@ -350,61 +352,76 @@ def assert_same(one: Any, other: Any) -> None:
 # --- tests --------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_train_and_publish_a_tied_model(models: Path, tmp_path: Path, controller: Any) -> None:
-    stub = controller(until(3, STOP, full=True))
-    config = settings(models, tmp_path, stub.url, "qwen", objective={"type": "full"})
-    with Running(config) as running:
+TOPK: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
+FULL: dict[str, Any] = {"objective": {"type": "full"}}
+
+
+@dataclass
+class Whole:
+    """Four steps of two ranks on the tied Qwen3 with nothing in between; checkpoints of steps 2 and 4."""
+
+    run_dir: Path
+    stub: StubController
+
+    def copy(self, folder: Path) -> Path:
+        """Its run folder, for a test that resumes it."""
+        return shutil.copytree(self.run_dir, folder, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    stub, folder = StubController(until(4, STOP, full=True)), tmp_path_factory.mktemp("whole")
+    trainer = {"checkpoint_every": 2}
+    with Running(settings(models, folder, stub.url, "qwen", trainer=trainer, **FULL)) as running:
         assert running.end() == 0, running.log
+    stub.close()
+    assert [saved.version.step for saved in stub.told(CheckpointSaved)] == [2, 4]
+    return Whole(folder, stub)
+
+
+def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) -> None:
+    stub = whole.stub
     kinds = [type(event).__name__ for event in stub.events]
     assert kinds[:2] == ["TrainerHello", "Published"]
     assert kinds[-1] == "FinalDigests"
     reports, published = stub.told(StepReport), stub.told(Published)
-    assert [report.version.step for report in reports] == [1, 2, 3]
-    assert [(p.version.step, p.kind) for p in published] == [
-        (0, "full"),
-        (1, "delta"),
-        (2, "delta"),
-        (3, "delta"),
-    ]
+    assert [report.version.step for report in reports] == [1, 2, 3, 4]
+    assert [p.version.step for p in published] == [0, 1, 2, 3, 4]
+    assert [p.kind for p in published] == ["full", *["delta"] * 4]
     assert set(reports[0].seconds) == {"wait", "train", "publish", "checkpoint"}
     assert reports[0].metrics["tokens"] == sum(2 + index % 5 for index in range(6))
-    assert reports[-1].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
+    assert reports[2].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
 
     (final,) = stub.told(FinalDigests)
-    assert final.digests == folder_digests(tmp_path / "final")
+    assert final.digests == folder_digests(whole.run_dir / "final")
     assert "lm_head.weight" not in final.digests
-    store = open_store(DirectoryStoreConfig(), tmp_path / "store")
+    store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
-        mirror.promote(mirror.stage(Version(0, 3)))
+        mirror.promote(mirror.stage(Version(0, 4)))
         assert mirror.path is not None
         assert folder_digests(mirror.path) == final.digests
-    lineages = ledger.read(tmp_path / "ledger")
+    lineages = ledger.read(whole.run_dir / "ledger")
     assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
-    assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3], [])
+    assert (sorted(lineages[0].steps), lineages[0].damage) == ([1, 2, 3, 4], [])
 
 
 def test_resumed_and_stopped_by_signal_equals_uninterrupted(
-    models: Path, tmp_path: Path, controller: Any
+    whole: Whole, models: Path, tmp_path: Path, controller: Any
 ) -> None:
-    stub = controller(until(4, STOP))
-    more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": {"checkpoint_every": 2}}
-    with Running(settings(models, tmp_path, stub.url, "llama", **more)) as running:
-        assert running.end() == 0, running.log
-    (whole,) = stub.told(FinalDigests)
-    assert [saved.version.step for saved in stub.told(CheckpointSaved)] == [2, 4]
-
+    (unbroken,) = whole.stub.told(FinalDigests)
+    whole.copy(tmp_path)
     start, parent = Version(1, 2), Version(0, 2)
-    resumed = controller(until(4, Wait()), start, parent)
-    more["trainer"] = {"checkpoint_every": 0}
-    config = settings(models, tmp_path, resumed.url, "llama", checkpoint=str(parent), **more)
+    resumed = controller(until(4, Wait(), full=True), start, parent)
+    trainer = {"checkpoint_every": 0}
+    config = settings(models, tmp_path, resumed.url, "qwen", checkpoint=str(parent), trainer=trainer, **FULL)
     with Running(config) as running:
         wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
-        assert running.end(30.0) == 0, running.log
+        assert running.end() == 0, running.log
     (hello,) = resumed.told(TrainerHello)
     assert hello.checkpoint == parent
     (again,) = resumed.told(FinalDigests)
-    assert again.digests == whole.digests
+    assert again.digests == unbroken.digests
     assert [saved.version for saved in resumed.told(CheckpointSaved)] == [Version(1, 4)]
     assert (tmp_path / "checkpoints/latest").read_text().strip() == str(Version(1, 4))
     lineages = ledger.read(tmp_path / "ledger")
@@ -414,25 +431,21 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
 
 
 def test_a_checkpoint_resumes_on_another_number_of_ranks(
-    models: Path, tmp_path: Path, controller: Any
+    whole: Whole, models: Path, tmp_path: Path, controller: Any
 ) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}}
+    whole.copy(tmp_path)
 
-    def trained(
-        ranks: int, lineage: int, steps: int, parent: Version | None, lr: float = 0.02
-    ) -> tuple[StubController, str]:
-        start = Version(lineage, parent.step if parent else 0)
-        stub = controller(until(steps, Stop(reason="enough", checkpoint=True)), start, parent)
-        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9, "lr": lr, "warmup_steps": 6}
-        checkpoint = None if parent is None else str(parent)
-        config = settings(models, tmp_path, stub.url, "llama", trainer=trainer, checkpoint=checkpoint, **more)
+    def trained(ranks: int, lineage: int, steps: int, parent: Version) -> tuple[StubController, str]:
+        stop = Stop(reason="enough", checkpoint=True)
+        stub = controller(until(steps, stop, full=True), Version(lineage, parent.step), parent)
+        trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
+        config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, checkpoint=str(parent), **FULL)
         with Running(config) as running:
             assert running.end() == 0, running.log
             return stub, running.log
 
-    whole, _ = trained(2, 0, 4, None)
     _, said = trained(1, 1, 2, Version(0, 2))
     assert "is of 2 ranks, this run has 1" in said
     _, said = trained(2, 2, 2, Version(1, 2))
@@ -454,15 +467,11 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
         file = "zero_pp_rank_0_mp_rank_00_model_states.pt"
         assert_same(between[f"{file} {name}"], there[f"{file} {name}"])
 
-    reports = [[r.metrics for r in stub.told(StepReport)][-2:] for stub in (whole, alone)]
+    reports = [[r.metrics for r in stub.told(StepReport)][-2:] for stub in (whole.stub, alone)]
     for ours, theirs in zip(*reports, strict=True):
         assert ours["lr"] == theirs["lr"]
         for name in ("reverse_kl", "grad_norm"):  # not the loss: its terms cancel to nearly nothing
             assert ours[name] == pytest.approx(theirs[name], rel=1e-2)
-    lower, _ = trained(2, 4, 3, Version(0, 2), lr=0.003)
-    for stub, rate in ((whole, 0.02), (alone, 0.02), (lower, 0.003)):
-        third = next(r.metrics for r in stub.told(StepReport) if r.version.step == 3)
-        assert third["lr"] == pytest.approx(rate * 2 / 6)
     ends = [
         get_fp32_state_dict_from_zero_checkpoint(str(saved / str(Version(n, 4))), "deepspeed") for n in (0, 3)
     ]
@@ -525,9 +534,9 @@ def test_an_error_in_one_rank_ends_all_with_one_message(
         return TrainBatch(version=version, denominator=0, micro_batches=[]) if rank == 1 else batch
 
     stub = controller(broken)
-    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    config = settings(models, tmp_path, stub.url, "llama", **TOPK)
     with Running(config) as running:
-        assert running.end(60.0) == 1
+        assert running.end() == 1
         assert running.log.count("a step needs at least one supervised token") == 1
         assert "Traceback" not in running.log
     assert stub.told(StepReport) == []
@@ -537,12 +546,12 @@ def test_a_signal_that_comes_before_the_ranks_ends_them_before_they_train(
     models: Path, tmp_path: Path, controller: Any
 ) -> None:
     stub = controller(until(9, Wait()))
-    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    config = settings(models, tmp_path, stub.url, "llama", **TOPK)
     with Running(config) as running:
         wait_for(lambda: psutil.Process(running.process.pid).num_threads() > 1, running)
         assert launch.ranks_of(running.process.pid) == []
         running.process.terminate()
-        running.end(90.0)
+        running.end()
     assert stub.events == []
 
 
@@ -551,13 +560,13 @@ def test_ranks_leave_when_the_launcher_is_killed(
     models: Path, tmp_path: Path, controller: Any, of: str
 ) -> None:
     stub = controller(until(1, Wait()))
-    config = settings(models, tmp_path, stub.url, "llama", objective={"type": "topk", "k": 4})
+    config = settings(models, tmp_path, stub.url, "llama", trainer={"ranks": 1}, **TOPK)
     with Running(config) as running:
         wait_for(lambda: stub.told(StepReport), running)
         launcher = psutil.Process(running.process.pid)
         (launcher if of == "launcher" else launcher.children()[0]).kill()
-        running.process.wait(20.0)
-        deadline = time.monotonic() + 20.0
+        running.process.wait(60.0)
+        deadline = time.monotonic() + 60.0
         while members(running.process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert members(running.process.pid) == []

@@ -1,4 +1,4 @@
-"""Two machines that share nothing but HTTP and a bucket, over a thin link that is cut in the middle of a run.
+"""Two machines that share nothing but HTTP and a bucket, over a slow link that is cut in the middle of a run.
 
     host a: controller, trainer, teacher, S3 server (moto)     20 ms, 100 Mbit/s     host b: student replica
 
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from thin_link import ThinLink, missing
-from words_run import ROOT, over, prepare
+from run_on_words import ROOT, over, prepare
+from slow_link import SlowLink, missing
 
 REASON = missing()
 pytestmark = [
@@ -91,7 +91,7 @@ def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(
     def reached(step: int) -> bool:
         return steps.is_file() and len(steps.read_text().splitlines()) >= step
 
-    with ThinLink() as link:
+    with SlowLink() as link:
         a, b = link.hosts
         config = str(prepare(tmp_path, "two-hosts", STEPS, more=STORE.format(a=a.address)))
         there = over(f"student.host={b.address}", "student.port=8100", f"run.folder={tmp_path}/elsewhere")

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from in_memory import (
@@ -26,7 +27,6 @@ from in_memory import (
     MemoryTeacher,
     MemoryTrainer,
 )
-from spoiled import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 
 from distill.config import RunConfig
 from distill.controller import Controller

@@ -43,6 +43,30 @@ def test_long_rollouts_do_not_starve() -> None:
     assert buffer.pick(1, 2, step_of).chosen == ["r0", "r1"]
 
 
+def test_arrival_counts_groups_by_their_last_member_and_orders_any_number_of_them() -> None:
+    names = ["0:9:0", "0:5:0", "0:7:0", "0:7:1", "0:9:1", "0:5:1"]
+    buffer = Buffer(Bound(4, 4), "arrival", group=2)
+    filled(buffer, *(entry(9 - n, 1, name=name) for n, name in enumerate(names)))
+    assert [buffer[name].arrival for name in names] == list(range(6))
+    assert buffer.ids() == names
+    assert buffer.pick(1, 6, step_of).chosen == ["0:7:1", "0:7:0", "0:9:1", "0:9:0", "0:5:1", "0:5:0"]
+
+
+def test_the_default_order_is_that_of_asking() -> None:
+    assert filled(Buffer(Bound(4, 4)), entry(2, 1), entry(0, 1)).pick(1, 2, step_of).chosen == ["r0", "r2"]
+
+
+def test_what_the_teacher_generated_has_no_age() -> None:
+    generated = Rollout("r0", 0, tokens=Array("i4", (3,), b""), spans=[], by_teacher=True)
+    assert generated.age(9, step_of) == 0
+    assert filled(Buffer(Bound(0, 0)), generated).pick(9, 1, step_of).chosen == ["r0"]
+
+
+def test_those_that_are_named_are_the_batch_however_few() -> None:
+    buffer = filled(Buffer(Bound(4, 4)), *(entry(n, 1) for n in range(4)))
+    assert buffer.pick(1, 4, step_of, among=["r3", "r1"]) == Pick(["r1", "r3"], [], [1.0, 1.0])
+
+
 def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
     """r0 was requeued, so r7 is the one that can wait least."""
     buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))

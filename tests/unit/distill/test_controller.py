@@ -44,6 +44,8 @@ from sync.wire import (
     unpack,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
     running = asyncio.create_task(controller.run())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from in_memory import MemoryPrompts, MemoryReplica
 from small_config import make_config
+from virtual_time import LONG
 
 from distill.buffer.staleness import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
@@ -36,6 +37,8 @@ from sync.wire import (
     Want,
     pack,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Bench:
@@ -86,7 +89,7 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     bench = Bench(tmp_path, MemoryReplica())
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
     assert bench.run_log.state.outstanding == len(bench.finished) == 16
     assert bench.finished[0].topk_ids is not None
     assert bench.finished[0].topk_ids.shape[1] == 2
@@ -97,9 +100,9 @@ async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> No
     async with bench.running():
         await bench.until(lambda: set(bench.timeline.waited_seconds()) == {"r0", "r1"})
         await bench.pool.remove("r0")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
         before = bench.timeline.waited_seconds()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
         after = bench.timeline.waited_seconds()
     assert after["r0"] == before["r0"]
     assert after["r1"]["trainer"] > before["r1"]["trainer"]
@@ -109,7 +112,7 @@ async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> N
     bench = Bench(tmp_path, MemoryReplica(), steps=1)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 8)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
     assert bench.run_log.state.counters.issued == 8
 
 
@@ -236,7 +239,7 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
     bench = Bench(tmp_path, spoiled("0:3:0", fail), group=2)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
     assert "0:3:1" not in {one.id for one in bench.finished}
     assert bench.run_log.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
     assert not bench.run_log.state.broken
@@ -325,5 +328,5 @@ async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
     bench.dispatcher.paused.add("disk")
     async with bench.running():
         await bench.until(lambda: bool(bench.pool.serving()))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LONG)
         assert bench.run_log.state.counters.issued == 0

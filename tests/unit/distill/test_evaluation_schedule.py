@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from in_memory import MemoryEvaluator, MemoryPrompts
+from virtual_time import LONG
 
 from distill.buffer.staleness import Bound, Rules
 from distill.config import EvaluationConfig
@@ -17,6 +18,8 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, Unreachable
 from sync.wire import EvalReport, Version
+
+pytestmark = pytest.mark.virtual_time
 
 
 def report(step: int, kl: float, rate: float | None = None) -> EvalReport:
@@ -146,7 +149,7 @@ async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
     evaluations.due(Version(0, 1))
     for _ in range(times):
         await asyncio.wait_for(requested.get(), 60)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(LONG)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     run_log.journal.close()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryTrainer
+from virtual_time import LONG
 
 from distill.config import GuardConfig
 from distill.events import Quarantined
@@ -22,6 +23,8 @@ from distill.run_log.segments import read_all
 from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
+
+pytestmark = pytest.mark.virtual_time
 
 GOOD = {
     "loss": 1.0,
@@ -181,7 +184,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     training = asyncio.create_task(trainer.run())
     async with asyncio.timeout(120):
         await until(lambda: made.dispatcher.paused)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(LONG)
         assert made.run_log.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")
         await training

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from distill.cli.guarded import guarded
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from rich.console import Console
 from starlette.applications import Starlette
@@ -20,12 +19,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from distill.cli.main import _show
+from distill.cli.options import guarded
 from distill.conclusion import end_problems
 from distill.evaluation.client import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Hooks
+from distill.launch.run import claim_of
 from distill.metrics.summary import complete
-from distill.preflight.machine import claim_of
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check
 from distill.run_log.journal import Location

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_disk import mounted
+from tmpfs import mounted
+from virtual_time import LONG
 
 from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
@@ -30,6 +31,8 @@ from distill.run_log.segments import (
 )
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
+
+pytestmark = pytest.mark.virtual_time
 
 
 def rollout(name: str, tokens: int = 3) -> Rollout:
@@ -182,7 +185,7 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
         journal.append(record)
     commit = asyncio.create_task(journal.commit())
     with caplog.at_level(logging.WARNING):
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert not commit.done()
         whole = [record for _, _, record in read_all(tmp_path)]
         assert whole == records(3)[: len(whole)]
@@ -207,7 +210,7 @@ async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path:
         fill(disk)
         journal.append(rollout("p1", 2000))
         commit = asyncio.create_task(journal.commit(durable=True))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(LONG)
         assert not commit.done()
         assert [record for _, _, record in read_all(disk)] == [*first, BatchFormed(Version(0, 0), ["p0"])]
         segments = segment_numbers(disk)
@@ -226,7 +229,7 @@ async def test_a_commit_cancelled_on_a_full_disk_is_made_up_for(tmp_path: Path) 
     list(journal.replay())
     journal.append(records(1)[0])
     commit = asyncio.create_task(journal.commit())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(LONG)
     commit.cancel()
     await asyncio.gather(commit, return_exceptions=True)
     disk.room = 1 << 20

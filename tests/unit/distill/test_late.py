@@ -18,6 +18,8 @@ GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 def test_by_default_the_limit_is_the_bound_and_nothing_is_grouped(config: Callable[..., RunConfig]) -> None:
     assert rules(config()) == Rules(8, Bound(2, 2), group=1, max_attempts=5)
     assert rules(config(buffer={"late": {"type": "wait", "seconds": 3}})).bound == Bound(2, 2)
+    assert rules(config(weights={"publish_every": 3})).bound == Bound(2, 2), "as far behind as may be"
+    assert rules(config(rollout={"max_attempts": 2})).max_attempts == 2
 
 
 def test_freshness_moves_the_bound_to_the_hard_limit(config: Callable[..., RunConfig]) -> None:
@@ -28,6 +30,7 @@ def test_freshness_moves_the_bound_to_the_hard_limit(config: Callable[..., RunCo
 def test_a_group_baseline_asks_for_whole_groups(config: Callable[..., RunConfig]) -> None:
     grouped = config(objective=GROUPED, rollout={"per_prompt": 4, "batch": 8})
     assert rules(grouped).group == 4
+    assert rules(config(objective=GROUPED, rollout={"per_prompt": 2, "batch": 8})).group == 2
     plain = config(objective={"type": "sampled", "task": {}}, rollout={"per_prompt": 4, "batch": 8})
     assert rules(plain).group == 1
 
@@ -44,7 +47,10 @@ def test_a_group_baseline_asks_for_whole_groups(config: Callable[..., RunConfig]
             {"objective": GROUPED, "rollout": {"per_prompt": 3}},
             "per_prompt 3 and rollout.batch 8: .*batch to a multiple of it",
         ),
-        ({"weights": {"publish_every": 4}}, "publish_every is 4 and buffer.max_staleness 2: .*at least 3"),
+        (
+            {"weights": {"publish_every": 4}},
+            "publish_every is 4 and buffer.max_staleness 2: .*fall 3 steps.*at least 3",
+        ),
     ],
 )
 def test_what_could_not_go_on_is_refused_with_value_rule_and_remedy(

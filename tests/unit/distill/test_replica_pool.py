@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 import pytest
 from in_memory import MemoryReplica, weights_of
+from virtual_time import LONG
 
 from distill.buffer.staleness import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
@@ -22,6 +23,8 @@ from distill.run_log.state import RunState
 from sync.errors import RemoteError, Unreachable
 from sync.settings import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
+
+pytestmark = pytest.mark.virtual_time
 
 
 class World:
@@ -94,7 +97,7 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
         await world.until(lambda: world.serving() == ["a"])
         late = MemoryReplica(up=False)
         world.pool.add("late", late)
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert world.pool.replicas["late"].phase is Phase.ABSENT
         late.up = True
         await world.until(lambda: "late" in world.serving())
@@ -135,7 +138,7 @@ async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
     async with world.running():
         await world.until(lambda: engine.version == Version(0, 5))
         world.publish(Version(1, 3))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert engine.version == Version(0, 5)
         world.publish(Version(1, 5))
         await world.until(lambda: engine.version == Version(1, 5))
@@ -154,7 +157,7 @@ async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> 
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 2))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
         assert engine.version == Version(0, 1)
         world.publish(Version(0, 3))
@@ -536,6 +539,6 @@ async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: boo
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.pool.replicas["a"].in_flight = 0 if idle else 4
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
         assert world.stuck == []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from in_memory import MemoryPrompts, MemoryTeacher
 from small_config import make_config
+from virtual_time import LONG
 
 from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored
 from distill.interfaces import Components
@@ -34,6 +35,8 @@ from sync.wire import (
     pack,
     unpack,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 def completed(number: int, source: str = "default", topk: int = 0, length: int = 2) -> Rollout:
@@ -164,7 +167,7 @@ async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
     bench = Bench({"t": teacher})
     async with bench.running():
         bench.scoring.put(completed(0))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(LONG)
         assert bench.rollouts == []
         teacher.up = True
         await bench.until(lambda: len(bench.rollouts) == 1)

@@ -12,7 +12,7 @@ from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout, Snapshot
 
-SIZE = Size(rollouts=12_800, batch=64, tokens=8, width=0, checkpoint_every=10)
+SIZE = Size(rollouts=6_400, batch=64, tokens=8, width=0, checkpoint_every=10)
 INTERVAL = SIZE.batch * SIZE.checkpoint_every
 """Rollouts between two checkpoints."""
 

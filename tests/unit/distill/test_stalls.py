@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
+from virtual_time import advance
 
 from distill.aio import look_seconds, until_stalled
 from distill.events import Events, Hung
 from distill.trainer_api.guard import Heartbeats
 from sync.wire import Heartbeat, Version
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def returns(answers: list[bool], seconds: float) -> bool:
@@ -59,7 +61,7 @@ async def test_a_watcher_that_stood_still_has_missed_one_look() -> None:
 
     wait = asyncio.create_task(until_stalled(sign, 0.2))
     await asyncio.sleep(0)
-    time.sleep(0.5)  # noqa: ASYNC251 (the whole process, as after SIGSTOP)
+    advance(0.5)  # the whole process, as after SIGSTOP
     await wait
     assert len(looks) == 4
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from power_cut import power_cut
-from small_disk import mounted
+from tmpfs import mounted
 
 from distill.bench.faults import fill, free
 from student_trainer import checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from small_disk import mounted
+from tmpfs import mounted
 
 from distill.bench.faults import fill, free
 from sync import durable as room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from replica_server import save_model
+from vllm_replica import save_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

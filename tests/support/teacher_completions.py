@@ -1,4 +1,4 @@
-"""Completions that a teacher wrote, compared with what it then says of them."""
+"""Completions that a teacher generates, compared with its own scores of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from teacher_service.client import TeacherClient
 END, STOP, PROMPTS, MAX_TOKENS = 0, 3, 6, 8
 
 
-async def check_written_are_marked_alike(client: TeacherClient, vocab: int) -> None:
+async def check_completions_score_alike(client: TeacherClient, vocab: int) -> None:
     """Log-probabilities are those of scoring, the seed alone decides, an end is the last id and no other."""
     rng = np.random.default_rng(5)
     prompts = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from ports import free_port
 
 from distill.config import StudentConfig
 from distill.launch.student import command
@@ -24,6 +26,7 @@ from sync.wire import (
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
+    ReplicaState,
     Sampling,
     UpdateReply,
     UpdateRequest,
@@ -35,11 +38,11 @@ AMX = str(Path(__file__).parent / "amx")
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
 
 
-def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0) -> None:
+def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: int = 0, **more: Any) -> None:
     """About 0.1 M parameters in bf16, and a tokenizer of the words w0, w1, …
 
     Without `end` it has no end token, so that lengths are known; with it, w1 is. `padding`: rows of the model
-    beyond the tokenizer's words.
+    beyond the tokenizer's words. `more`: further fields of its configuration.
     """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -56,6 +59,7 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
         initializer_range=0.1,
         tie_word_embeddings=kind != "Llama",
         **shape,
+        **more,
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -72,9 +76,7 @@ class Server:
     """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
 
     def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
         config = StudentConfig(path=str(model), engine_args=engine_args)
         replica = ReplicaConfig(
@@ -112,7 +114,7 @@ class Server:
         )
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         finally:
             _, alive = psutil.wait_procs(family, 10)
             for orphan in alive:
@@ -132,6 +134,21 @@ async def generate(peer: Peer, prompts: list[list[int]], **sampling: Any) -> lis
     answers = [answer async for answer in peer.stream("/distill/v1/generate", request, kind)]
     assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
     return sorted(answers, key=lambda answer: int(answer.id))
+
+
+async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
+    """Wait for a state."""
+    deadline = time.monotonic() + 60
+    while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
+        assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
+        await asyncio.sleep(0.01)
+
+
+async def more_tokens(peer: Peer, count: int = 4) -> None:
+    """Until the replica has generated so many more."""
+    before = (await peer.call("/distill/v1/state", None, ReplicaState)).tokens
+    assert before is not None
+    await until(peer, lambda state: (state.tokens or 0) >= before + count)
 
 
 async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:

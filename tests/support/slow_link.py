@@ -67,7 +67,7 @@ class Host:
         _ip("netns", "del", self.name)
 
 
-class ThinLink:
+class SlowLink:
     """`delay` in seconds and `rate` in bits a second, each way. Use it inside `with`."""
 
     def __init__(self, delay: float = 0.02, rate: float = 100e6) -> None:
@@ -78,7 +78,7 @@ class ThinLink:
         tag = os.getpid()
         self.hosts = [Host(f"od{tag}{letter}", f"10.77.0.{i}") for i, letter in enumerate("ab", 1)]
 
-    def __enter__(self) -> ThinLink:
+    def __enter__(self) -> SlowLink:
         a, b = self.hosts
         ways = [(a.device, b.device), (b.device, a.device)]
         self._threads = [threading.Thread(target=self._carry, args=way) for way in ways]
