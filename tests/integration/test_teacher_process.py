@@ -168,7 +168,9 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
         np.testing.assert_allclose(unpack(result.logprob), expected, atol=1e-5)
 
 
-async def test_it_writes_what_it_then_marks_alike_and_the_same_for_the_same_seed(teacher: Process) -> None:
+async def test_it_generates_what_it_then_scores_alike_and_the_same_for_the_same_seed(
+    teacher: Process,
+) -> None:
     await up(teacher)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
         await check_completions_score_alike(client, VOCAB)

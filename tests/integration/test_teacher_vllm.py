@@ -154,12 +154,12 @@ async def test_vllm_inside_the_process_equals_a_plain_forward_pass(
                 await client.score([gather])
 
 
-async def test_vllm_inside_the_process_writes_what_it_then_marks_alike(urls: tuple[str, str]) -> None:
+async def test_vllm_inside_the_process_generates_what_it_then_scores_alike(urls: tuple[str, str]) -> None:
     async with TeacherClient("v", [urls[1]]) as client:
         await check_completions_score_alike(client, VOCAB)
 
 
-def test_a_stock_server_by_url_writes_with_the_log_probabilities_that_it_marks(
+def test_a_stock_server_by_url_generates_with_the_log_probabilities_that_it_scores(
     urls: tuple[str, str],
 ) -> None:
     config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})

@@ -482,10 +482,10 @@ def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
     models: Path, tmp_path: Path, controller: Any
 ) -> None:
     folders = []
-    for ranks, road in ((1, "snapshot"), (2, "broadcast")):
+    for ranks, transport in ((1, "snapshot"), (2, "broadcast")):
         stub = controller(until(2, STOP))
         more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": {"ranks": ranks}}
-        more["weights"] = {"transport": road}
+        more["weights"] = {"transport": transport}
         fp32 = {"bf16.enabled": False}
         config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)
         with Running(config) as running:

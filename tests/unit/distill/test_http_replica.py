@@ -118,7 +118,7 @@ async def test_nobody_there_is_not_alive() -> None:
     await client.aclose()
 
 
-async def test_a_seat_in_a_broadcast_is_not_asked_for_twice() -> None:
+async def test_membership_of_a_broadcast_is_not_requested_twice() -> None:
     """A snapshot may be asked for until its time is over; here that would be an hour."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

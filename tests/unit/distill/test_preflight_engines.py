@@ -274,7 +274,7 @@ def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, mod
         preflight.check(config)
 
 
-def test_the_best_version_by_pass_rate_needs_a_judge(tmp_path: Path, models: Path) -> None:
+def test_the_best_version_by_pass_rate_needs_a_reward_function(tmp_path: Path, models: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "abc>"}\n' * 20)
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"

@@ -513,7 +513,7 @@ def each_teachers_reverse_kl_is_summed_alone(lib: Any) -> None:
         same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
 
 
-def a_score_gap_shows_dense_marks_of_another_position(lib: Any) -> None:
+def a_score_gap_shows_dense_scores_of_another_position(lib: Any) -> None:
     live = THETA.log_softmax(0).expand(V, V)
     sound = targets(lib, TEACHER, STALE, [0, 3, -1])
     for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
@@ -588,7 +588,7 @@ CHECKS = (
     rewards_are_centred_and_divided_by_their_own_tokens,
     rewards_of_the_teachers_completions_change_nothing,
     each_teachers_reverse_kl_is_summed_alone,
-    a_score_gap_shows_dense_marks_of_another_position,
+    a_score_gap_shows_dense_scores_of_another_position,
     diagnostics_are_their_definitions,
     figures_of_importance_and_divergence_are_of_the_students_tokens,
     a_chunked_head_is_a_whole_head,

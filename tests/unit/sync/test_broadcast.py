@@ -186,7 +186,7 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
         ("cpu", "cuda", r"broadcasts with gloo and this replica is on a cuda device.*weights\.transport"),
     ],
 )
-def test_a_replica_that_could_never_meet_the_trainer_says_so_and_takes_no_seat(trainer, replica, message):
+def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, message):
     """No GPU is needed: neither side gets as far as a group."""
     sender = BroadcastSender("127.0.0.1", 0, 3600.0, trainer)
     reception = Reception(BroadcastTicket(sender.address, "mixed", 1, 2), 3600.0, replica)

@@ -200,7 +200,7 @@ def test_a_version_that_the_disk_has_no_room_for_is_not_fetched(
     assert watched.fetched == []
 
 
-def test_a_missing_delta_of_one_road_is_got_round_by_another(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_missing_delta_of_one_source_is_got_from_another(store: MemoryStore, tmp_path: Path) -> None:
     """The spare slot needs a file that is gone; the live one does not."""
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         for step in (0, 1, 2):
