@@ -78,7 +78,7 @@ class MemoryTeacher(plain.MemoryTeacher):
     refuses: Callable[[str], bool] = lambda _: False
     rejects: Callable[[str], bool] = lambda _: False
     """Ids whose whole request is refused."""
-    wrote: list[str] = field(default_factory=list)
+    completed: list[str] = field(default_factory=list)
     """Ids that it completed."""
 
     async def score(
@@ -96,7 +96,7 @@ class MemoryTeacher(plain.MemoryTeacher):
             return ScoreRefused(sequence.id, "too long for this teacher")
         return super()._scores(sequence, want)
 
-    async def write(
+    async def generate(
         self,
         prompts: list[TeacherPrompt],
         max_tokens: int,
@@ -115,7 +115,7 @@ class MemoryTeacher(plain.MemoryTeacher):
             return ScoreRefused(prompt.id, "too long for this teacher")
         rng = np.random.default_rng(prompt.seed)
         count = int(rng.integers(1, max_tokens + 1))
-        self.wrote.append(prompt.id)
+        self.completed.append(prompt.id)
         tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
         return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 

@@ -139,7 +139,7 @@ def test_without_vllm_there_is_an_error_and_no_figure(
     def missing(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(replica.student.metadata, "distribution", missing)
+    monkeypatch.setattr(metadata, "distribution", missing)
     monkeypatch.setattr(replica, "ALONE", {"toy": 1})
     with pytest.raises(ConfigError, match="vLLM is not installed here"):
         replica.run(False, tmp_path)

@@ -43,15 +43,6 @@ def test_long_rollouts_do_not_starve() -> None:
     assert buffer.pick(1, 2, step_of).chosen == ["r0", "r1"]
 
 
-def test_arrival_counts_groups_by_their_last_member_and_orders_any_number_of_them() -> None:
-    names = ["0:9:0", "0:5:0", "0:7:0", "0:7:1", "0:9:1", "0:5:1"]
-    buffer = Buffer(Bound(4, 4), "arrival", group=2)
-    filled(buffer, *(entry(9 - n, 1, name=name) for n, name in enumerate(names)))
-    assert [buffer[name].arrival for name in names] == list(range(6))
-    assert buffer.ids() == names
-    assert buffer.pick(1, 6, step_of).chosen == ["0:7:1", "0:7:0", "0:9:1", "0:9:0", "0:5:1", "0:5:0"]
-
-
 def test_the_default_order_is_that_of_asking() -> None:
     assert filled(Buffer(Bound(4, 4)), entry(2, 1), entry(0, 1)).pick(1, 2, step_of).chosen == ["r0", "r2"]
 

@@ -424,8 +424,8 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
     trainer = MemoryTrainer(run.session, ranks=2)
     summary = await complete(run, trainer)
 
-    assert replica.generated == len(teacher.wrote) == 24
-    written = set(teacher.wrote)
+    assert replica.generated == len(teacher.completed) == 24
+    written = set(teacher.completed)
     for (version, _), ids in zip(trainer.batches, trainer.ledger[0].values(), strict=True):
         assert version == 0
         assert len(written.intersection(ids)) == 4, "without drops every synchronous batch has its share"
@@ -449,7 +449,7 @@ async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
     run = controller(teachers={"t": teacher})
     trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
-    assert teacher.wrote == []
+    assert teacher.completed == []
     assert summary["tokens"]["generated_by_teacher"] == 0
     shares = [share for batch in trainer.batches.values() for share in batch]
     assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)

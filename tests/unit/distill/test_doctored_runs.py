@@ -277,17 +277,17 @@ class Lie(NamedTuple):
     violation: str
 
 
-ANSWERED = "every prompt is answered or reported"
+ANSWERED = "every prompt is accounted for"
 KEPT = "no scored rollout is lost"
-ONCE = "none is trained twice on one lineage's way"
-FRESH = "none is older than the bound when trained"
-OWN_RUN = "no token is of another run"
-CONCLUDED = "the end is shown"
-WEIGHED = "every weight below 1 is on record"
-WHOLE = "what is on disk is whole, or is refused"
-SHOWN = "every step that the run reached is in the ledger of every rank"
-AS_COMPOSED = "every step was trained on its batch, all of it and nothing else"
-RESUMABLE = "what `latest` names is there"
+ONCE = "none is trained twice within one lineage's ancestry"
+FRESH = "none is trained beyond the staleness bound"
+OWN_RUN = "no token comes from another run"
+CONCLUDED = "the final weights are proven"
+WEIGHED = "every loss weight below 1 is recorded"
+WHOLE = "files are intact or refused"
+SHOWN = "every step is in every rank's ledger"
+AS_COMPOSED = "every step trained its batch, completely and exclusively"
+RESUMABLE = "`latest` names an existing checkpoint"
 
 LIES = [
     Lie(WHOLE, "the journal is gone", lambda run: shutil.rmtree(run / "journal"), "journal_damaged"),

@@ -1,7 +1,7 @@
 """The codec's known answers, compiled and interpreted.
 
-A check takes the library that it tests. Interpreted loops (`njit` does nothing) raise IndexError for an index out
-of bounds instead of reading what lies there; that both pass proves that both write the same bytes.
+A check takes the library that it tests. Interpreted loops (`njit` does nothing) raise IndexError for an index
+out of bounds instead of reading what lies there; that both pass proves that both write the same bytes.
 """
 
 from __future__ import annotations
