@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
-STEPS = 40
+STEPS = 80
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""
