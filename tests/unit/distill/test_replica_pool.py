@@ -529,12 +529,23 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_hung() -> Non
         assert world.stuck == []
 
 
+class Uncounted(Hanging):
+    """Its engine keeps no count of tokens."""
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        return ReplicaState(version=self.version, requests=1)
+
+
+async def test_a_replica_without_a_count_that_hangs_in_an_update_is_lost() -> None:
+    world = World(0.2, a=Uncounted())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.stuck == ["a"])
+
+
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: bool) -> None:
-    class Uncounted(MemoryReplica):
-        async def state(self, digests: bool = False) -> ReplicaState:
-            return ReplicaState(version=self.version, requests=1)
-
     world = World(0.1, a=MemoryReplica() if idle else Uncounted())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])

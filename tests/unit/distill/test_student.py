@@ -149,6 +149,11 @@ def test_a_rank_beyond_the_engines_is_refused_and_the_flags_are_not_the_users(cp
         command(StudentConfig(path="m", engine_args={"max-lora-rank": 64}), narrow, 0, "127.0.0.1", 8000)
 
 
+def test_the_count_that_the_stall_watchdog_reads_cannot_be_turned_off():
+    with pytest.raises(ConfigError, match=r"disable-log-stats.*stall_timeout_seconds.*leave it out"):
+        built(engine_args={"disable_log_stats": True})
+
+
 @pytest.mark.parametrize("key", ["enable-return-routed-experts", "enable_return_routed_experts"])
 def test_routes_of_experts_are_refused_where_no_model_runner_returns_them(cpu, key):
     if cpu:
