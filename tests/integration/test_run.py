@@ -61,7 +61,7 @@ import sys
 calls = []
 def reward_fn(prompt, completion):
     calls.append(prompt)
-    if "evaluate" in sys.argv[0] and len(calls) > 5:
+    if "evaluation" in sys.argv[0] and len(calls) > 5:
         raise RuntimeError("the reward_fn has given up")
     return True
 """
