@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distill.evaluation.schedule import Evaluator
 from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import RewardFn
@@ -32,6 +31,15 @@ from teacher_service.client import Counters
 
 Transform = Callable[[Prompt], Sequence[int]]
 """What a teacher sees instead of the prompt."""
+
+
+class Evaluator(Protocol):
+    """Evaluates a published version; step 0 of a lineage is the model folder.
+
+    May raise Unreachable (retried) and RemoteError (skipped).
+    """
+
+    async def evaluate(self, version: Version) -> EvalReport: ...
 
 
 class Teacher(Protocol):

@@ -12,56 +12,15 @@ is in the journal's records, so a controller that starts again continues where t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from distill.buffer.buffer import Buffer
 from distill.run_log.records import LineageOpened
+from distill.run_log.state import Batch, RunState
 from sync.wire import Version
-
-if TYPE_CHECKING:
-    from distill.run_log.state import Batch, RunState
-
-
-@dataclass
-class Bisection:
-    """What trainers died on. RunState changes it, as the records say."""
-
-    furthest: int = 0
-    """Highest step that any lineage could have reached."""
-    handed_out: int = -1
-    """Newest step whose batch the current trainer has."""
-    died_on: Version | None = None
-    """The batch that the last trainer died on."""
-    parts: list[list[str]] = field(default_factory=list)
-    """Buffered rollouts that each go into a batch of their own, before all others."""
-
-    def trainer_gone(self, held: Version | None) -> None:
-        """A trainer was followed by another one; `held`: the batch that it did not finish, if any."""
-        self.died_on, self.handed_out = held or self.died_on, -1
-
-    def take(self, ids: Collection[str]) -> bool:
-        """These rollouts are a batch now; whether it is a part."""
-        left = [part for part in self.parts if set(part).isdisjoint(ids)]
-        found, self.parts = len(left) < len(self.parts), left
-        return found
-
-    def next_part(self, buffered: Buffer) -> list[str]:
-        """What is left of the next part; empty: there is none."""
-        parts = ([one for one in part if one in buffered] for part in self.parts)
-        return next((part for part in parts if part), [])
-
-
-def held_by_last(state: RunState) -> Batch | None:
-    """The batch that the last trainer had and did not finish; None: it had none, or was sent away."""
-    if state.reached is None or state.rolled_back or state.bisection.handed_out < state.reached.step:
-        return None
-    return state.batch_of(state.reached.step)
 
 
 def suspect(state: RunState) -> Batch | None:
     """What the last trainer died on, where it was not the first to, or where that is a part already."""
-    batch = held_by_last(state)
+    batch = state.held_by_last_trainer
     again = batch is not None and (batch.is_part or batch.version == state.bisection.died_on)
     return batch if again else None
 

@@ -54,7 +54,7 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._rollouts)
 
-    def __contains__(self, rollout: str) -> bool:
+    def __contains__(self, rollout: object) -> bool:
         return rollout in self._rollouts
 
     def __getitem__(self, rollout: str) -> Rollout:

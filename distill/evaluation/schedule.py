@@ -10,11 +10,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from distill.aio import Signal
 from distill.config import EvaluationConfig
 from distill.events import ErrorBudget
+from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
@@ -24,15 +25,6 @@ from sync.wire import EvalReport, Version, checks
 
 logger = logging.getLogger(__name__)
 Metric = Literal["reverse_kl", "pass_rate"]
-
-
-class Evaluator(Protocol):
-    """Evaluates a published version; step 0 of a lineage is the model folder.
-
-    May raise Unreachable (retried) and RemoteError (skipped).
-    """
-
-    async def evaluate(self, version: Version) -> EvalReport: ...
 
 
 def score(report: EvalReport, metric: Metric) -> float:

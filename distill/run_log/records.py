@@ -5,7 +5,8 @@ The state of a run is these records applied in order (see `state`), live as well
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -294,6 +295,35 @@ class Held(NamedTuple):
     """The one that it heads."""
     needed: frozenset[int]
     """Those that hold its prompts and rollouts."""
+
+
+@dataclass
+class Bisection:
+    """What trainers died on. `batching.bisection` decides; RunState applies it, as the records say."""
+
+    furthest: int = 0
+    """Highest step that any lineage could have reached."""
+    handed_out: int = -1
+    """Newest step whose batch the current trainer has."""
+    died_on: Version | None = None
+    """The batch that the last trainer died on."""
+    parts: list[list[str]] = field(default_factory=list)
+    """Buffered rollouts that each go into a batch of their own, before all others."""
+
+    def trainer_gone(self, held: Version | None) -> None:
+        """A trainer was followed by another one; `held`: the batch that it did not finish, if any."""
+        self.died_on, self.handed_out = held or self.died_on, -1
+
+    def take(self, ids: Collection[str]) -> bool:
+        """These rollouts are a batch now; whether it is a part."""
+        left = [part for part in self.parts if set(part).isdisjoint(ids)]
+        found, self.parts = len(left) < len(self.parts), left
+        return found
+
+    def next_part(self, buffered: Container[object]) -> list[str]:
+        """What is left of the next part; empty: there is none."""
+        parts = ([one for one in part if one in buffered] for part in self.parts)
+        return next((part for part in parts if part), [])
 
 
 class Snapshot(Record, frozen=True):

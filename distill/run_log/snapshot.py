@@ -18,11 +18,11 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from distill.batching.bisection import Bisection
 from distill.buffer.staleness import Lineage, Rules
 from distill.prompts.stream import Cursor, Prompt
 from distill.run_log.records import (
     AnyRecord,
+    Bisection,
     Held,
     Issued,
     Location,

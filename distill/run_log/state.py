@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from distill.batching.bisection import Bisection, held_by_last
 from distill.buffer.buffer import Buffer
 from distill.buffer.staleness import Lineage, Lineages, Rules, capacity
 from distill.prompts.stream import Cursor, group_of
@@ -20,6 +19,7 @@ from distill.run_log.records import (
     SPENDS_ATTEMPT,
     AnyRecord,
     BatchFormed,
+    Bisection,
     Checkpointed,
     Concluded,
     Dropped,
@@ -199,6 +199,13 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
+    @property
+    def held_by_last_trainer(self) -> Batch | None:
+        """The batch that the last trainer had and did not finish; None: it had none, or was sent away."""
+        if self.reached is None or self.rolled_back or self.bisection.handed_out < self.reached.step:
+            return None
+        return self.batch_of(self.reached.step)
+
     def available(self, version: Version) -> bool:
         """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
@@ -301,7 +308,7 @@ class RunState:
             self.bisection.handed_out = record.version.step
 
     def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
-        held = held_by_last(self)
+        held = self.held_by_last_trainer
         self.bisection.trainer_gone(None if held is None else held.version)
         self.bisection.parts = record.parts
         self.bisection.furthest = max(self.bisection.furthest, record.start)

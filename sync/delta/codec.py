@@ -52,7 +52,7 @@ class Mode(IntEnum):
 
 
 class Scanner(Protocol):
-    """Compares old with new where they lie: `kernels` in host memory, `diff_torch` on a device.
+    """Compares old with new where they lie: `diff` in host memory, `diff_torch` on a device.
 
     What it returns is in host memory, and the same bytes from either.
     """
@@ -101,9 +101,9 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
 def scanner(bits: Bits) -> Scanner:
     """What compares arrays like `bits` where they lie."""
     if isinstance(bits, np.ndarray):
-        from sync.delta import kernels
+        from sync.delta import diff
 
-        return kernels
+        return diff
     from sync.delta import diff_torch
 
     return diff_torch

@@ -24,12 +24,12 @@ import zstandard
 from blake3 import blake3
 
 import sync.delta
-from sync.delta import codec, entropy, file, kernels
+from sync.delta import codec, diff, entropy, file, kernels
 from sync.errors import SnapshotError
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-MODULES = ("kernels", "entropy", "codec", "file")
+MODULES = ("kernels", "entropy", "diff", "codec", "file")
 WRONG = (IndexError, KeyError, ValueError, OverflowError, SnapshotError, TypeError, ZeroDivisionError)
 NONE = np.empty(0, "u2")
 
@@ -612,4 +612,4 @@ def test_the_interpreted_sources_hold(check: Any) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_compiled_sources_hold(check: Any) -> None:
-    check(library([kernels, entropy, codec, file]))
+    check(library([kernels, entropy, diff, codec, file]))
