@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """One run, or one stretch of it: with a journal that is not empty it continues where that ends.
+    """Controls one run. If the journal is not empty, the run continues from its last record.
 
     Construct (reads the journal, binds the port), then `await run()` once. `url` is where the trainer finds
     it. `request_stop` and `trainer_left` may be called at any time.
@@ -131,7 +131,7 @@ class Controller:
         on(NoServerLeft, lambda event: self._fail(event.problem))
 
     def _tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """Every stage at work until it is cancelled. StepBatcher hands its batches to TrainerSession."""
+        """The long-running coroutines of all stages; `run` cancels them at the end."""
         return [
             self.pool.run(),
             self.dispatcher.run(),
@@ -289,7 +289,7 @@ class Controller:
     # --- figures ------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Where the run stands, by name."""
+        """Current gauges of the run, by metric name."""
         return gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
 
     def summary(self) -> dict[str, Any]:

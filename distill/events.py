@@ -1,7 +1,8 @@
-"""What the stages of a run tell one another: each event says who emits it. controller.py says who handles it.
+"""Events between the stages of a run. Each docstring starts with the emitters; controller.py subscribes the
+handlers.
 
-Where a wire message or a record says it already, that is the event: TrainerWelcome, StepReport, Published,
-Heartbeat and Checkpointed of the TrainerSession, VersionApplied of the ReplicaPool.
+Some wire messages and records are emitted as they are: TrainerWelcome, StepReport, Published, Heartbeat and
+Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.
 """
 
 from __future__ import annotations
@@ -118,17 +119,17 @@ class ErrorBudget:
         self._excluded: set[str] = set()
 
     def good(self, server: str) -> None:
-        """Its answer could be used."""
+        """Reset the count of `server`, after a usable answer."""
         self._bad.pop(server, None)
 
     def bad(self, server: str, request: Hashable, problem: str, exclude: Callable[[], bool]) -> None:
-        """Its answer to `request` could not. `exclude` takes it out of use; whether another is left."""
+        """Count an unusable answer; at the limit call `exclude`, which returns whether another is left."""
         self._bad[server].add(request)
         if len(self._bad[server]) < self._limit or server in self._excluded:
             return
         self._excluded.add(server)
         told = f"{server} gave {self._limit} unusable answers one after the other, the last one: {problem}"
-        logger.error("%s; it is out of use until the run ends", told)
+        logger.error("%s; it is excluded until the run ends", told)
         if not exclude():
             self._events.emit(NoServerLeft(f"{told}; none of its kind is left in use"))
 

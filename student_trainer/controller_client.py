@@ -31,7 +31,7 @@ from sync.wire import (
 )
 
 log = logging.getLogger(__name__)
-LAST_WORDS_SECONDS: Final = 5.0
+FINAL_REPORT_SECONDS: Final = 5.0
 """Longest wait for the controller after a stop signal: it may have been stopped too."""
 _MEMBERS_SECONDS: Final = 1.0
 _AUDIENCE_SECONDS: Final = 3600.0
@@ -122,10 +122,10 @@ class ControllerClient:
         """Announce a broadcast and learn who will receive it. Raises Unreachable."""
         answer = self._announcing.submit(self._peer.call, "/v1/event", published, Audience, _AUDIENCE_SECONDS)
         while not wait([answer], _GLANCE_SECONDS).done:
-            if self.stopping.is_set() and not wait([answer], LAST_WORDS_SECONDS).done:
+            if self.stopping.is_set() and not wait([answer], FINAL_REPORT_SECONDS).done:
                 raise Unreachable(
-                    f"{self._peer.url} did not name within {LAST_WORDS_SECONDS:.0f} s of the stop signal the "
-                    f"receivers of {published.version}: is the controller running?"
+                    f"{self._peer.url} did not name within {FINAL_REPORT_SECONDS:.0f} s of the stop signal "
+                    f"the receivers of {published.version}: is the controller running?"
                 )
         try:
             return answer.result()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from student_trainer.config import TrainerConfig
-from student_trainer.controller_client import LAST_WORDS_SECONDS, ControllerClient
+from student_trainer.controller_client import FINAL_REPORT_SECONDS, ControllerClient
 from student_trainer.engine import Learner, after
 from student_trainer.ledger import Ledger
 from student_trainer.ranks import Ranks, all_done
@@ -129,7 +129,7 @@ def record(trainer: Trainer, batch: TrainBatch) -> None:
 
 
 def publish(trainer: Trainer) -> None:
-    """Send the weights on their way once the version before has arrived or failed. Collective."""
+    """Start publishing the current weights, once the last publication has finished or failed. Collective."""
     anchor = settle(trainer)
     trainer.publishing.publish(trainer.version, anchor)
 
@@ -137,7 +137,7 @@ def publish(trainer: Trainer) -> None:
 def settle(trainer: Trainer) -> bool:
     """Wait until nothing is on its way; whether the next version should be an anchor. Collective.
 
-    Ranks that wait for one whose disk is full stay in touch: no collective runs into its time-out.
+    Ranks vote every SETTLE_SECONDS while one waits for disk space, so that no collective times out.
     """
     publishing = trainer.publishing
     while True:
@@ -173,8 +173,9 @@ def checkpoint(trainer: Trainer) -> None:
 def finish(trainer: Trainer, outcome: Outcome) -> None:
     """Publish what is not yet out, report its digests, and leave a model folder. Collective.
 
-    When the last version could not be published, no digests are reported, and StoreError is raised behind
-    all that unless the run was interrupted: another start publishes it from its checkpoint, newly named.
+    When the last version could not be published, no digests are reported and, unless the run was
+    interrupted, StoreError is raised at the end. The next start publishes the weights of the checkpoint
+    under a new version.
     """
     learner, first = trainer.learner, trainer.ranks.rank == 0
     if trainer.publishing.newest != trainer.version:
@@ -187,11 +188,11 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
         trainer.client.report(FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         learner.export(trainer.config.run_dir / "final")
-    trainer.client.close(LAST_WORDS_SECONDS if outcome is Outcome.INTERRUPTED else None)
+    trainer.client.close(FINAL_REPORT_SECONDS if outcome is Outcome.INTERRUPTED else None)
     if not is_out:
         problem = (
             f"the last version {trainer.version} was not published, so no replica can be compared with it: "
-            "mend what its publication met and start the trainer again"
+            "fix the publication error logged above and restart the trainer"
         )
         if outcome is not Outcome.INTERRUPTED:
             raise StoreError(problem)

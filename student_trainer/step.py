@@ -22,7 +22,7 @@ from sync.wire import Rows, TrainBatch, unpack
 
 
 def loss_of(objective: ObjectiveConfig, teachers: Sequence[str], heads: tuple[HeadWeights, ...] = ()) -> Loss:
-    """What a run minimises; `heads`: of the teachers, where the objective reads whole distributions."""
+    """The loss of a run; `heads`: the teachers' output heads, for full-vocabulary objectives."""
     return Loss(
         objective=build(objective),
         discount=discount(objective),
@@ -37,7 +37,8 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
     """Train on this rank's share of `batch`; metrics of the whole step, the same on every rank. Collective.
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
-    averages gradients over the ranks, hence the factor. A rank without rows runs a forward pass of no weight.
+    averages gradients over the ranks, hence the factor. A rank without rows runs a zero-weight forward
+    pass, so that collectives stay aligned.
     DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
     if batch.denominator < 1 or not batch.micro_batches:

@@ -1,7 +1,7 @@
-"""Publish versions of a sharded model: each rank writes its own file, rank 0 the manifest.
+"""Publish versions of a sharded model. Delta: each rank writes a file of its own. Anchor: rank 0 uploads it.
 
-A rank compares its flat shard with its copy of the last published one: nothing is gathered. The ranks do not
-talk to one another; each leaves a receipt in the store, and rank 0 waits for all of them.
+A rank compares its flat shard with its copy of the last published one: nothing is gathered. Ranks above 0
+leave a receipt in the store; rank 0 waits for them before it writes the manifest.
 
     every rank   delta-0000R.bin, then (R > 0) part-0000R.json
     rank 0       waits for the receipts → manifest.json (created once) → LATEST
@@ -57,8 +57,8 @@ class Publisher:
     """One rank's half of the protocol; every rank makes the same calls in the same order.
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
-    thread and are done one after the other; arrays must not change while a call runs. The publisher keeps
-    a copy of the shard (`Held`) and codes `threads` tensors at once. After an error `anchor_due` is true:
+    thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
+    copy of the shard (`BaseShard`) and codes `threads` tensors at once. After an error `anchor_due` is true:
     publish an anchor next, under a new version.
     """
 
@@ -77,7 +77,7 @@ class Publisher:
         threads: int = 1,
         run_id: str | None = None,
     ) -> None:
-        """`run_id`: what a reader of the same run expects in every manifest; None: it is no run's."""
+        """`run_id`: what readers of the run expect in every manifest; None: published outside a run."""
         self._store, self._run, self._fingerprint, self._run_id = store, run, fingerprint, run_id
         self._slices = [part for part in slices if part.count]
         self._rank, self._world_size = rank, world_size
@@ -113,7 +113,7 @@ class Publisher:
         """
         start = time.monotonic()
         with self._lock:
-            self._base = self._held = None  # the old copy goes before a new one is made
+            self._base = self._held = None  # free the old copy before allocating the new one
             self._check(shards)
             total, held = self._shard_bytes, BaseShard(self._slices, shards)
             if self._rank == 0:
@@ -292,10 +292,10 @@ def _receipt(rank: int) -> str:
 
 
 class BaseShard:
-    """A copy where the shard lies; of a shard on a device also one in host memory.
+    """A copy of the last published shard on its device and, for shards on a GPU, another in host memory.
 
-    A device compares its own two copies, and the host brings its copy forward by the blobs that come of it:
-    digests are so of the very bits that a reader will hold, and no shard leaves the device after an anchor.
+    A device compares its own two copies, and the host copy is updated by applying the resulting blobs:
+    digests cover exactly the bits that a reader reconstructs, and no shard leaves the device after an anchor.
     """
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences of all callers share forward passes, up to a token budget each.
+"""Dynamic batching: sequences of all callers share forward passes, up to a token budget each.
 
     submit ──▶ queue of items   ──▶ batch (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
            └─▶ queue of prompts ──▶ batch (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
@@ -43,7 +43,7 @@ STUCK_SECONDS: Final = 1800.0
 STOP_SECONDS: Final = 2.0
 """How long the call under way is waited for at the end."""
 SLICE_SECONDS: Final = 0.1
-"""Generation continues for so long before scores get their turn; at least one step."""
+"""Time slice of generation before queued scores may run; at least one step."""
 
 Outcome = EngineScores | EngineCompletion | str | Unreachable
 """Of one item or prompt; str: why it has none, Unreachable: the server that computes is gone."""
@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What it counts towards `batch_tokens` and `queue_tokens`; of a prompt, with all it may become."""
+        """What it counts towards `batch_tokens` and `queue_tokens`; for a prompt, including max_tokens."""
         if isinstance(self.item, Item):
             return len(self.item.token_ids_L)
         assert isinstance(self.options, GenerationParams), "prompts come with them"
@@ -295,7 +295,7 @@ class Batcher:
         return scores
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
-        """In slices of SLICE_SECONDS, for as long as somebody waits."""
+        """Generate in slices of SLICE_SECONDS; stop when no live request remains."""
         steps = self._engine.generate(*_items(batch))
         while any(one.request.live for one in batch):
             completions = await self.in_engine_thread(lambda: _slice(steps))
@@ -305,7 +305,7 @@ class Batcher:
                 raise DataError(f"the engine gave {len(completions)} completions for {len(batch)} prompts")
             self._metrics.generated.inc(sum(len(one.token_ids_T) for one in completions))
             return completions
-        return ["nobody waits for it any more"] * len(batch)
+        return ["cancelled: no caller is waiting"] * len(batch)
 
 
 def _items(batch: Sequence[_Queued]) -> tuple[list[Any], Any]:
@@ -320,7 +320,7 @@ def _failed(queued: _Queued, error: Exception) -> Outcome:
 
 
 def _slice(steps: Steps) -> list[EngineCompletion] | None:
-    """The completions, once there are; None: SLICE_SECONDS have passed."""
+    """The completions if generation finished in this slice, else None."""
     end = time.monotonic() + SLICE_SECONDS
     while (completions := next(steps)) is None and time.monotonic() < end:
         pass

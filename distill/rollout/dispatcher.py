@@ -25,8 +25,8 @@ from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Times rollout.completion_timeout_seconds within which a replica must have answered a request. It ends
-completions at that time itself, so one that has not is stuck."""
+"""A request times out after this multiple of rollout.completion_timeout_seconds. The replica ends completions
+at 1×, so one that exceeds the multiple is stuck."""
 PauseReason = Literal["disk", "guard", "end"]
 """A disk that is nearly full, bad steps, the end of the run."""
 
@@ -46,7 +46,7 @@ class Dispatcher:
     """Runs for the length of the run. Out: CompletionReady, TeacherTurn, RolloutRejected, Quarantined.
 
     Bounds: `RunState.room` new prompts, `rollout.max_in_flight` completions per replica, and what the run's
-    steps need in all. `soundness` says what is asked of the replicas, and checks what they answer.
+    steps need in all. `validator` holds the sampling parameters of requests and checks responses.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Dispatcher:
         run_log: RunLog,
         pool: ReplicaPool,
         config: RunConfig,
-        soundness: Validator,
+        validator: Validator,
         timeline: Timeline,
         events: Events,
     ) -> None:
-        self._run_log, self._pool, self._soundness = run_log, pool, soundness
+        self._run_log, self._pool, self._validator = run_log, pool, validator
         self._config, self._steps, self._guard = config.rollout, config.run.steps, config.guard
         self._timeline, self._events = timeline, events
         self._requeued: deque[Rollout] = deque()
@@ -126,7 +126,7 @@ class Dispatcher:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
         message = GenerateRequest(
-            sampling=self._soundness.sampling,
+            sampling=self._validator.sampling,
             prompts=[GeneratePrompt(one.id, one.source_prompt.token_ids) for one in request.missing.values()],
         )
         try:
@@ -173,14 +173,16 @@ class Dispatcher:
     def _answered(self, request: _Request, answer: Answer) -> None:
         replica, rollout = request.replica, request.missing.pop(answer.id, None)
         if rollout is None:
-            raise WireError(f"answered id {answer.id[:80]!r}, which must be one that it was asked, once")
+            raise WireError(
+                f"answered id {answer.id[:80]!r}, which was not requested or was already answered"
+            )
         replica.refusals = 0
         self._load(replica, -1)
         if isinstance(answer, GenerateFailed):
             self._pool.budget.good(replica.server)
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
-        elif problem := self._soundness.generated(answer):
+        elif problem := self._validator.generated(answer):
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))

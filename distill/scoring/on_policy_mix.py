@@ -1,4 +1,4 @@
-"""Completions of prompts that fall to a teacher instead of the student (objective.on_policy below 1).
+"""Completions that a teacher generates instead of the student (objective.on_policy below 1).
 
 `run_log.is_teacher_turn` says which prompts those are.
 """
@@ -30,8 +30,8 @@ class TeacherGeneration:
     what = "teacher_generate"
     waits_for = None
 
-    def __init__(self, parts: Components, config: RunConfig, soundness: Validator, events: Events) -> None:
-        self._parts, self._soundness, self._events = parts, soundness, events
+    def __init__(self, parts: Components, config: RunConfig, validator: Validator, events: Events) -> None:
+        self._parts, self._validator, self._events = parts, validator, events
         self._seed, self._rollout = config.run.seed, config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> TeacherPrompt:
@@ -47,7 +47,7 @@ class TeacherGeneration:
         )
 
     def problem(self, teacher: str, rollout: Rollout, answer: TeacherCompletion) -> str | None:
-        problem = self._soundness.generated_by_teacher(answer)
+        problem = self._validator.generated_by_teacher(answer)
         return None if problem is None else str(problem)
 
     def finish(self, teacher: str, rollout: Rollout, answer: TeacherCompletion) -> None:
@@ -63,5 +63,5 @@ class TeacherGeneration:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Seed of the completion of this number, 0 … 2^32 - 1: generated again it is the same."""
+    """Sampling seed in [0, 2^32) of completion `number`; a requeued one uses the same seed."""
     return int(np.random.SeedSequence([seed, number, _SAMPLES]).generate_state(1)[0])

@@ -15,26 +15,29 @@ from sync.wire import Array, Scored, ScoreRefused, ScoreSequence, checks, pack, 
 
 
 class Scoring:
-    """A job of `TeacherQueue`: completed rollouts in, RolloutScored out. A reward that fails rejects one."""
+    """A job of `TeacherQueue`: completed rollouts in, RolloutScored out.
+
+    A rollout is rejected if its reward function raises.
+    """
 
     what = "score"
     waits_for = REPLICAS
 
-    def __init__(self, parts: Components, soundness: Validator, budget: ErrorBudget, events: Events) -> None:
-        self._parts, self._soundness, self._budget, self._events = parts, soundness, budget, events
+    def __init__(self, parts: Components, validator: Validator, budget: ErrorBudget, events: Events) -> None:
+        self._parts, self._validator, self._budget, self._events = parts, validator, budget, events
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> ScoreSequence:
         return score_sequence(rollout.id, seen, rollout.tokens, rollout.topk_ids)
 
     async def send(self, teacher: str, messages: list[ScoreSequence]) -> list[Scored | ScoreRefused]:
-        want, engine = self._soundness.want, self._parts.teachers[teacher]
+        want, engine = self._validator.want, self._parts.teachers[teacher]
         if want.hidden and teacher not in self._hidden_sizes:
             self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
         return await engine.score(messages, want)
 
     def problem(self, teacher: str, rollout: Rollout, answer: Scored) -> str | None:
-        problem = self._soundness.scored(answer, rollout.length, self._hidden_sizes.get(teacher))
+        problem = self._validator.scored(answer, rollout.length, self._hidden_sizes.get(teacher))
         return None if problem is None else str(problem)
 
     def finish(self, teacher: str, rollout: Rollout, answer: Scored) -> None:
@@ -58,7 +61,7 @@ class Scoring:
 
 
 def score_sequence(id: str, prompt: Array, tokens: Array, gather_ids: Array | None) -> ScoreSequence:
-    """A completion behind its prompt, i4 [P] and i4 [T], to be scored."""
+    """Score request for prompt [P] followed by completion [T], both i4."""
     start = prompt.shape[0]
     together = Array("i4", (start + tokens.shape[0],), prompt.data + tokens.data)
     return ScoreSequence(id, together, start, gather_ids)

@@ -27,7 +27,7 @@ from teacher_service.isolate import isolate
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2
-"""Requests in flight to one teacher: while it answers one, the next is on its way."""
+"""Requests in flight to one teacher: the second hides the latency between two."""
 
 
 class _HasId(Protocol):
@@ -42,7 +42,7 @@ A = TypeVar("A", bound=_HasId)
 
 
 class Job(Protocol[M, A]):
-    """What a queue asks of the teachers."""
+    """One kind of teacher request: how to build, send, check and complete it."""
 
     @property
     def what(self) -> str:
@@ -67,12 +67,12 @@ class Job(Protocol[M, A]):
         ...
 
     def finish(self, teacher: str, rollout: Rollout, answer: A) -> None:
-        """Emit what came of it."""
+        """Emit the event for a usable answer."""
         ...
 
 
 class _Unusable(NamedTuple):
-    """No usable answer; the last one's problem."""
+    """Marks a request without a usable answer; holds the last problem."""
 
     problem: str
 
@@ -98,8 +98,8 @@ class TeacherQueue(Generic[M, A]):
     capacity rule bounds what can wait here.
 
     A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow for a
-    whole request answers a part of it. A request that is refused as a whole is halved to find the culprit,
-    which is rejected. An unusable answer is retried up to `rollout.max_attempts` times, then rejected.
+    whole request answers a part of it. A request that is refused as a whole is bisected to find the rollout
+    at fault, which is rejected. So is a rollout after `rollout.max_attempts` unusable answers.
     """
 
     linger = 0.005
@@ -119,7 +119,7 @@ class TeacherQueue(Generic[M, A]):
         self._timeline, self._budget, self._events = timeline, budget, events
         self._queues: dict[str, _Queue[M]] = {name: _Queue(name) for name in parts.teachers}
         self.open = 0
-        """Rollouts that wait or are with a teacher."""
+        """Rollouts queued or in flight."""
 
     def put(self, rollout: Rollout) -> None:
         """Queue a rollout for the teacher of its source."""
@@ -213,7 +213,9 @@ class TeacherQueue(Generic[M, A]):
                     raise
             else:
                 if problem := checks.echo([one.id for one in answers], [one.id for one in messages]):
-                    raise WireError(f"teacher {teacher} answered for others than asked: {problem}")
+                    raise WireError(
+                        f"teacher {teacher} returned ids that do not match the request: {problem}"
+                    )
                 return [*answers]
 
     def _settle(

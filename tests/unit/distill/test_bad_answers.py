@@ -182,7 +182,7 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     assert summary["completed"]
     assert summary["error"] is None
     assert run.pool.replicas["lying"].excluded
-    told = [record.message for record in caplog.records if "out of use" in record.message]
+    told = [record.message for record in caplog.records if "excluded until the run ends" in record.message]
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]
     assert "logprob is nan" in told[0]

@@ -62,8 +62,8 @@ class Bench:
         self.timeline = Timeline()
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
-        soundness = Validator(sampling, Want())
-        self.dispatcher = Dispatcher(self.run_log, self.pool, settings, soundness, self.timeline, events)
+        validator = Validator(sampling, Want())
+        self.dispatcher = Dispatcher(self.run_log, self.pool, settings, validator, self.timeline, events)
         events.on(CompletionReady, lambda event: self.finished.append(event.rollout))
         events.on(
             RolloutRejected,

@@ -62,13 +62,13 @@ class Bench:
         self.events = events = Events()
         events.on(RolloutScored, lambda event: self.rollouts.append(event.rollout))
         events.on(RolloutRejected, self._rejected)
-        soundness = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
+        validator = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
         budget = ErrorBudget(1000, events)
         prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
         given = {"route": lambda source: "t", **more}
         parts = Components({}, teachers, prompts=prompts, journal=None, want=want, **given)  # type: ignore[arg-type]
         config = make_config(buffer={"score_batch": batch})
-        scoring = Scoring(parts, soundness, budget, events)
+        scoring = Scoring(parts, validator, budget, events)
         self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)
         self.scoring.linger = linger
 

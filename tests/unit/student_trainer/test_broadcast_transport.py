@@ -108,7 +108,7 @@ def gone(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.3)
+    monkeypatch.setattr(module, "FINAL_REPORT_SECONDS", 0.3)
     monkeypatch.setattr(module, "_AUDIENCE_SECONDS", 8.0)
 
 
