@@ -99,13 +99,13 @@ def all_done(
         vote = ranks.highest(_DONE if problem is None else _GIVE_UP if give_up() else _FULL)
         if vote == _DONE:
             if waiting:
-                log.warning("there is room again for %s, training goes on", what)
+                log.warning("%s has space again, training continues", what)
             return True
         if vote == _GIVE_UP:
-            log.error("disk full: %s is left out, for the run was asked to stop", what)
+            log.error("disk full: %s is left out, as the run was asked to stop", what)
             return False
         if not waiting:
-            log.error("disk full: %s waits for room, training pauses (%s)", what, problem or "another rank")
+            log.error("disk full: %s waits for space, training pauses (%s)", what, problem or "another rank")
         waiting = True
         time.sleep(RETRY_SECONDS)
 

@@ -112,10 +112,10 @@ def until_disk_space(work: Callable[[], T], what: str, pause: float = RETRY_SECO
             if not is_full(error):
                 raise
             if not waiting:
-                _log.error("disk full: %s waits for room, the run pauses (%s)", what, error)
+                _log.error("disk full: %s waits for space, the run pauses (%s)", what, error)
             waiting = True
             time.sleep(pause)
         else:
             if waiting:
-                _log.warning("there is room again for %s, the run goes on", what)
+                _log.warning("%s has space again, the run continues", what)
             return result

@@ -61,6 +61,7 @@ def comes_to_rest(kill_target: KillTarget) -> None:
 def says(kill_target: KillTarget, log: str, words: str) -> None:
     path = kill_target.run_dir / "logs" / log
     kill_target.wait(lambda: words in path.read_text(), f"{words!r} in {log}")
+    assert words in path.read_text(), "the run is over"
 
 
 def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> None:
@@ -89,17 +90,17 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     with full(disks["journal"]):
         says(kill_target, "launcher.log", "disk full: the journal in")
         comes_to_rest(kill_target)
-    says(kill_target, "launcher.log", "has room again, the run goes on")
+    says(kill_target, "launcher.log", "has space again, the run continues")
 
     with full(disks["checkpoints"]):
         says(kill_target, "trainer.log", "disk full: checkpoint")
         found = checkpoint.find(disks["checkpoints"], None, ALONE)
         assert found is None or found.is_dir(), "what `latest` names is whole"
-    says(kill_target, "trainer.log", "there is room again for checkpoint")
+    says(kill_target, "trainer.log", "has space again, training continues")
 
     with full(disks["store"]):
-        says(kill_target, "trainer.log", "waits for room, the run pauses")
-    says(kill_target, "trainer.log", "the run goes on")
+        says(kill_target, "trainer.log", "waits for space, the run pauses")
+    says(kill_target, "trainer.log", "has space again, the run continues")
 
     with full(disks[""]):
         comes_to_rest(kill_target)

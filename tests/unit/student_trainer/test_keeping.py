@@ -331,7 +331,7 @@ def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
-    assert "disk full: checkpoint L000-v00000004 waits for room" in caplog.text
+    assert "disk full: checkpoint L000-v00000004 waits for space" in caplog.text
     assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
