@@ -65,7 +65,7 @@ def longest_sequence(config: RunConfig) -> int:
     """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
     limits = [student_limit(config)]
     for teacher in config.teachers.values():
-        if not teacher.urls and teacher.engine != "openai" and teacher.prompt_transform is None:
+        if not teacher.urls and teacher.prompt_transform is None:
             limits.append(teacher.max_length or context_length(teacher))
     return min(limits)
 

@@ -13,12 +13,11 @@ from sync.settings import ModelSource, Placement
 class TeacherConfig(ModelSource, Placement):
     """One teacher; several replicas when `replicas` > 1 or several urls are given."""
 
-    engine: Literal["transformers", "vllm", "sglang", "openai"] = "transformers"
-    """transformers: everything. vllm: for teachers that need its parallelism. sglang: a server's own route,
-    sampled token, top-k and given ids (not run against a real SGLang). openai: any server that echoes the
-    prompt with log-probabilities, sampled token only."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """transformers: everything. vllm: for teachers that need its parallelism; no entropy, hidden states or
+    temperature other than 1."""
     engine_url: Url | None = None
-    """A server that runs already, for "vllm", "sglang" and "openai"; None: in this process (vllm only)."""
+    """A vLLM server that runs already, for engine "vllm"; None: in this process."""
     replicas: int = Field(1, ge=1)
     """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

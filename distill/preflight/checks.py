@@ -24,8 +24,6 @@ from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
 
 logger = logging.getLogger(__name__)
-SCORES_ONLY: Final = ("openai", "sglang")
-"""Engines that cannot complete a prompt."""
 
 
 def check(config: RunConfig) -> PromptSplit:
@@ -123,12 +121,6 @@ def _teachers(config: RunConfig) -> Iterator[str]:
     temperature = teacher_temperature(config.objective, config.rollout.temperature)
     for name, teacher in config.teachers.items():
         check_following(config, name)
-        if teacher.engine in SCORES_ONLY and config.objective.on_policy < 1:
-            yield (
-                f"objective.on_policy is {config.objective.on_policy:g} and engine {teacher.engine!r} of "
-                f"teacher {name!r} cannot generate: set on_policy = 1, or engine = "
-                '"transformers" or "vllm"'
-            )
         if config.evaluation is not None and teacher.prompt_transform is not None:
             yield (
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "

@@ -8,8 +8,7 @@ P tokens of a prompt, K ids per position, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -147,12 +146,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds; called once, last."""
         ...
-
-
-def each_step(steps: Steps, held: Callable[[], AbstractContextManager[object]]) -> Steps:
-    """`steps`, each of them taken inside a context that `held` makes."""
-    completions = None
-    while completions is None:
-        with held():
-            completions = next(steps)
-        yield completions

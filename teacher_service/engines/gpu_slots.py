@@ -35,17 +35,8 @@ class GpuSlotsConfig(Settings):
     """Teachers that may be loaded at once."""
 
     def environment(self) -> dict[str, str]:
-        """The variable that `from_environment` reads."""
+        """The variable that `GpuSlot.from_environment` reads."""
         return {SLOTS_VARIABLE: self.model_dump_json()}
-
-    @classmethod
-    def from_environment(cls) -> GpuSlotsConfig | None:
-        """The slots of this process; None: no bound. Raises ConfigError when the variable is malformed."""
-        text = os.environ.get(SLOTS_VARIABLE)
-        try:
-            return cls.model_validate_json(text) if text else None
-        except ValidationError as error:
-            raise ConfigError(f"{SLOTS_VARIABLE} cannot be used: {error}") from None
 
 
 class GpuSlot:
@@ -57,10 +48,14 @@ class GpuSlot:
         self._held: tuple[Path, int] | None = None
         self._until = 0.0
 
-    @property
-    def taken(self) -> bool:
-        """Whether this process holds one."""
-        return self._held is not None
+    @classmethod
+    def from_environment(cls) -> GpuSlot | None:
+        """The slot to share; None: no bound. Raises ConfigError when SLOTS_VARIABLE is malformed."""
+        text = os.environ.get(SLOTS_VARIABLE)
+        try:
+            return cls(GpuSlotsConfig.model_validate_json(text)) if text else None
+        except ValidationError as error:
+            raise ConfigError(f"{SLOTS_VARIABLE} cannot be used: {error}") from None
 
     @property
     def wanted(self) -> bool:

@@ -1,8 +1,7 @@
 """A teacher in this process: any causal language model of transformers, on a CPU or one CUDA device.
 
 The base model gives last hidden states after the final norm; the head is applied here, in chunks, and only at
-scored positions. Attention is causal and padding is on the right, so no mask is needed; with a
-variable-length attention kernel sequences are packed and nothing is padded.
+scored positions. Attention is causal and padding is on the right, so no mask is needed.
 
 Letters in shapes: L tokens of a sequence, B rows and W columns of a forward pass, C scored positions of a
 batch, K ids per position, H hidden size, V vocabulary.
@@ -11,7 +10,6 @@ batch, K ids per position, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -34,9 +32,6 @@ from teacher_service.engines.base import (
 from teacher_service.engines.head import find_head, score_hidden
 from teacher_service.engines.sampling import generate
 
-log = logging.getLogger(__name__)
-PACKING_ATTENTION: Final = ("flash", "flex")
-"""Attention implementations whose cost does not grow with what other sequences share the row."""
 PASS_TOKENS: Final = {"cpu": 64, "cuda": 4096}
 """Tokens whose computation takes as long as the fixed part of one more forward pass, roughly."""
 PAD_ID: Final = 0
@@ -62,13 +57,6 @@ class TransformersEngine:
         self._decoder = model.get_decoder()
         self._head = find_head(model, vocab_size)
         self._batch_tokens, self._head_chunk = batch_tokens, head_chunk
-        self.packing = model.config._attn_implementation.startswith(PACKING_ATTENTION)
-        """Whether sequences are laid one after the other in one row instead of padded."""
-        if self.packing and not self.packs_exactly():
-            log.warning(
-                "%s lets packed sequences see each other: they are padded instead", type(model).__name__
-            )
-            self.packing = False
         self.engine_info = EngineInfo(
             model=name,
             revision=revision,
@@ -98,27 +86,11 @@ class TransformersEngine:
             scores["hidden_CH"] = hidden_CH
         return EngineScores(**{name: _to_numpy(value) for name, value in scores.items()})
 
-    def packs_exactly(self) -> bool:
-        """Whether the hidden states of a packed sequence are those that it has alone."""
-        ids = np.arange(24, dtype=np.int32) % self._head.weight_VH.shape[0]
-        items = [Item(ids[:9], 1), Item(ids[9:], 1)]
-        was, self.packing = self.packing, True
-        with torch.inference_mode():
-            packed_CH = self._hidden(items, 0)
-            alone_CH = torch.cat([self._hidden([item], 0) for item in items])
-        self.packing = was
-        return bool((packed_CH - alone_CH).abs().max() <= 0.02 * alone_CH.abs().max())
-
     def _hidden(self, items: list[Item], width: int) -> torch.Tensor:
         """[C, H] hidden states that predict the scored positions of `items`: one forward pass."""
-        if self.packing:
-            ids, positions = packed_ids(items)
-            starts = np.flatnonzero(positions[0] == 0)
-            extra = {"position_ids": self._tensor(positions)}
-        else:
-            ids, starts, extra = padded_ids(items, width), np.arange(len(items)) * width, {}
-        output = self._decoder(input_ids=self._tensor(ids), use_cache=False, **extra).last_hidden_state
-        return output.flatten(0, 1)[self._tensor(hidden_rows(items, starts))]
+        ids_BW = self._tensor(padded_ids(items, width))
+        hidden = self._decoder(input_ids=ids_BW, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)[self._tensor(hidden_rows(items, width))]
 
     def _ids(self, parts: Sequence[Any]) -> torch.Tensor:
         return self._tensor(np.concatenate(parts).astype(np.int64))
@@ -191,20 +163,11 @@ def padded_ids(items: Sequence[Item], width: int) -> np.ndarray:
     return ids_BW
 
 
-def packed_ids(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [1, sum L] token ids one sequence after the other, and positions that begin at 0 in each."""
-    ids = np.concatenate([item.token_ids_L for item in items]).astype(np.int64)
-    positions = np.concatenate([np.arange(len(item.token_ids_L)) for item in items])
-    return ids[None], positions[None]
-
-
-def hidden_rows(items: Sequence[Item], starts: np.ndarray) -> np.ndarray:
-    """int64 [C]: flat index of the hidden state that predicts each scored position, one place before it.
-
-    `starts` [B] is where each item's first token lies in the flat array of hidden states.
-    """
-    places = zip(starts.tolist(), items, strict=True)
-    return np.concatenate([start + np.arange(i.first - 1, len(i.token_ids_L) - 1) for start, i in places])
+def hidden_rows(items: Sequence[Item], width: int) -> np.ndarray:
+    """int64 [C]: flat index in [B, W] of the state, one place before it, that predicts each position."""
+    return np.concatenate(
+        [row * width + np.arange(i.first - 1, len(i.token_ids_L) - 1) for row, i in enumerate(items)]
+    )
 
 
 # --- the model's own settings, and loading ----------------------------------------------------------------

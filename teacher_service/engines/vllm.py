@@ -21,34 +21,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
+import httpx
 import numpy as np
 
-from sync.errors import ConfigError, DataError
+from sync.errors import ConfigError, DataError, Unreachable
 from sync.replica.plugin import PLUGIN
+from sync.retry import retrying
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import (
-    MAX_TOPK,
-    Engine,
-    EngineCompletion,
-    EngineInfo,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
-from teacher_service.engines.http_engine import HttpEngine, only_known, with_tail
+from teacher_service.engines import base
+from teacher_service.engines.base import EngineCompletion, EngineScores, Item
 
-TOPK_TRIED: Final = (MAX_TOPK, 256, 128, 64, 32, 20, 8, 1)
+KEY_VARIABLE: Final = "TEACHER_API_KEY"
+"""Environment variable with the bearer token of the server at `engine_url`."""
+TIMEOUT_SECONDS: Final = 600.0
+"""Of one request."""
+RETRY_SECONDS: Final = 60.0
+"""How long a request to a server that does not answer is retried."""
+TOPK_TRIED: Final = (base.MAX_TOPK, 256, 128, 64, 32, 20, 8, 1)
 CONCURRENCY: Final = 64
 POLL_SECONDS: Final = 0.02
-
-
-def connect(config: TeacherConfig, vocab_size: int) -> Engine:
-    """Engine of a TeacherConfig. Raises ConfigError when it cannot serve."""
-    return (InProcess if config.engine_url is None else VllmServer)(config, vocab_size)
 
 
 def _capabilities(topk: int, gather: bool, generate: bool = True) -> tuple[str, ...]:
@@ -56,13 +48,31 @@ def _capabilities(topk: int, gather: bool, generate: bool = True) -> tuple[str, 
     return tuple(name for name, given in tried.items() if given)
 
 
-def _check_temperature(params: GenerationParams) -> None:
+def _check_temperature(params: base.GenerationParams) -> None:
     """Raise DataError for what vLLM would report the wrong log-probabilities of."""
     if params.temperature != 1.0:
         raise DataError(
             f"temperature is {params.temperature:g}, and vLLM reports log-probabilities at temperature 1: "
             'ask for 1, or use engine = "transformers"'
         )
+
+
+def _scores(logprob_C: Any, ids_CK: Any, top_CK: Any, vocab_size: int) -> EngineScores:
+    """Scores with the mass outside the top-k; K = 0: the sampled token only.
+
+    Raises DataError for a top-k with a row of the model that the tokenizer does not have: some models have
+    such rows, vLLM ranks them, and a student has nothing to compare them with.
+    """
+    logprob_C, top_CK = np.asarray(logprob_C, np.float32), np.asarray(top_CK, np.float32)
+    ids_CK = np.asarray(ids_CK, np.int32)
+    if not ids_CK.size:
+        return EngineScores(logprob_C)
+    if (largest := int(ids_CK.max())) >= vocab_size:
+        raise DataError(
+            f"a top-k holds id {largest}, a row of the model that the tokenizer with its {vocab_size} ids "
+            'does not have: ask for fewer ids, or use engine = "transformers", which leaves such rows out'
+        )
+    return EngineScores(logprob_C, ids_CK, top_CK, np.clip(1 - np.exp(top_CK).sum(1), 0, 1))
 
 
 def _with_gathered(scores: EngineScores, items: Sequence[Item], found: Sequence[np.ndarray]) -> EngineScores:
@@ -75,32 +85,102 @@ def _with_gathered(scores: EngineScores, items: Sequence[Item], found: Sequence[
 # --- a server ---------------------------------------------------------------------------------------------
 
 
-class VllmServer(HttpEngine):
-    """A vLLM server that runs already; what it accepts is tried at start."""
+class VllmServer:
+    """The vLLM server at `engine_url`; what it accepts is tried at start."""
 
-    def __init__(self, config: TeacherConfig, vocab_size: int, **options: Any) -> None:
-        super().__init__(config, vocab_size, **options)
+    def __init__(
+        self,
+        config: TeacherConfig,
+        vocab_size: int,
+        retry_seconds: float = RETRY_SECONDS,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Raises ConfigError when the server cannot be used."""
+        key = os.environ.get(KEY_VARIABLE)
+        self._url, self._vocab_size = (config.engine_url or "").rstrip("/"), vocab_size
+        self._retry = retrying(Unreachable, within=retry_seconds, first=0.1, longest=5.0)
+        self.received_bytes = 0
+        """Of all answers."""
+        self._http = httpx.Client(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=TIMEOUT_SECONDS,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+            transport=transport,
+        )
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="server")
-        ids, params = np.array([0, 0], np.int32), GenerationParams(1, 1.0, ())
+        try:
+            card = self._request("GET", "/v1/models")["data"][0]
+            self._model, served = card["id"], int(card["max_model_len"]) - 1  # it must generate one token
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"{self._url}/v1/models lists no model of vLLM: correct engine_url") from error
+        if config.max_length is not None and config.max_length > served:
+            raise ConfigError(
+                f"max_length = {config.max_length}, but the server takes {served} tokens: lower it"
+            )
+        ids, params = np.array([0, 0], np.int32), base.GenerationParams(1, 1.0, ())
         probe = Item(ids, 1, np.array([[0]], np.int32))
         sizes = (k for k in TOPK_TRIED if k <= vocab_size)
         topk = next((k for k in sizes if _accepted(self._prompt_logprobs, [probe], k)), 0)
         gather = _accepted(self._gathered, probe)
-        generate = _accepted(self._completion, EnginePrompt(ids, 0), params)
-        self.engine_info = self.described(_capabilities(topk, gather, generate), topk)
+        generate = _accepted(self._completion, base.EnginePrompt(ids, 0), params)
+        self.engine_info = base.EngineInfo(
+            model=config.path,
+            revision=config.revision,
+            dtype=config.dtype,
+            engine="vllm",
+            vocab_size=vocab_size,
+            hidden_size=0,
+            max_length=config.max_length or served,
+            can=_capabilities(topk, gather, generate),
+            max_topk=topk,
+        )
 
-    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON answer.
+
+        Raises DataError when the server refuses (4xx), Unreachable when it does not answer within
+        `retry_seconds`.
+        """
+        return self._retry(self._once, method, path, body)
+
+    def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            response = self._http.request(method, self._url + path, json=body)
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self._url}{path}: {type(error).__name__}: {error}") from None
+        self.received_bytes += len(response.content)
+        if (status := response.status_code) != 200:
+            kind = Unreachable if status >= 500 or status == 429 else DataError
+            raise kind(f"{self._url}{path} answered {status}: {response.text[:500]}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise DataError(f"{self._url}{path} answered something that is not JSON: {error}") from error
+
+    def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
-        scores = only_known(self._prompt_logprobs(items, options.topk), self._vocab_size)
+        scores = self._prompt_logprobs(items, options.topk)
         if not options.gather:
             return scores
         return _with_gathered(scores, items, list(self._threads.map(self._gathered, items)))
 
     def _prompt_logprobs(self, items: Sequence[Item], k: int) -> EngineScores:
-        tables = [choice.get("prompt_logprobs") for choice in self.prompt_choices(items, prompt_logprobs=k)]
+        body = {
+            "model": self._model,
+            "prompt": [item.token_ids_L.tolist() for item in items],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": k,
+        }
+        choices = self._request("POST", "/v1/completions", body)["choices"]
+        if len(choices) != len(items):
+            raise DataError(f"{len(items)} prompts were sent, {len(choices)} choices came back")
+        in_order = sorted(choices, key=lambda choice: int(choice["index"]))
+        tables = [choice.get("prompt_logprobs") for choice in in_order]
         if None in tables:
             raise DataError("the server returns no prompt_logprobs: use a vLLM server, or another engine")
-        return _scores_of(items, tables, k)
+        return _scores(*_read_tables(items, tables, k), self._vocab_size)
 
     def _gathered(self, item: Item) -> np.ndarray:
         """float32 [T, K]"""
@@ -116,12 +196,12 @@ class VllmServer(HttpEngine):
                 "prompt_logprob_start": item.first - 1,
             },
         }
-        text = self.request("POST", "/inference/v1/generate", body).get("prompt_token_id_logprobs")
+        text = self._request("POST", "/inference/v1/generate", body).get("prompt_token_id_logprobs")
         if text is None:
             raise DataError("the server returns no prompt_token_id_logprobs: vLLM >= 0.32 on GPUs does")
         return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; a step is a poll of the server's answers."""
         _check_temperature(params)
         futures = [self._threads.submit(self._completion, prompt, params) for prompt in prompts]
@@ -133,7 +213,7 @@ class VllmServer(HttpEngine):
             for future in futures:
                 future.cancel()
 
-    def _completion(self, prompt: EnginePrompt, params: GenerationParams) -> EngineCompletion:
+    def _completion(self, prompt: base.EnginePrompt, params: base.GenerationParams) -> EngineCompletion:
         """Nothing is left to the server's defaults: a model's generation config may cut the distribution."""
         body = {
             "model": self._model,
@@ -149,17 +229,21 @@ class VllmServer(HttpEngine):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = self.request("POST", "/v1/completions", body)["choices"][0]
+        choice = self._request("POST", "/v1/completions", body)["choices"][0]
         ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if not ids or values is None or len(ids) != len(values):
             raise DataError("the server returns no token_ids with log-probabilities: vLLM >= 0.11 does")
         ended = choice["finish_reason"] == "stop"
         return EngineCompletion(np.array(ids, np.int32), np.array(values, np.float32), ended)
 
+    def head(self) -> Head | None:
+        """See `Engine.head`; vLLM gives no hidden states."""
+        return None
+
     def close(self) -> None:
         """See `Engine.close`."""
         self._threads.shutdown()
-        super().close()
+        self._http.close()
 
 
 def _accepted(request: Callable[..., object], *arguments: object) -> bool:
@@ -170,10 +254,13 @@ def _accepted(request: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def _scores_of(items: Sequence[Item], tables: Sequence[Any], k: int) -> EngineScores:
-    """Scores from prompt_logprobs: per token a dict id → {"logprob", "rank"}, None for the first.
+def _read_tables(
+    items: Sequence[Item], tables: Sequence[Any], k: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Log-probabilities [C], top-k ids [C, K] and theirs [C, K] from vLLM's prompt_logprobs.
 
-    The dict holds the k most likely ids and the prompt's own token. Raises DataError when one is missing.
+    A table has a dict per token, id → {"logprob", "rank"}, with the k most likely ids and the prompt's own
+    token; None for the first. Raises DataError when one is missing.
     """
     logprobs: list[float] = []
     top: list[list[tuple[int, int, float]]] = []
@@ -188,8 +275,8 @@ def _scores_of(items: Sequence[Item], tables: Sequence[Any], k: int) -> EngineSc
                 raise DataError(f"no log-probability of the prompt's own token {token}: not a vLLM server?")
             logprobs.append(found["logprob"])
             top.append(sorted((e["rank"], int(i), e["logprob"]) for i, e in entry.items() if e["rank"] <= k))
-    ids_CK = [[id_ for _, id_, _ in row[:k]] for row in top] if k else None
-    return with_tail(np.array(logprobs, np.float32), ids_CK, [[logp for *_, logp in row[:k]] for row in top])
+    ids_CK = [[id_ for _, id_, _ in row[:k]] for row in top]
+    return logprobs, ids_CK, [[logp for *_, logp in row[:k]] for row in top]
 
 
 # --- in this process --------------------------------------------------------------------------------------
@@ -211,7 +298,7 @@ class InProcess:
             "dtype": config.dtype,
             "trust_remote_code": config.trust_remote_code,
             "max_model_len": config.max_length,
-            "max_logprobs": min(MAX_TOPK, vocab_size),
+            "max_logprobs": min(base.MAX_TOPK, vocab_size),
             "enable_prefix_caching": False,  # a cached prefix has no prompt log-probabilities
         }
         try:
@@ -220,7 +307,7 @@ class InProcess:
             raise ConfigError(f"vLLM cannot serve {config.path!r}: {error}") from error
         engine = self._llm.llm_engine.vllm_config
         max_topk = engine.model_config.max_logprobs
-        self.engine_info = EngineInfo(
+        self.engine_info = base.EngineInfo(
             model=config.path,
             revision=config.revision,
             dtype=str(engine.model_config.dtype).removeprefix("torch."),
@@ -232,23 +319,18 @@ class InProcess:
             max_topk=max_topk,
         )
 
-    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+    def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
         """See `Engine.score`."""
-        outputs = self._run(
-            [item.token_ids_L for item in items], [self._score_params(item, options) for item in items]
-        )
-        columns = [
-            _columns(output.prompt_logprobs, item, options.topk)
-            for output, item in zip(outputs, items, strict=True)
-        ]
+        params = [self._score_params(item, options) for item in items]
+        outputs = self._run([item.token_ids_L for item in items], params)
+        columns = [_columns(o.prompt_logprobs, i, options.topk) for o, i in zip(outputs, items, strict=True)]
         ids_CK, logprob_CK = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
-        scores = with_tail(logprob_CK[:, 0], ids_CK[:, 1:] if options.topk else None, logprob_CK[:, 1:])
-        only_known(scores, self.engine_info.vocab_size)
+        scores = _scores(logprob_CK[:, 0], ids_CK[:, 1:], logprob_CK[:, 1:], self.engine_info.vocab_size)
         if not options.gather:
             return scores
         return _with_gathered(scores, items, [output.prompt_token_id_logprobs for output in outputs])
 
-    def _score_params(self, item: Item, options: ScoreOptions) -> Any:
+    def _score_params(self, item: Item, options: base.ScoreOptions) -> Any:
         gather = {}
         if options.gather:
             gather = {"prompt_logprob_token_ids": item.gather_ids_TK, "prompt_logprob_start": item.first - 1}
@@ -261,7 +343,7 @@ class InProcess:
             **gather,
         )
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; one step, because vLLM's loop cannot be shared with `score`."""
         _check_temperature(params)
         wanted = [
@@ -292,12 +374,10 @@ class InProcess:
 
 
 def _completion_of(output: Any) -> EngineCompletion:
-    """vLLM's completion of one prompt."""
     ids = [int(token) for token in output.token_ids]
     logprobs = [table[token].logprob for token, table in zip(ids, output.logprobs, strict=True)]
-    return EngineCompletion(
-        np.array(ids, np.int32), np.array(logprobs, np.float32), output.finish_reason == "stop"
-    )
+    ended = output.finish_reason == "stop"
+    return EngineCompletion(np.array(ids, np.int32), np.array(logprobs, np.float32), ended)
 
 
 def _columns(flat: Any, item: Item, k: int) -> tuple[np.ndarray, np.ndarray]:

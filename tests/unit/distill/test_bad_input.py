@@ -330,11 +330,6 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
 
 
-def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
-    message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
-    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot generate" in message
-
-
 def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:
     asked = "rollout.temperature=0.7", "objective.type=sampled", "objective.teacher_temperature=rollout"
     message = distill(*asked, "teachers.sorter.engine=vllm")

@@ -63,7 +63,7 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
         ("rollout.batch=0", "rollout.batch = 0: input should be greater than or equal to 1"),
         (
             "teachers.t.engine=x",
-            "teachers.t.engine = 'x': input should be 'transformers', 'vllm', 'sglang' or 'openai'",
+            "teachers.t.engine = 'x': input should be 'transformers' or 'vllm'",
         ),
         ("teachers.t.engine_url=h:1", "teachers.t.engine_url = 'h:1': not a server's URL: write http://host"),
         ("controller.url=h:1", "controller.url = 'h:1': not a server's URL: write http://host:port"),

@@ -43,7 +43,7 @@ env = {{ SERVICE_PASSWORD = "{1}" }}
 route = ["a"]
 [teachers.served]
 path = "t"
-engine = "openai"
+engine = "vllm"
 engine_url = "http://me:{2}@127.0.0.1:9"
 route = ["b"]
 [teachers.there]

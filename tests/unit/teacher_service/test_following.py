@@ -15,7 +15,7 @@ from sync.wire import Version
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines.base import Item, ScoreOptions
-from teacher_service.engines.following import FollowingEngine
+from teacher_service.engines.reload import FollowingEngine
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
 
@@ -108,7 +108,7 @@ def test_a_version_that_cannot_be_had_leaves_the_old_one_serving(caplog: pytest.
         store.broken, store.version = True, Version(0, 1)
         another_look(store)
         assert engine.version is None
-        assert "still serving the configured folder: the store is gone" in caplog.text
+        assert "the model stays as it is: the store is gone" in caplog.text
         store.broken = False
         until(lambda: engine.version == Version(0, 1))
     finally:
@@ -128,14 +128,14 @@ def test_a_version_that_cannot_be_loaded_is_said_and_tried_again(caplog: pytest.
     try:
         store.version = Version(0, 1)
         until(lambda: engine.version == Version(0, 1))
-        assert "still serving the configured folder: disk full" in caplog.text
+        assert "the model stays as it is: disk full" in caplog.text
         assert "out of memory" in caplog.text
     finally:
         engine.close()
 
 
 def test_only_an_engine_that_can_be_swapped_may_follow() -> None:
-    for wrong in ({"engine": "openai"}, {"idle_unload_seconds": 5.0}):
+    for wrong in ({"engine": "vllm"}, {"idle_unload_seconds": 5.0}):
         config = TeacherConfig.model_validate({"path": "m", "follow_student_every": 2, **wrong})
-        with pytest.raises(ConfigError, match="follow_student_every needs engine"):
+        with pytest.raises(ConfigError, match=r"follow_student_every = 2 and .* need engine"):
             build(config, 10)

@@ -17,7 +17,7 @@ from teacher_service.config import TeacherConfig
 from teacher_service.engines import build, gpu_slots
 from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item, ScoreOptions
 from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
-from teacher_service.engines.idle_unload import IdleUnloadEngine
+from teacher_service.engines.reload import IdleUnloadEngine
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
 
@@ -128,7 +128,7 @@ def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     slot.keep_for(0)
     assert slot.wanted
     slot.leave()
-    assert not slot.taken
+    assert not slot._held
 
 
 def test_which_slot_was_used_last_is_read_from_no_clock(
@@ -147,7 +147,7 @@ def test_which_slot_was_used_last_is_read_from_no_clock(
 
     monkeypatch.setattr(gpu_slots, "time", SimpleNamespace(sleep=meanwhile))
     third.take()
-    assert third.taken
+    assert third._held
     first.leave()
     third.leave()
 
@@ -173,7 +173,7 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     slot.leave()
     slot.take()
     assert turns == ["whoever requested it"]
-    assert slot.taken
+    assert slot._held
     slot.leave()
 
 
@@ -209,5 +209,5 @@ def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
         IdleUnloadEngine(broken, 60, GpuSlot(config))
     other = GpuSlot(config)
     other.take()
-    assert other.taken
+    assert other._held
     other.leave()

@@ -137,21 +137,6 @@ def test_small_batches_and_head_chunks_change_nothing(qwen: Any) -> None:
     check_against_plain(qwen, TransformersEngine(qwen, VOCAB, batch_tokens=20, head_chunk=3))
 
 
-def test_packed_sequences_do_not_see_each_other(qwen: Any) -> None:
-    engine = TransformersEngine(qwen, VOCAB)
-    assert engine.packs_exactly()
-    engine.packing = True
-    check_against_plain(qwen, engine)
-
-
-def test_a_model_whose_packed_sequences_see_each_other_is_found_out(qwen: Any) -> None:
-    engine = TransformersEngine(qwen, VOCAB)
-    decoder = engine._decoder
-    engine._decoder = lambda position_ids=None, **inputs: decoder(**inputs)
-    assert not engine.packs_exactly()
-    assert not engine.packing
-
-
 def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
 

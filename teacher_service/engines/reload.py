@@ -1,0 +1,230 @@
+"""Engines whose model is loaded again while they serve: a self-teacher, and one that shares its GPU.
+
+FollowingEngine    serving v ──(v + every is published)──▶ load it beside v ──▶ swap between two calls
+IdleUnloadEngine   loaded ──(no work for a while, or its GPU slot is wanted)──▶ unloaded ──(work)──▶ loaded
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from sync.errors import DistillError
+from sync.wire import Head, Version
+from teacher_service.engines import gpu_slots
+from teacher_service.engines.base import (
+    Engine,
+    EngineInfo,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    Steps,
+)
+from teacher_service.engines.gpu_slots import GpuSlot
+
+log = logging.getLogger(__name__)
+POLL_SECONDS: Final = 1.0
+"""How often the newest version is read."""
+JOIN_SECONDS: Final = 0.5
+"""How long `close` waits for a version that is being read or loaded."""
+
+
+class _ReloadingEngine:
+    """Forwards each call to the engine of `_held`, and calls `_tend` from a thread of its own."""
+
+    engine_info: EngineInfo
+
+    def __init__(self, poll_seconds: float) -> None:
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(poll_seconds,), daemon=True)
+
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+        """See `Engine.score`; one model scores a whole batch."""
+        with self._held() as engine:
+            return engine.score(items, options)
+
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`; one model generates a whole batch."""
+        with self._held() as engine:
+            steps = engine.generate(prompts, params)
+        completions = None
+        while completions is None:
+            with self._held():
+                completions = next(steps)
+            yield completions
+
+    def head(self) -> Head | None:
+        """See `Engine.head`."""
+        with self._held() as engine:
+            return engine.head() if "hidden" in self.engine_info.can else None
+
+    def _held(self) -> AbstractContextManager[Engine]:
+        """The engine, in memory and not replaced for as long as the context lasts."""
+        raise NotImplementedError
+
+    def _tend(self) -> None:
+        """Load or unload, if it is time to."""
+        raise NotImplementedError
+
+    def _watch(self, poll_seconds: float) -> None:
+        while not self._closed.wait(poll_seconds):
+            try:
+                self._tend()
+            except Exception as error:  # edge of a thread: it must go on, whatever a loader raises
+                unknown = not isinstance(error, DistillError)
+                log.warning("the model stays as it is: %s", error, exc_info=unknown)
+
+
+class Versions(Protocol):
+    """Where the student's weights come from: `sync.subscribe.Subscriber`."""
+
+    def newest(self) -> Version | None:
+        """The version published last; None: none yet. Raises StoreError."""
+        ...
+
+    def folder(self, version: Version) -> Path:
+        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
+        ...
+
+
+class FollowingEngine(_ReloadingEngine):
+    """Serves `load(None)`, and `load(folder)` of each version `every` steps after the one it holds.
+
+    A version of another lineage is loaded at once: the trainer went back. A version that cannot be staged or
+    loaded is logged and retried while the old one serves. Two models are in memory during a swap. No head is
+    given: callers cache it, and the next version has another.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Path | None], Engine],
+        versions: Versions,
+        every: int,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        super().__init__(poll_seconds)
+        self._load, self._versions, self._every = load, versions, every
+        self._engine = load(None)
+        loaded = self._engine.engine_info
+        self.engine_info = replace(loaded, can=tuple(name for name in loaded.can if name != "hidden"))
+        self.version: Version | None = None
+        """What it serves; None: the folder of its configuration."""
+        self._thread.start()
+
+    @contextmanager
+    def _held(self) -> Iterator[Engine]:
+        with self._lock:
+            yield self._engine
+
+    def _tend(self) -> None:
+        version, started = self._versions.newest(), time.monotonic()
+        if version is None or not self._due(version):
+            return
+        fresh = self._load(self._versions.folder(version))
+        with self._lock:
+            if self._closed.is_set():
+                return
+            old, self._engine, self.version = self._engine, fresh, version
+        old.close()
+        log.info("serving %s after %.1f s", version, time.monotonic() - started)
+
+    def _due(self, newest: Version) -> bool:
+        held = self.version or Version(newest.lineage, 0)
+        return newest.lineage != held.lineage or newest.step >= held.step + self._every
+
+    def close(self) -> None:
+        """See `Engine.close`; does not wait for a version that is being read or loaded."""
+        self._closed.set()
+        self._thread.join(JOIN_SECONDS)
+        with self._lock:
+            self._engine.close()
+
+
+class IdleUnloadEngine(_ReloadingEngine):
+    """Loads an engine when work comes, and closes it after `idle_seconds` without work.
+
+    It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`.
+    With a `slot` it is loaded only while it holds one, and is unloaded early when another teacher wants that.
+    It is never unloaded while completions are generated: they hold the model until their last step.
+    """
+
+    def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
+        super().__init__(min(gpu_slots.POLL_SECONDS, idle_seconds))
+        self._load, self._idle_seconds, self._slot = load, idle_seconds, slot
+        self._engine: Engine | None = None
+        self._used = time.monotonic()
+        self._generating = 0
+        """Batches of completions under way."""
+        with self._held() as engine:
+            self.engine_info = engine.engine_info
+        self._thread.start()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the engine is in memory."""
+        return self._engine is not None
+
+    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        """See `Engine.generate`; counts as work until the last step."""
+        self._tend()  # another teacher's turn also comes between two batches that follow at once
+        self._generating += 1
+        try:
+            yield from super().generate(prompts, params)
+        finally:
+            self._generating -= 1
+
+    @contextmanager
+    def _held(self) -> Iterator[Engine]:
+        with self._lock:
+            try:
+                yield self._engine or self._load_engine()
+            finally:
+                self._used = time.monotonic()
+                if self._slot is not None:
+                    self._slot.used()
+
+    def _load_engine(self) -> Engine:
+        if self._slot is not None:
+            self._slot.take()
+        started = time.monotonic()
+        try:
+            self._engine = self._load()
+        except BaseException:
+            self._unload("after a load that failed")
+            raise
+        seconds = time.monotonic() - started
+        if self._slot is not None:
+            self._slot.keep_for(seconds)
+        log.info("loaded in %.1f s", seconds)
+        return self._engine
+
+    def _tend(self) -> None:
+        wanted = self._slot is not None and self._slot.wanted
+        idle = time.monotonic() - self._used >= self._idle_seconds
+        if self._engine is not None and (idle or wanted):
+            with self._lock:
+                if not self._generating:
+                    self._unload("without work" if idle else "for another teacher")
+
+    def _unload(self, why: str) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            log.info("unloaded %s", why)
+        if self._slot is not None:
+            self._slot.leave()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._closed.set()
+        self._thread.join()
+        with self._lock:
+            self._unload("at the end")
