@@ -8,9 +8,13 @@ template has a fingerprint of its own. Works on any tokenizer object of transfor
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from blake3 import blake3
+
+from sync.errors import ConfigError
+from sync.settings import ModelSource
 
 PARTS: Final = ("vocabulary", "merges", "special ids")
 _DIGITS: Final = 32
@@ -27,6 +31,32 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]:
         """Token → id, added tokens included."""
         ...
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer, with the config's chat template. Raises ConfigError when it cannot be loaded."""
+    path = Path(source.path)
+    if (path.is_absolute() or source.path.startswith(".")) and not path.is_dir():
+        raise ConfigError(f"model folder {source.path!r} does not exist: correct `path`, or give a Hub id")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        remedy = (
+            "save one beside the model"
+            if path.is_dir()
+            else "it is no folder here; correct `path` or `revision`, or log in to the Hub (HF_TOKEN)"
+        )
+        raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
+    if source.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(source.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
+    return tokenizer
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

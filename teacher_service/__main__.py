@@ -68,10 +68,10 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
 
-    from sync.tokenizers import vocab_size
+    from sync.tokenizers import load_tokenizer, vocab_size
     from teacher_service.app import TeacherService
-    from teacher_service.describe import describe, load_tokenizer
     from teacher_service.engines import build
+    from teacher_service.messages import describe
 
     setproctitle.setproctitle(f"distill teacher {options.name}[{index}]")
     signal.signal(signal.SIGTERM, _leave)  # while loading; uvicorn takes over, and calls it again at its end

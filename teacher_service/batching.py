@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -33,11 +33,10 @@ from teacher_service.engines.base import (
     ScoreOptions,
     Steps,
 )
-from teacher_service.isolate import isolate
 
 log = logging.getLogger(__name__)
-RETRY_SECONDS: Final = (0.05, 10.0)
-"""Least and most that a refused caller is told to wait."""
+RETRY_AFTER_SECONDS: Final = 0.5
+"""What a refused caller is told to wait."""
 STUCK_SECONDS: Final = 1800.0
 """Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
@@ -47,7 +46,8 @@ SLICE_SECONDS: Final = 0.1
 
 Outcome = EngineScores | EngineCompletion | str | Unreachable
 """Of one item or prompt; str: why it has none, Unreachable: the server that computes is gone."""
-R = TypeVar("R")
+W = TypeVar("W")
+A = TypeVar("A")
 
 
 class Metrics:
@@ -63,9 +63,7 @@ class Metrics:
         self.sequences = counter("sequences", "Sequences scored")
         self.refused = counter("refused_sequences", "Sequences that could not be scored")
         self.tokens = counter("tokens", "Tokens of scored sequences, prompt and completion")
-        self.positions = counter("positions", "Positions scored")
         self.generated = counter("generated_tokens", "Completion tokens generated")
-        self.dropped = counter("dropped_sequences", "Sequences and prompts dropped: nobody waited any more")
         self.busy = counter("busy_seconds", "Time the engine computed")
         self.held_tokens = Gauge(
             "teacher_held_tokens", "Tokens queued or not yet answered", registry=registry
@@ -76,8 +74,6 @@ class Metrics:
 class Work(NamedTuple):
     """One item to score or prompt to complete."""
 
-    slot: int
-    """Of its outcome in the request."""
     item: Item | EnginePrompt
     options: ScoreOptions | GenerationParams
     """Only work with the same options shares a batch."""
@@ -92,104 +88,60 @@ class Work(NamedTuple):
 
 
 @dataclass(eq=False)
-class QueuedRequest:
-    """One caller's work; `done` is set once every outcome is there."""
+class _Queued:
+    """`outcome` is cancelled once nobody waits for it."""
 
-    outcomes: list[Outcome | None]
-    missing: int
-    tokens: int
-    deadline: float | None
-    """Seconds from arrival; None: none."""
-    arrived: float = field(default_factory=time.monotonic)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    released: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.missing:
-            self.done.set()
-
-    @property
-    def live(self) -> bool:
-        """Whether somebody still waits."""
-        in_time = self.deadline is None or time.monotonic() < self.arrived + self.deadline
-        return in_time and not self.released
-
-    def settle(self, slot: int, outcome: Outcome) -> None:
-        """Store one outcome."""
-        self.outcomes[slot] = outcome
-        self.missing -= 1
-        if not self.missing:
-            self.done.set()
-
-
-class _Queued(NamedTuple):
-    request: QueuedRequest
     work: Work
+    outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
 
 
 class _Queue:
-    """Items or prompts, the oldest first; only work with the same options shares a batch."""
+    """Items or prompts, the oldest first."""
 
-    def __init__(self, dropped: Counter) -> None:
-        self._queues: dict[Any, deque[_Queued]] = {}
-        self._dropped = dropped
+    def __init__(self) -> None:
+        self._waiting: dict[_Queued, None] = {}
         self._added = asyncio.Event()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return len(self._waiting)
 
     def put(self, queued: _Queued) -> None:
-        self._queues.setdefault(queued.work.options, deque()).append(queued)
+        self._waiting[queued] = None
         self._added.set()
 
-    def drop_released(self) -> None:
-        """Drop everything whose caller has left."""
-        before = len(self)
-        queues = {key: deque(one for one in q if not one.request.released) for key, q in self._queues.items()}
-        self._queues = {options: queue for options, queue in queues.items() if queue}
-        self._dropped.inc(before - len(self))
+    def discard(self, queued: _Queued) -> None:
+        self._waiting.pop(queued, None)
 
     async def take(self, budget: int) -> list[_Queued]:
-        """The oldest live work and what follows it with the same options, up to `budget` tokens.
+        """The oldest work and what follows it with the same options, up to `budget` tokens.
 
         At least one, whatever its tokens; waits for it.
         """
-        while not self._drop_dead():
+        while not self._waiting:
             self._added.clear()
             await self._added.wait()
-        queue = min(self._queues.values(), key=lambda queue: queue[0].request.arrived)
         batch: list[_Queued] = []
-        while (first := self._first(queue)) and (not batch or first.work.tokens <= budget):
-            budget -= first.work.tokens
-            batch.append(queue.popleft())
+        for queued in self._waiting:
+            if batch and queued.work.options != batch[0].work.options:
+                continue
+            budget -= queued.work.tokens
+            if batch and budget < 0:
+                break
+            batch.append(queued)
+        for queued in batch:
+            del self._waiting[queued]
         return batch
-
-    def _drop_dead(self) -> bool:
-        """Drop dead work from the head of every queue; whether any is left."""
-        self._queues = {options: queue for options, queue in self._queues.items() if self._first(queue)}
-        return bool(self._queues)
-
-    def _first(self, queue: deque[_Queued]) -> _Queued | None:
-        while queue and not queue[0].request.live:
-            queue.popleft()
-            self._dropped.inc()
-        return queue[0] if queue else None
 
 
 class Batcher:
-    """The queues before one engine. Order of use: `start`, then `submit` and `release`, then `stop`.
-
-    A request's tokens count against `queue_tokens` from `submit` until `release`, so that neither queued
-    sequences nor answers that are not yet sent can grow beyond the bound.
-    """
+    """The queues before one engine. Order of use: `start`, then `submit`, then `stop`."""
 
     def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
-        self._items, self._prompts = _Queue(metrics.dropped), _Queue(metrics.dropped)
-        self._held = self._dead = 0
-        self._rate = 0.0
-        """Tokens per second of recent batches."""
+        self._items, self._prompts = _Queue(), _Queue()
+        self._held = 0
+        """Tokens of requests that are queued or not yet answered."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._calls: set[Future[Any]] = set()
         self._began: float | None = None
@@ -208,19 +160,19 @@ class Batcher:
         stuck = began is not None and time.monotonic() - began > STUCK_SECONDS
         return bool(self._tasks) and not any(task.done() for task in self._tasks) and not stuck
 
-    async def stop(self, seconds: float = STOP_SECONDS) -> bool:
-        """Compute no more, and wait `seconds` for the call under way; whether it has ended."""
+    async def stop(self) -> bool:
+        """Compute no more, and wait STOP_SECONDS for the call under way; whether it has ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
         calls = [asyncio.wrap_future(call) for call in self._calls]
-        return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
+        return not calls or not (await asyncio.wait(calls, timeout=STOP_SECONDS))[1]
 
-    async def in_engine_thread(self, function: Callable[[], R]) -> R:
+    async def in_engine_thread(self, function: Callable[[], A]) -> A:
         """Run `function` between two calls of the engine."""
 
-        def call() -> R:
+        def call() -> A:
             began = self._began = time.monotonic()
             try:
                 return function()
@@ -233,41 +185,38 @@ class Batcher:
         future.add_done_callback(self._calls.discard)
         return await asyncio.wrap_future(future)
 
-    def submit(self, work: Sequence[Work], slots: int, deadline: float | None) -> QueuedRequest:
-        """Queue `work`; `slots` counts the outcomes of the request, those of no work included.
+    @contextmanager
+    def submit(self, work: Sequence[Work]) -> Iterator[list[asyncio.Future[Outcome]]]:
+        """Queue `work` for as long as the context lasts; yields a future for each.
 
-        Raises Overloaded when there is no room for it.
+        Its tokens count against `queue_tokens` until the end of the context, so that neither queued sequences
+        nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room.
         """
         tokens = sum(one.tokens for one in work)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
                 f"{self._held} tokens wait and {tokens} more would pass queue_tokens = {self._queue_tokens}: "
                 "come back later, send less, or add a replica",
-                self._retry_after(tokens),
+                RETRY_AFTER_SECONDS,
             )
+        all_queued = [_Queued(one) for one in work]
+        try:
+            self._hold(tokens)
+            for queued in all_queued:
+                self._queue_of(queued).put(queued)
+            yield [queued.outcome for queued in all_queued]
+        finally:
+            self._hold(-tokens)
+            for queued in all_queued:
+                queued.outcome.cancel()
+                self._queue_of(queued).discard(queued)
+
+    def _hold(self, tokens: int) -> None:
         self._held += tokens
         self._metrics.held_tokens.set(self._held)
-        request = QueuedRequest([None] * slots, len(work), tokens, deadline)
-        for one in work:
-            queue = self._items if isinstance(one.item, Item) else self._prompts
-            queue.put(_Queued(request, one))
-        return request
 
-    def release(self, request: QueuedRequest) -> None:
-        """The caller has its answer, or has left: exactly once per request."""
-        request.released = True
-        self._held -= request.tokens
-        self._metrics.held_tokens.set(self._held)
-        self._dead += request.missing
-        if 2 * self._dead > len(self._items) + len(self._prompts):  # amortised: a storm of them costs little
-            self._dead = 0
-            self._items.drop_released()
-            self._prompts.drop_released()
-
-    def _retry_after(self, tokens: int) -> float:
-        over = self._held + tokens - self._queue_tokens
-        low, high = RETRY_SECONDS
-        return min(high, max(low, over / self._rate)) if self._rate else 1.0
+    def _queue_of(self, queued: _Queued) -> _Queue:
+        return self._items if isinstance(queued.work.item, Item) else self._prompts
 
     async def _serve(
         self, queue: _Queue, run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]]
@@ -280,24 +229,21 @@ class Batcher:
             except Unreachable as error:
                 outcomes = [error] * len(batch)
             for queued, outcome in zip(batch, outcomes, strict=True):
-                queued.request.settle(queued.work.slot, outcome)
+                if not queued.outcome.done():
+                    queued.outcome.set_result(outcome)
 
     async def _score(self, batch: Sequence[_Queued]) -> list[EngineScores]:
         items, options = _items(batch)
-        counts, tokens = [item.positions for item in items], sum(one.work.tokens for one in batch)
-        started = time.monotonic()
+        counts = [item.positions for item in items]
         scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
-        rate = tokens / max(time.monotonic() - started, 1e-6)
-        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         self._metrics.sequences.inc(len(batch))
-        self._metrics.tokens.inc(tokens)
-        self._metrics.positions.inc(sum(counts))
+        self._metrics.tokens.inc(sum(one.work.tokens for one in batch))
         return scores
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
-        """Generate in slices of SLICE_SECONDS; stop when no live request remains."""
+        """Generate in slices of SLICE_SECONDS; stop when nobody waits for any of the batch."""
         steps = self._engine.generate(*_items(batch))
-        while any(one.request.live for one in batch):
+        while not all(one.outcome.done() for one in batch):
             completions = await self.in_engine_thread(lambda: _slice(steps))
             if completions is None:
                 continue
@@ -329,12 +275,37 @@ def _slice(steps: Steps) -> list[EngineCompletion] | None:
 
 def split(scores: EngineScores, counts: Sequence[int]) -> list[EngineScores]:
     """Scores of a batch cut into those of its items. Raises DataError for columns of another length."""
-    ends = np.cumsum(counts, dtype=np.int64).tolist()
+    ends = np.cumsum(counts)
     columns = {name: value for name in EngineScores.__slots__ if (value := getattr(scores, name)) is not None}
     for name, value in columns.items():
         if len(value) != ends[-1]:
             raise DataError(f"the engine gave {name} of {len(value)} rows for {ends[-1]} positions")
-    return [
-        EngineScores(**{name: value[end - count : end] for name, value in columns.items()})
-        for end, count in zip(ends, counts, strict=True)
+    parts = {name: np.split(value, ends[:-1]) for name, value in columns.items()}
+    return [EngineScores(**{name: part[i] for name, part in parts.items()}) for i in range(len(counts))]
+
+
+async def isolate(
+    items: Sequence[W],
+    run: Callable[[Sequence[W]], Awaitable[Sequence[A]]],
+    failed: Callable[[W, Exception], A],
+    *,
+    on: tuple[type[Exception], ...] = (Exception,),
+    never: tuple[type[Exception], ...] = (),
+) -> list[A]:
+    """Answers of `run`, one per item, in order; each half of a batch that fails runs again on its own.
+
+    `failed` gives the answer for an item that fails alone. `on`: exceptions that may be an item's fault;
+    `never`: those of them that are not. Every other exception is raised at once.
+    """
+    try:
+        return list(await run(items))
+    except never:
+        raise
+    except on as error:
+        if len(items) == 1:
+            return [failed(items[0], error)]
+    middle = len(items) // 2
+    halves = [
+        await isolate(half, run, failed, on=on, never=never) for half in (items[:middle], items[middle:])
     ]
+    return [*halves[0], *halves[1]]

@@ -11,41 +11,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
+from sync import wire
 from sync.claims import Claim
 from sync.client import Peer
 from sync.errors import ConfigError, Overloaded, Unreachable, WireError, WrongServer
-from sync.wire import (
-    Head,
-    Message,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherGenerateReply,
-    TeacherGenerateRequest,
-    TeacherInfo,
-    TeacherPrompt,
-    Want,
-    decode,
-    encode,
-)
+from sync.retry import Backoff
+from sync.wire import Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
+Reply = type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
+TIMEOUT_SECONDS: Final = 300.0
+"""Deadline of calls that give none."""
 HIDDEN_FACTOR: Final = 8
 """Hidden states make long answers: a token with them counts as so many towards `request_tokens`."""
 HEALTH_SECONDS: Final = 5.0
 """How often /health of a replica that holds a request is polled; two misses in a row: it is dead."""
-FIRST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 2.0
-"""Seconds that a replica is left alone after a failure, doubling from the first to the longest."""
-WRONG_PAUSE: Final = 30.0
-"""The same for a replica that serves another run or model."""
+WRONG_SECONDS: Final = 30.0
+"""How long a replica that serves another run or model is left alone."""
 MOST_NOTED: Final = 1 << 16
 
 
@@ -65,41 +51,31 @@ class Counters:
 
 @dataclass(eq=False)
 class _Replica:
-    """What is known of one process."""
-
     peer: Peer
     outstanding: int = 0
     """Tokens of requests under way."""
     back_at: float = 0.0
     """time.monotonic() before which it is left alone."""
-    pause: float = FIRST_PAUSE
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
     excluded: bool = False
     """It gets no more requests, while there is another."""
     wrong: bool = False
     """It last answered for another run, or with another model."""
 
-    def failed(self, wait: float) -> None:
-        """Leave it alone for `wait` seconds, or for its pause when that is longer."""
-        self.back_at = time.monotonic() + max(wait, self.pause)
-        self.pause = min(self.pause * 2, LONGEST_PAUSE)
+    def failed(self, seconds: float = 0.0) -> None:
+        """Leave it alone for `seconds`, or for its backoff when that is longer."""
+        self.back_at = time.monotonic() + self.backoff.next(seconds)
 
     def answered(self) -> None:
-        self.back_at, self.pause, self.wrong = 0.0, FIRST_PAUSE, False
-
-
-class _Answer(NamedTuple):
-    """A body, and the URL of the replica that sent it."""
-
-    body: bytes
-    url: str
+        self.back_at, self.wrong = 0.0, False
+        self.backoff.reset()
 
 
 class TeacherClient:
     """One teacher. Use inside `async with`, or call `aclose()`; one instance serves all tasks of a loop.
 
-    `request_tokens`: bound of one request (a longer sequence travels alone). `timeout`: deadline of calls
-    that give none, seconds. `health`: see HEALTH_SECONDS. `claim`: the run that requests are made for. After
-    `info`, answers of another model are refused (WrongServer).
+    `claim`: the run that requests are made for. `request_tokens`: bound of one request (a longer sequence
+    travels alone). After `info`, answers of another model are refused (WrongServer).
     """
 
     def __init__(
@@ -107,17 +83,14 @@ class TeacherClient:
         name: str,
         urls: Sequence[str],
         token: str | None = None,
-        *,
-        timeout: float = 300.0,
-        request_tokens: int = 65536,
-        health: float = HEALTH_SECONDS,
         claim: Claim | None = None,
+        request_tokens: int = 65536,
     ) -> None:
         if not urls:
             raise ConfigError(f"teacher {name!r} has no urls: give at least one")
         self.name, self.counters, self.retries = name, Counters(), 0
-        self._replicas = [_Replica(Peer(url, token, timeout, claim)) for url in urls]
-        self._timeout, self._request_tokens, self._health = timeout, request_tokens, health
+        self._replicas = [_Replica(Peer(url, token, TIMEOUT_SECONDS, claim)) for url in urls]
+        self._request_tokens = request_tokens
         self._answered: dict[str, str] = {}
 
     async def __aenter__(self) -> TeacherClient:
@@ -132,29 +105,34 @@ class TeacherClient:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def info(self, timeout: float | None = None) -> TeacherInfo:
+    async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
         """TeacherInfo of all replicas. Raises ConfigError when they are not the same teacher."""
         peers = [replica.peer for replica in self._replicas]
-        infos = await asyncio.gather(*(peer.call("/v1/info", None, TeacherInfo, timeout) for peer in peers))
-        for peer, info in zip(peers, infos, strict=True):
-            if info != infos[0]:
+        first, *others = await asyncio.gather(
+            *(peer.call("/v1/info", None, wire.TeacherInfo, timeout) for peer in peers)
+        )
+        for peer, info in zip(peers, [first, *others], strict=True):
+            if info != first:
                 raise ConfigError(
                     f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
-                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
+                    f"{peers[0].url} serves {first}: start them from the same configuration"
                 )
-            peer.model = infos[0].fingerprint
-        return infos[0]
+            peer.model = first.fingerprint
+        return first
 
-    async def first_info(self) -> TeacherInfo:
+    async def first_info(self) -> wire.TeacherInfo:
         """TeacherInfo of the first replica that answers."""
-        return decode((await self._get("/v1/info")).body, TeacherInfo)
+        return wire.decode(await self._get("/v1/info"), wire.TeacherInfo)
 
-    async def head(self) -> Head:
+    async def head(self) -> wire.Head:
         """The output head, for exact objectives."""
-        return decode((await self._get("/v1/head")).body, Head)
+        return wire.decode(await self._get("/v1/head"), wire.Head)
 
     async def score(
-        self, sequences: Sequence[ScoreSequence], want: Want = Want(), deadline: float | None = None
+        self,
+        sequences: Sequence[ScoreSequence],
+        want: wire.Want = wire.Want(),
+        deadline: float | None = None,
     ) -> list[Scored | ScoreRefused]:
         """Scores of `sequences`, in their order, within `deadline` seconds.
 
@@ -162,12 +140,11 @@ class TeacherClient:
         the teacher refuses the request as a whole. Cancelling aborts the work on the other side too.
         """
 
-        def request(part: list[ScoreSequence], deadline: float) -> ScoreRequest:
-            return ScoreRequest(sequences=part, want=want, deadline=deadline)
+        def request(part: list[ScoreSequence], left: float) -> Message:
+            return wire.ScoreRequest(sequences=part, want=want, deadline=left)
 
-        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
-        parts = in_parts(sequences, [_tokens(one) for one in sequences], limit)
-        return await self._send_all("/v1/score", ScoreReply, parts, request, deadline)
+        parts = in_parts(sequences, 0, self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1))
+        return await self._send_all("/v1/score", wire.ScoreReply, parts, request, deadline)
 
     async def generate(
         self,
@@ -179,17 +156,17 @@ class TeacherClient:
     ) -> list[TeacherCompletion | ScoreRefused]:
         """Completions of `prompts`, in their order; raises as `score` does."""
 
-        def request(part: list[TeacherPrompt], deadline: float) -> TeacherGenerateRequest:
-            return TeacherGenerateRequest(
+        def request(part: list[TeacherPrompt], left: float) -> Message:
+            return wire.TeacherGenerateRequest(
                 prompts=part,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 stop_token_ids=list(stop_token_ids),
-                deadline=deadline,
+                deadline=left,
             )
 
-        parts = in_parts(prompts, [_tokens(one) + max_tokens for one in prompts], self._request_tokens)
-        return await self._send_all("/v1/generate", TeacherGenerateReply, parts, request, deadline)
+        parts = in_parts(prompts, max_tokens, self._request_tokens)
+        return await self._send_all("/v1/generate", wire.TeacherGenerateReply, parts, request, deadline)
 
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""
@@ -203,26 +180,26 @@ class TeacherClient:
 
     # --- exchanges ----------------------------------------------------------------------------------------
 
-    async def _get(self, path: str) -> _Answer:
-        return await self._exchange(path, None, 0, time.monotonic() + self._timeout)
+    async def _get(self, path: str) -> bytes:
+        return (await self._exchange(path, None, 0, time.monotonic() + TIMEOUT_SECONDS))[0]
 
     async def _send_all(
         self,
         path: str,
-        reply: type[ScoreReply] | type[TeacherGenerateReply],
+        reply: Reply,
         parts: Sequence[tuple[list[W], int]],
         request: Callable[[list[W], float], Message],
         deadline: float | None,
     ) -> list[Any]:
         """Results of all parts, which travel at the same time, in order."""
-        expires = time.monotonic() + (deadline or self._timeout)
+        expires = time.monotonic() + (deadline or TIMEOUT_SECONDS)
 
         async def send(part: list[W], tokens: int) -> list[Any]:
             started = time.monotonic()
-            body = encode(request(part, max(0.001, expires - started)))
-            answer = await self._exchange(path, body, tokens, expires)
-            self._note(part, answer.url)  # also of an answer that cannot be read
-            results = decode(answer.body, reply).results
+            body = wire.encode(request(part, max(0.001, expires - started)))
+            answer, url = await self._exchange(path, body, tokens, expires)
+            self._note([one.id for one in part], url)  # also of an answer that cannot be read
+            results = wire.decode(answer, reply).results
             if [one.id for one in results] != [one.id for one in part]:
                 raise WireError(
                     f"teacher {self.name!r} answered {len(results)} results for other ids than it was sent"
@@ -233,7 +210,7 @@ class TeacherClient:
             counters.refused += sum(isinstance(one, ScoreRefused) for one in results)
             counters.tokens += tokens
             counters.seconds += time.monotonic() - started
-            counters.received_bytes += len(answer.body)
+            counters.received_bytes += len(answer)
             return list(results)
 
         tasks = [asyncio.ensure_future(send(*part)) for part in parts]
@@ -243,32 +220,33 @@ class TeacherClient:
             for task in tasks:
                 task.cancel()
 
-    def _note(self, sent: Sequence[ScoreSequence | TeacherPrompt], url: str) -> None:
-        """Who answered; callers that never ask for it cost no more than MOST_NOTED notes."""
+    def _note(self, ids: Sequence[str], url: str) -> None:
+        """Callers that never use `answered_by` cost no more than MOST_NOTED notes."""
         if len(self._answered) > MOST_NOTED:
             self._answered.clear()
-        self._answered |= dict.fromkeys((one.id for one in sent), url)
+        self._answered |= dict.fromkeys(ids, url)
 
-    async def _exchange(self, path: str, body: bytes | None, tokens: int, expires: float) -> _Answer:
-        """Answer of the first replica that gives one before `expires` (time.monotonic()).
+    async def _exchange(
+        self, path: str, body: bytes | None, tokens: int, expires: float
+    ) -> tuple[bytes, str]:
+        """The first answer before `expires` (time.monotonic()), and the URL of the replica that gave it.
 
-        Raises Unreachable when none did, Overloaded when the last one was full, RemoteError for a refusal,
-        WrongServer when all serve another run or model.
+        Raises Unreachable when there was none, Overloaded when the last replica was full, RemoteError for a
+        refusal, WrongServer when all serve another run or model.
         """
         while True:
             used = [replica for replica in self._replicas if not replica.excluded] or self._replicas
             replica = min(used, key=lambda r: (max(0.0, r.back_at - time.monotonic()), r.outstanding))
-            pause = replica.back_at - time.monotonic()
-            if pause > 0:
+            if (pause := replica.back_at - time.monotonic()) > 0:
                 await asyncio.sleep(min(pause, max(0.0, expires - time.monotonic())))
             replica.outstanding += tokens
             try:
-                answer = await self._attempt(replica.peer, path, body, max(0.05, expires - time.monotonic()))
+                answer = await _attempt(replica.peer, path, body, max(0.05, expires - time.monotonic()))
                 replica.answered()
-                return _Answer(answer, replica.peer.url)
+                return answer, replica.peer.url
             except WrongServer as error:
                 replica.wrong = True
-                replica.failed(WRONG_PAUSE)
+                replica.failed(WRONG_SECONDS)
                 if all(other.wrong for other in used):
                     raise
                 log.error("%s", error)
@@ -281,24 +259,29 @@ class TeacherClient:
             finally:
                 replica.outstanding -= tokens
 
-    async def _attempt(self, peer: Peer, path: str, body: bytes | None, timeout: float) -> bytes:
-        """One exchange, aborted when the replica stops answering /health."""
-        call = asyncio.ensure_future(peer.once(path, body, timeout))
-        misses = 0
-        try:
-            while not (await asyncio.wait({call}, timeout=self._health))[0]:
-                misses = 0 if await peer.alive() else misses + 1
-                if misses == 2 and not call.done():
-                    raise Unreachable(f"{peer.url} holds a request and does not answer /health")
-            return call.result()
-        finally:
-            call.cancel()
+
+async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float) -> bytes:
+    """One exchange, aborted when the replica stops answering /health."""
+    call = asyncio.ensure_future(peer.once(path, body, timeout))
+    misses = 0
+    try:
+        while not (await asyncio.wait({call}, timeout=HEALTH_SECONDS))[0]:
+            misses = 0 if await peer.alive() else misses + 1
+            if misses == 2 and not call.done():
+                raise Unreachable(f"{peer.url} holds a request and does not answer /health")
+        return call.result()
+    finally:
+        call.cancel()
 
 
-def in_parts(work: Sequence[W], sizes: Sequence[int], limit: int) -> list[tuple[list[W], int]]:
-    """Consecutive work of at most `limit` in sum of sizes (at least one each), and that sum."""
+def in_parts(work: Sequence[W], extra: int, limit: int) -> list[tuple[list[W], int]]:
+    """Consecutive work of at most `limit` tokens (at least one each), and its tokens.
+
+    Each counts as many as its bytes hold, sound or not, and `extra`.
+    """
     parts: list[tuple[list[W], int]] = []
-    for one, size in zip(work, sizes, strict=True):
+    for one in work:
+        size = len(one.token_ids.data) // 4 + extra
         if parts and parts[-1][1] + size <= limit:
             held, tokens = parts[-1]
             held.append(one)
@@ -306,8 +289,3 @@ def in_parts(work: Sequence[W], sizes: Sequence[int], limit: int) -> list[tuple[
         else:
             parts.append(([one], size))
     return parts
-
-
-def _tokens(sent: ScoreSequence | TeacherPrompt) -> int:
-    """As many as its bytes hold: whether it is sound is for the teacher to say."""
-    return len(sent.token_ids.data) // 4

@@ -7,30 +7,24 @@ as ScoreRefused, and the others go on.
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
+from sync import tokenizers, wire
 from sync.errors import RemoteError
-from sync.wire import (
-    DTYPES,
-    Array,
-    Scored,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherGenerateRequest,
-    TeacherPrompt,
-    Want,
-    checks,
-    pack,
-)
+from sync.wire import Array, Scored, TeacherCompletion, Want, checks, pack
 from sync.wire.checks import Problem
+from teacher_service.batching import Work
 from teacher_service.engines.base import (
     EngineCompletion,
     EngineInfo,
     EnginePrompt,
     EngineScores,
+    GenerationParams,
     Item,
     ScoreOptions,
 )
@@ -38,6 +32,9 @@ from teacher_service.engines.base import (
 MAX_REPLY_BYTES: Final = 1 << 29
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
+_SAMPLES: Final = 64
+"""Blocks read of each weight file for a fingerprint, evenly spaced: other weights differ in all of them."""
+_BLOCK_BYTES: Final = 4096
 
 
 class BadRequest(RemoteError):
@@ -48,15 +45,57 @@ class BadRequest(RemoteError):
         self.status = status
 
 
+class Call(NamedTuple):
+    """A request that was read and checked."""
+
+    ids: list[str]
+    admitted: list[Work | str]
+    """What to compute for each id, or why nothing is."""
+    deadline: float | None
+    result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
+    """(id, item or prompt, the engine's outcome) → the result."""
+    reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
+
+
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def check_score(request: ScoreRequest, info: EngineInfo) -> None:
+def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle) -> Call:
+    """A ScoreRequest. Raises WireError or BadRequest."""
+    message = wire.decode(body, wire.ScoreRequest)
+    check_score(message, info)
+    want = message.want
+    items = [admit(sequence, want, info) for sequence in message.sequences]
+    check_reply_size([item for item in items if isinstance(item, Item)], want, info)
+    return Call(
+        [sequence.id for sequence in message.sequences],
+        [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
+        message.deadline,
+        lambda id_, item, scores: checked_scores(id_, item, scores, want, info, dtype),
+        wire.ScoreReply,
+    )
+
+
+def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
+    """A TeacherGenerateRequest; `end_ids` end a completion, besides those that the engine has itself."""
+    message = wire.decode(body, wire.TeacherGenerateRequest)
+    check_generate(message, info)
+    ends = tuple(sorted({*end_ids, *message.stop_token_ids}))
+    params = GenerationParams(message.max_tokens, message.temperature, ends)
+    prompts = [admit_prompt(prompt, message.max_tokens, info) for prompt in message.prompts]
+    return Call(
+        [prompt.id for prompt in message.prompts],
+        [prompt if isinstance(prompt, str) else Work(prompt, params) for prompt in prompts],
+        message.deadline,
+        lambda id_, _, completion: checked_completion(id_, completion, message.max_tokens, info),
+        wire.TeacherGenerateReply,
+    )
+
+
+def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     """Raise BadRequest (422) for what no sequence of the request could be scored with."""
     want = request.want
-    if not request.sequences:
-        raise BadRequest(422, "the request has no sequences: send at least one")
-    _check_positive(request.deadline, want.temperature)
+    _check_common("sequences", request.sequences, request.deadline, want.temperature)
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
     needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
     for name, wanted in {**needed, "temperature": want.temperature != 1.0}.items():
@@ -69,24 +108,24 @@ def check_score(request: ScoreRequest, info: EngineInfo) -> None:
         )
 
 
-def check_generate(request: TeacherGenerateRequest, info: EngineInfo) -> None:
+def check_generate(request: wire.TeacherGenerateRequest, info: EngineInfo) -> None:
     """Raise BadRequest (422) for what no prompt of the request could be completed with."""
     _check_can("generate", info)
-    if not request.prompts:
-        raise BadRequest(422, "the request has no prompts: send at least one")
-    _check_positive(request.deadline, request.temperature)
+    _check_common("prompts", request.prompts, request.deadline, request.temperature)
     if not 1 <= request.max_tokens < info.max_length:
         raise BadRequest(
             422, f"max_tokens is {request.max_tokens}, this teacher takes 1 to {info.max_length - 1}"
         )
-    wrong = [token for token in request.stop_token_ids if not 0 <= token < info.vocab_size]
-    if wrong:
-        raise BadRequest(
-            422, f"stop id {wrong[0]} is outside the vocabulary of {info.vocab_size}: check the tokenizer"
-        )
+    for token in request.stop_token_ids:
+        if not 0 <= token < info.vocab_size:
+            raise BadRequest(
+                422, f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer"
+            )
 
 
-def _check_positive(deadline: float | None, temperature: float) -> None:
+def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
+    if not parts:
+        raise BadRequest(422, f"the request has no {what}: send at least one")
     if deadline is not None and not 0 < deadline < math.inf:
         raise BadRequest(422, f"deadline is {deadline}: send seconds > 0, or none")
     if not 0 < temperature < math.inf:
@@ -113,7 +152,7 @@ def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
         )
 
 
-def admit(sequence: ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
+def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
     """The item to score, or why this sequence cannot be scored (value, rule, remedy)."""
     ids = _ids(sequence.token_ids, "token", 1, info.vocab_size)
     if isinstance(ids, str):
@@ -135,7 +174,7 @@ def admit(sequence: ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
     return Item(ids, first, gather)
 
 
-def admit_prompt(prompt: TeacherPrompt, max_tokens: int, info: EngineInfo) -> EnginePrompt | str:
+def admit_prompt(prompt: wire.TeacherPrompt, max_tokens: int, info: EngineInfo) -> EnginePrompt | str:
     """The prompt to complete, or why it cannot be completed (value, rule, remedy)."""
     ids = _ids(prompt.token_ids, "token", 1, info.vocab_size)
     if isinstance(ids, str):
@@ -161,20 +200,18 @@ def _ids(array: Array, name: str, dimensions: int, vocab_size: int, low: int = 0
         return f"{field} of shape {list(array.shape)} needs {needed} bytes, got {len(array.data)}"
     if not array.data:
         return f"{field} is empty: send at least one id"
-    ids = np.frombuffer(array.data, DTYPES["i4"]).reshape(array.shape)
-    smallest, largest = int(ids.min()), int(ids.max())
-    if smallest < low or largest >= vocab_size:
-        wrong = smallest if smallest < low else largest
-        return f"{name} id {wrong} is outside the vocabulary of {vocab_size}: check the tokenizer"
+    ids = wire.unpack(array)
+    for worst in (int(ids.min()), int(ids.max())):
+        if not low <= worst < vocab_size:
+            return f"{name} id {worst} is outside the vocabulary of {vocab_size}: check the tokenizer"
     return ids
 
 
 def score_options(item: Item, want: Want, info: EngineInfo) -> ScoreOptions:
     """What the engine is asked for; items with the same options may share a batch."""
     gather = 0 if item.gather_ids_TK is None else item.gather_ids_TK.shape[1]
-    return ScoreOptions(
-        want.topk, gather, want.entropy and "entropy" in info.can, want.hidden, want.temperature
-    )
+    entropy = want.entropy and "entropy" in info.can
+    return ScoreOptions(want.topk, gather, entropy, want.hidden, want.temperature)
 
 
 # --- results ----------------------------------------------------------------------------------------------
@@ -204,6 +241,13 @@ def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:
     )
 
 
+def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
+    if array is None:
+        return None
+    with np.errstate(over="ignore"):  # what half precision cannot hold becomes inf, which the checks refuse
+        return pack(array, dtype)
+
+
 def checked_completion(
     id_: str, completion: EngineCompletion, max_tokens: int, info: EngineInfo
 ) -> TeacherCompletion | Problem:
@@ -214,8 +258,32 @@ def checked_completion(
     return checks.teacher_completion(answer, max_tokens, info.vocab_size) or answer
 
 
-def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
-    if array is None:
-        return None
-    with np.errstate(over="ignore"):  # what half precision cannot hold becomes inf, which the checks refuse
-        return pack(array, dtype)
+# --- what the teacher is ----------------------------------------------------------------------------------
+
+
+def describe(name: str, engine_info: EngineInfo, tokenizer: Any) -> wire.TeacherInfo:
+    """TeacherInfo of the teacher called `name`, whose model folder is read for its fingerprint."""
+    shared = ("model", "revision", "dtype", "engine", "vocab_size", "hidden_size", "max_length")
+    return wire.TeacherInfo(
+        name=name,
+        tokenizer_fingerprint=tokenizers.fingerprint(tokenizer),
+        chat_template_fingerprint=tokenizers.chat_template_fingerprint(tokenizer),
+        fingerprint=model_fingerprint(engine_info),
+        can=list(engine_info.can),
+        **{field: getattr(engine_info, field) for field in shared},
+    )
+
+
+def model_fingerprint(engine_info: EngineInfo) -> str:
+    """BLAKE3 hex over the model's name and samples of its weight files, where it is a folder here."""
+    names = (engine_info.model, engine_info.revision, engine_info.dtype, engine_info.engine)
+    hasher = blake3(repr(names).encode())
+    folder = Path(engine_info.model)
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        hasher.update(f"\0{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(sample * max(0, size - _BLOCK_BYTES) // (_SAMPLES - 1))
+                hasher.update(file.read(_BLOCK_BYTES))
+    return hasher.hexdigest()

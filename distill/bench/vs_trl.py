@@ -275,7 +275,7 @@ def job(config: RunConfig, steps: int, precision: str) -> Figures:
     from distill.models import longest_sequence
     from distill.prompts.sources import open_prompts
     from distill.prompts.stream import PromptStream
-    from teacher_service.describe import load_tokenizer
+    from sync.tokenizers import load_tokenizer
 
     (teacher,) = config.teachers.values()
     split = open_prompts(config, load_tokenizer(config.student), longest_sequence(config))

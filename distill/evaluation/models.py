@@ -22,9 +22,8 @@ from distill.prompts.sources import NOTHING_HELD_OUT, open_prompts
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.snapshots.checkpoint import let_others_read, read_folder
-from sync.tokenizers import vocab_size
+from sync.tokenizers import load_tokenizer, vocab_size
 from sync.wire import EvalReport, ProbeReply, ProbeRequest, Version
-from teacher_service.describe import load_tokenizer
 from teacher_service.engines.head import find_head
 from teacher_service.router import Router
 

@@ -20,7 +20,7 @@ from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
-from teacher_service.describe import load_tokenizer
+from sync.tokenizers import load_tokenizer
 from teacher_service.router import Router
 
 logger = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from distill.scoring.scorer import score_sequence
 from student_trainer.objectives.config import needs, student_topk
 from sync import tokenizers
 from sync.errors import ConfigError
+from sync.tokenizers import load_tokenizer
 from sync.wire import (
     Generated,
     GeneratePrompt,
@@ -43,7 +44,6 @@ from sync.wire import (
     pack,
     unpack,
 )
-from teacher_service.describe import load_tokenizer
 from teacher_service.router import Router
 
 PROBE_TOKENS = 16

@@ -23,7 +23,7 @@ from distill.run_log.records import Rollout
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
 from sync.wire import Array, ScoreRefused, checks, pack
-from teacher_service.isolate import isolate
+from teacher_service.batching import isolate
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2

@@ -180,7 +180,7 @@ class VllmServer:
         tables = [choice.get("prompt_logprobs") for choice in in_order]
         if None in tables:
             raise DataError("the server returns no prompt_logprobs: use a vLLM server, or another engine")
-        return _scores(*_read_tables(items, tables, k), self._vocab_size)
+        return _read_tables(items, tables, k, self._vocab_size)
 
     def _gathered(self, item: Item) -> np.ndarray:
         """float32 [T, K]"""
@@ -254,13 +254,10 @@ def _accepted(request: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def _read_tables(
-    items: Sequence[Item], tables: Sequence[Any], k: int
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Log-probabilities [C], top-k ids [C, K] and theirs [C, K] from vLLM's prompt_logprobs.
+def _read_tables(items: Sequence[Item], tables: Sequence[Any], k: int, vocab_size: int) -> EngineScores:
+    """Scores from vLLM's prompt_logprobs: per token a dict id → {"logprob", "rank"}, None for the first.
 
-    A table has a dict per token, id → {"logprob", "rank"}, with the k most likely ids and the prompt's own
-    token; None for the first. Raises DataError when one is missing.
+    The dict holds the k most likely ids and the prompt's own token. Raises DataError when one is missing.
     """
     logprobs: list[float] = []
     top: list[list[tuple[int, int, float]]] = []
@@ -276,7 +273,7 @@ def _read_tables(
             logprobs.append(found["logprob"])
             top.append(sorted((e["rank"], int(i), e["logprob"]) for i, e in entry.items() if e["rank"] <= k))
     ids_CK = [[id_ for _, id_, _ in row[:k]] for row in top]
-    return logprobs, ids_CK, [[logp for *_, logp in row[:k]] for row in top]
+    return _scores(logprobs, ids_CK, [[logp for *_, logp in row[:k]] for row in top], vocab_size)
 
 
 # --- in this process --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.errors import ConfigError
+from sync.tokenizers import load_tokenizer
 from sync.wire import (
     Array,
     Generated,
@@ -33,9 +34,9 @@ from sync.wire import (
     pack,
     unpack,
 )
-from teacher_service.describe import describe, load_tokenizer
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
+from teacher_service.messages import describe
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from table_engine import TableEngine, random_table
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
 from teacher_service import batching
-from teacher_service.batching import Batcher, Metrics, QueuedRequest, Work, split
+from teacher_service.batching import Batcher, Metrics, Outcome, Work, isolate, split
 from teacher_service.engines.base import (
     EngineCompletion,
     EnginePrompt,
@@ -25,7 +25,6 @@ from teacher_service.engines.base import (
     ScoreOptions,
     Steps,
 )
-from teacher_service.isolate import isolate
 
 POISON = 7
 
@@ -70,13 +69,29 @@ async def running(
         await batcher.stop()
 
 
-def submit(
-    batcher: Batcher, items: list[Item], options: ScoreOptions = ScoreOptions(), deadline: float | None = None
-) -> QueuedRequest:
-    return batcher.submit([Work(i, one, options) for i, one in enumerate(items)], len(items), deadline)
+class Request:
+    """A caller that waits until `release`."""
+
+    def __init__(self, batcher: Batcher, work: list[Work]) -> None:
+        self._context = batcher.submit(work)
+        self.futures = self._context.__enter__()
+
+    async def done(self) -> None:
+        await asyncio.wait_for(asyncio.wait(self.futures), 60)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [future.result() for future in self.futures]
+
+    def release(self) -> None:
+        self._context.__exit__(None, None, None)
 
 
-async def busy(batcher: Batcher, engine: RecordingEngine) -> QueuedRequest:
+def submit(batcher: Batcher, items: list[Item], options: ScoreOptions = ScoreOptions()) -> Request:
+    return Request(batcher, [Work(one, options) for one in items])
+
+
+async def busy(batcher: Batcher, engine: RecordingEngine) -> Request:
     """Hold the engine in a batch of one sequence of 2 tokens."""
     engine.gate.clear()
     request = submit(batcher, [item(2)])
@@ -90,17 +105,17 @@ async def test_sequences_of_several_callers_share_batches_up_to_the_budget() -> 
         first = await busy(batcher, engine)
         requests = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
         engine.gate.set()
-        await asyncio.gather(*(request.done.wait() for request in (first, *requests)))
+        await asyncio.gather(*(request.done() for request in (first, *requests)))
     assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10]]
 
 
 async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
-        await busy(batcher, engine)
+        first = await busy(batcher, engine)
         requests = [submit(batcher, [item(3)], ScoreOptions(topk=k)) for k in (2, 1, 2, 1)]
         engine.gate.set()
-        await asyncio.gather(*(request.done.wait() for request in requests))
+        await asyncio.gather(*(request.done() for request in (first, *requests)))
     assert engine.batches[1:] == [(ScoreOptions(topk=2), [3, 3]), (ScoreOptions(topk=1), [3, 3])]
 
 
@@ -108,7 +123,7 @@ async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
     engine = RecordingEngine()
     async with running(engine, batch_tokens=10) as batcher:
         request = submit(batcher, [item(50), item(3)])
-        await request.done.wait()
+        await request.done()
     assert [lengths for _, lengths in engine.batches] == [[50], [3]]
 
 
@@ -121,40 +136,36 @@ async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_re
             submit(batcher, [item(1)])
         assert refusal.value.retry_after > 0
         engine.gate.set()
-        await held.done.wait()
-        batcher.release(first)
-        batcher.release(held)
+        await held.done()
+        first.release()
+        held.release()
         again = submit(batcher, [item(20)])
-        await again.done.wait()
+        await again.done()
 
 
-async def test_work_whose_deadline_passed_or_whose_caller_left_is_not_computed() -> None:
+async def test_work_whose_caller_left_is_not_computed() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
-        await busy(batcher, engine)
-        early = submit(batcher, [item(3)], deadline=0.01)
-        live = submit(batcher, [item(6)])
-        late = submit(batcher, [item(4)], deadline=0.01)
-        gone = submit(batcher, [item(5)])
-        batcher.release(gone)
-        await asyncio.sleep(0.05)
+        first = await busy(batcher, engine)
+        gone, live = submit(batcher, [item(5)]), submit(batcher, [item(6)])
+        gone.release()
         engine.gate.set()
-        await live.done.wait()
+        await live.done()
+        first.release()
     assert [lengths for _, lengths in engine.batches] == [[2], [6]]
-    assert not early.done.is_set()
-    assert not late.done.is_set()
+    assert all(future.cancelled() for future in gone.futures)
 
 
 async def test_what_leavers_queued_is_forgotten_at_once() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
-        await busy(batcher, engine)
+        first = await busy(batcher, engine)
         live = submit(batcher, [item(6)])
         for _ in range(100):
-            batcher.release(submit(batcher, [item(5)] * 10))
-            assert len(batcher._items) < 30
+            submit(batcher, [item(5)] * 10).release()
+            assert len(batcher._items) == 1
         engine.gate.set()
-        await live.done.wait()
+        await asyncio.gather(first.done(), live.done())
     assert [lengths for _, lengths in engine.batches] == [[2], [6]]
 
 
@@ -162,7 +173,7 @@ async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
     engine = RecordingEngine()
     async with running(engine) as batcher:
         request = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
-        await request.done.wait()
+        await request.done()
     assert request.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
     assert [isinstance(outcome, EngineScores) for outcome in request.outcomes] == [True, False, True, True]
     alone = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
@@ -186,7 +197,7 @@ async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
     engine = RecordingEngine(Unreachable("gone"))
     async with running(engine) as batcher:
         request = submit(batcher, [item(3), item(3, POISON)])
-        await request.done.wait()
+        await request.done()
     assert all(isinstance(outcome, Unreachable) for outcome in request.outcomes)
     assert len(engine.batches) == 1
 
@@ -248,9 +259,9 @@ class SteppingEngine(RecordingEngine):
 PARAMS = GenerationParams(4, 1.0, ())
 
 
-def submit_prompts(batcher: Batcher, *fills: int) -> QueuedRequest:
+def submit_prompts(batcher: Batcher, *fills: int) -> Request:
     prompts = [EnginePrompt(np.full(2, fill, np.int32), 0) for fill in fills]
-    return batcher.submit([Work(i, one, PARAMS) for i, one in enumerate(prompts)], len(prompts), None)
+    return Request(batcher, [Work(one, PARAMS) for one in prompts])
 
 
 async def test_scores_are_computed_while_a_completion_is_generated() -> None:
@@ -258,11 +269,11 @@ async def test_scores_are_computed_while_a_completion_is_generated() -> None:
     async with running(engine) as batcher:
         completed = submit_prompts(batcher, 1, 2)
         for _ in range(3):
-            await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
+            await submit(batcher, [item(3)]).done()
         assert engine.stepped.is_set()
-        assert not completed.done.is_set()
+        assert not any(future.done() for future in completed.futures)
         engine.finish.set()
-        await asyncio.wait_for(completed.done.wait(), 60)
+        await completed.done()
         assert all(isinstance(outcome, EngineCompletion) for outcome in completed.outcomes)
 
 
@@ -271,7 +282,7 @@ async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_completed() ->
     engine.finish.set()
     async with running(engine) as batcher:
         request = submit_prompts(batcher, 1, POISON, 2)
-        await asyncio.wait_for(request.done.wait(), 60)
+        await request.done()
     first, second, third = request.outcomes
     assert isinstance(first, EngineCompletion)
     assert second == "the engine failed on this prompt: DataError: poisoned"
@@ -283,15 +294,16 @@ async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
     async with running(engine) as batcher:
         request = submit_prompts(batcher, 1)
         await asyncio.to_thread(engine.stepped.wait, 10)
-        batcher.release(request)
-        await asyncio.wait_for(submit(batcher, [item(3)]).done.wait(), 60)
+        request.release()
+        await submit(batcher, [item(3)]).done()
         assert await asyncio.to_thread(engine.closed.wait, 10)
 
 
 async def test_prompts_count_against_the_queue_with_all_they_may_become() -> None:
     engine = SteppingEngine()
     async with running(engine, queue_tokens=13) as batcher:
-        submit_prompts(batcher, 1, 2)
+        held = submit_prompts(batcher, 1, 2)
         with pytest.raises(Overloaded, match="12 tokens wait and 6 more would pass queue_tokens = 13"):
             submit_prompts(batcher, 3)
         engine.finish.set()
+        await held.done()

@@ -16,6 +16,7 @@ from table_engine import TableEngine, random_table
 from sync.claims import Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
 from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
@@ -112,14 +113,17 @@ async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serv
     assert two.sequences
 
 
-async def test_a_replica_that_stops_answering_loses_its_work_to_another(serve: Serve) -> None:
-    """A peer that accepts connections and says nothing, as a stopped process does."""
+async def test_a_replica_that_stops_answering_loses_its_work_to_another(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that accepts connections and sends nothing, as a stopped process does."""
+    monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
     engine = CountingEngine()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         mute = "http://127.0.0.1:{1}".format(*silent.getsockname())
-        async with serve(engine) as living, TeacherClient("t", [mute, living], health=0.1) as client:
+        async with serve(engine) as living, TeacherClient("t", [mute, living]) as client:
             given = sequences(2)
             assert right(given, await client.score(given, deadline=20))
     assert engine.sequences == 2
