@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -65,14 +66,16 @@ class TeacherService:
 
         `claim`: of a teacher that follows a run; None: it may serve many.
         """
-        self.info, self.metrics, self._end_ids = info, Metrics(), {*end_ids}
-        self._engine, self._engine_info, self._queue_tokens = engine, engine.engine_info, config.queue_tokens
-        self._dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
+        self.info, self.metrics = info, Metrics()
+        self._engine, self._queue_tokens = engine, config.queue_tokens
+        dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
+        score = partial(messages.read_score, info=engine.engine_info, dtype=dtype)
+        generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, config.queue_tokens, self.metrics)
         self._bodies = BodyLimit()
         routes = [
-            Route("/v1/score", self._counted(self.score), methods=["POST"]),
-            Route("/v1/generate", self._counted(self.generate), methods=["POST"]),
+            Route("/v1/score", self._counted(partial(self._answer, score)), methods=["POST"]),
+            Route("/v1/generate", self._counted(partial(self._answer, generate)), methods=["POST"]),
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
@@ -116,19 +119,7 @@ class TeacherService:
 
     # --- scores and completions ---------------------------------------------------------------------------
 
-    async def score(self, request: Request) -> Response:
-        """POST /v1/score"""
-        return await self._answer(
-            request, lambda body: messages.read_score(body, self._engine_info, self._dtype)
-        )
-
-    async def generate(self, request: Request) -> Response:
-        """POST /v1/generate"""
-        return await self._answer(
-            request, lambda body: messages.read_generate(body, self._engine_info, self._end_ids)
-        )
-
-    async def _answer(self, request: Request, read: Callable[[bytes], Call]) -> Response:
+    async def _answer(self, read: Callable[[bytes], Call], request: Request) -> Response:
         """Check, queue, wait, answer."""
         async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
@@ -166,22 +157,19 @@ class TeacherService:
     # --- the other routes ---------------------------------------------------------------------------------
 
     async def get_info(self, _: Request) -> Response:
-        """GET /v1/info"""
         return reply(self.info)
 
     async def get_head(self, _: Request) -> Response:
-        """GET /v1/head"""
         return await self._batcher.in_engine_thread(self._head_reply)
 
     def _head_reply(self) -> Response:
         if (head := self._engine.head()) is None:
             raise BadRequest(
-                422, f'engine {self._engine_info.engine!r} gives no output head: use engine = "transformers"'
+                422, f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
             )
         return reply(msgspec.structs.replace(head, teacher=self.info.name))
 
     async def health(self, _: Request) -> Response:
-        """GET /health"""
         if self._batcher.healthy:
             return PlainTextResponse("ok")
         return refuse(
@@ -189,7 +177,6 @@ class TeacherService:
         )
 
     async def get_metrics(self, _: Request) -> Response:
-        """GET /metrics"""
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
 
@@ -198,9 +185,8 @@ async def _all(
 ) -> list[Outcome]:
     """Every outcome. Raises BadRequest (408) when the caller gives up first."""
     finished: asyncio.Future[list[Outcome]] = asyncio.gather(*outcomes)
-    left: asyncio.Future[Any] = asyncio.ensure_future(
-        request.receive()
-    )  # the body is read: only a disconnect can come
+    # the body is read: only a disconnect can come
+    left: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({finished, left}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         if not finished.done():

@@ -1,9 +1,9 @@
 """Dynamic batching: sequences of all callers share forward passes, up to a token budget each.
 
-    submit ──▶ queue of items   ──▶ batch (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
-           └─▶ queue of prompts ──▶ batch (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
+    submit ──▶ queue ─┬─▶ items   (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
+                      └─▶ prompts (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
 
-Both queues together are bounded in tokens. One call runs at a time, in one worker thread, so the event loop
+The queue is bounded in tokens. One call runs at a time, in one worker thread, so the event loop
 stays free; a batch of scores waits for one slice of generation at most, and the other way round. A batch
 starts with the oldest item. What nobody waits for any more (deadline passed, caller gone) is not computed.
 """
@@ -14,9 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -54,21 +55,16 @@ class Metrics:
     """Prometheus metrics of one process, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"teacher_{name}", text, labels, registry=registry)
-
-        self.requests = counter("requests", "Answers by HTTP status", ("status",))
-        self.sequences = counter("sequences", "Sequences scored")
-        self.refused = counter("refused_sequences", "Sequences that could not be scored")
-        self.tokens = counter("tokens", "Tokens of scored sequences, prompt and completion")
-        self.generated = counter("generated_tokens", "Completion tokens generated")
-        self.busy = counter("busy_seconds", "Time the engine computed")
-        self.held_tokens = Gauge(
-            "teacher_held_tokens", "Tokens queued or not yet answered", registry=registry
-        )
-        self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=registry)
+        self.registry = CollectorRegistry()
+        counter, gauge = (partial(kind, registry=self.registry) for kind in (Counter, Gauge))
+        self.requests = counter("teacher_requests", "Answers by HTTP status", ("status",))
+        self.sequences = counter("teacher_sequences", "Sequences scored")
+        self.refused = counter("teacher_refused_sequences", "Sequences and prompts refused one by one")
+        self.tokens = counter("teacher_tokens", "Tokens of scored sequences, prompt and completion")
+        self.generated = counter("teacher_generated_tokens", "Completion tokens generated")
+        self.busy = counter("teacher_busy_seconds", "Time the engine computed")
+        self.held_tokens = gauge("teacher_held_tokens", "Tokens queued or not yet answered")
+        self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=self.registry)
 
 
 class Work(NamedTuple):
@@ -95,62 +91,25 @@ class _Queued:
     outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
 
 
-class _Queue:
-    """Items or prompts, the oldest first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[_Queued, None] = {}
-        self._added = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, queued: _Queued) -> None:
-        self._waiting[queued] = None
-        self._added.set()
-
-    def discard(self, queued: _Queued) -> None:
-        self._waiting.pop(queued, None)
-
-    async def take(self, budget: int) -> list[_Queued]:
-        """The oldest work and what follows it with the same options, up to `budget` tokens.
-
-        At least one, whatever its tokens; waits for it.
-        """
-        while not self._waiting:
-            self._added.clear()
-            await self._added.wait()
-        batch: list[_Queued] = []
-        for queued in self._waiting:
-            if batch and queued.work.options != batch[0].work.options:
-                continue
-            budget -= queued.work.tokens
-            if batch and budget < 0:
-                break
-            batch.append(queued)
-        for queued in batch:
-            del self._waiting[queued]
-        return batch
-
-
 class Batcher:
-    """The queues before one engine. Order of use: `start`, then `submit`, then `stop`."""
+    """The queue before one engine. Order of use: `start`, then `submit`, then `stop`."""
 
     def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
-        self._items, self._prompts = _Queue(), _Queue()
+        self._waiting: dict[_Queued, None] = {}
+        """The oldest first."""
+        self._added = asyncio.Event()
         self._held = 0
         """Tokens of requests that are queued or not yet answered."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._calls: set[Future[Any]] = set()
         self._began: float | None = None
         """time.monotonic() at which the engine was called; None: it is idle."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to compute; needs a running event loop."""
-        serving = (self._serve(self._items, self._score), self._serve(self._prompts, self._generate))
+        serving = self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)
         self._tasks = [asyncio.create_task(one) for one in serving]
 
     @property
@@ -165,9 +124,10 @@ class Batcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        idle = asyncio.wrap_future(self._thread.submit(lambda: None))
+        ended, _ = await asyncio.wait({idle}, timeout=STOP_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        calls = [asyncio.wrap_future(call) for call in self._calls]
-        return not calls or not (await asyncio.wait(calls, timeout=STOP_SECONDS))[1]
+        return bool(ended)
 
     async def in_engine_thread(self, function: Callable[[], A]) -> A:
         """Run `function` between two calls of the engine."""
@@ -180,10 +140,7 @@ class Batcher:
                 self._began = None
                 self._metrics.busy.inc(time.monotonic() - began)
 
-        future = self._thread.submit(call)
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._thread.submit(call))
 
     @contextmanager
     def submit(self, work: Sequence[Work]) -> Iterator[list[asyncio.Future[Outcome]]]:
@@ -199,31 +156,49 @@ class Batcher:
                 "come back later, send less, or add a replica",
                 RETRY_AFTER_SECONDS,
             )
-        all_queued = [_Queued(one) for one in work]
+        queued = [_Queued(one) for one in work]
         try:
             self._hold(tokens)
-            for queued in all_queued:
-                self._queue_of(queued).put(queued)
-            yield [queued.outcome for queued in all_queued]
+            self._waiting |= dict.fromkeys(queued)
+            self._added.set()
+            yield [one.outcome for one in queued]
         finally:
             self._hold(-tokens)
-            for queued in all_queued:
-                queued.outcome.cancel()
-                self._queue_of(queued).discard(queued)
+            for one in queued:
+                one.outcome.cancel()
+                self._waiting.pop(one, None)
 
     def _hold(self, tokens: int) -> None:
         self._held += tokens
         self._metrics.held_tokens.set(self._held)
 
-    def _queue_of(self, queued: _Queued) -> _Queue:
-        return self._items if isinstance(queued.work.item, Item) else self._prompts
+    async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
+        """The oldest work of a kind and what follows it with the same options, up to `batch_tokens`.
+
+        At least one, whatever its tokens; waits for it.
+        """
+        while (first := next((q for q in self._waiting if isinstance(q.work.item, kind)), None)) is None:
+            self._added.clear()
+            await self._added.wait()
+        batch, tokens = list[_Queued](), 0
+        for queued in self._waiting:
+            if queued.work.options == first.work.options:
+                tokens += queued.work.tokens
+                if batch and tokens > self._batch_tokens:
+                    break
+                batch.append(queued)
+        for queued in batch:
+            del self._waiting[queued]
+        return batch
 
     async def _serve(
-        self, queue: _Queue, run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]]
+        self,
+        kind: type[Item | EnginePrompt],
+        run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
     ) -> None:
         """Compute batch after batch; an item that the engine fails on fails alone."""
         while True:
-            batch = await queue.take(self._batch_tokens)
+            batch = await self._take(kind)
             try:
                 outcomes = await isolate(batch, run, _failed, never=(Unreachable,))
             except Unreachable as error:

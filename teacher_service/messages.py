@@ -101,44 +101,49 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     for name, wanted in {**needed, "temperature": want.temperature != 1.0}.items():
         if wanted:
             _check_can(name, info)
-    limit = min(info.max_topk, info.vocab_size)
-    if not 0 <= want.topk <= limit:
-        raise BadRequest(
-            422, f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states"
-        )
+    most = min(info.max_topk, info.vocab_size)
+    _require(
+        0 <= want.topk <= most,
+        f"topk is {want.topk}, this teacher gives 0 to {most}: ask for fewer, or for hidden states",
+    )
 
 
 def check_generate(request: wire.TeacherGenerateRequest, info: EngineInfo) -> None:
     """Raise BadRequest (422) for what no prompt of the request could be completed with."""
     _check_can("generate", info)
+    if request.temperature != 1.0:
+        _check_can("temperature", info)
     _check_common("prompts", request.prompts, request.deadline, request.temperature)
-    if not 1 <= request.max_tokens < info.max_length:
-        raise BadRequest(
-            422, f"max_tokens is {request.max_tokens}, this teacher takes 1 to {info.max_length - 1}"
-        )
+    most = info.max_length - 1
+    _require(
+        1 <= request.max_tokens <= most, f"max_tokens is {request.max_tokens}, this teacher takes 1 to {most}"
+    )
     for token in request.stop_token_ids:
-        if not 0 <= token < info.vocab_size:
-            raise BadRequest(
-                422, f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer"
-            )
+        _require(
+            0 <= token < info.vocab_size,
+            f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer",
+        )
 
 
 def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
-    if not parts:
-        raise BadRequest(422, f"the request has no {what}: send at least one")
-    if deadline is not None and not 0 < deadline < math.inf:
-        raise BadRequest(422, f"deadline is {deadline}: send seconds > 0, or none")
-    if not 0 < temperature < math.inf:
-        raise BadRequest(422, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
+    _require(bool(parts), f"the request has no {what}: send at least one")
+    in_time = deadline is None or 0 < deadline < math.inf
+    _require(in_time, f"deadline is {deadline}: send seconds > 0, or none")
+    warm = 0 < temperature < math.inf
+    _require(warm, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
 
 
 def _check_can(name: str, info: EngineInfo) -> None:
-    if name not in info.can:
-        raise BadRequest(
-            422,
-            f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
-            'choose another objective, or engine = "transformers"',
-        )
+    _require(
+        name in info.can,
+        f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
+        'choose another objective, or engine = "transformers"',
+    )
+
+
+def _require(good: bool, text: str, status: int = 422) -> None:
+    if not good:
+        raise BadRequest(status, text)
 
 
 def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
@@ -146,10 +151,8 @@ def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
-    if size > MAX_REPLY_BYTES:
-        raise BadRequest(
-            413, f"the answer would take {size} bytes, the limit is {MAX_REPLY_BYTES}: send fewer sequences"
-        )
+    text = f"the answer would take {size} bytes, the limit is {MAX_REPLY_BYTES}: send fewer sequences"
+    _require(size <= MAX_REPLY_BYTES, text, 413)
 
 
 def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:

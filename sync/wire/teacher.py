@@ -147,7 +147,7 @@ class TeacherInfo(Message, frozen=True):
     fingerprint: str
     """BLAKE3 hex over model, revision, dtype and samples of its files: every answer names it in a header."""
     can: list[str]
-    """Of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1, of scores)."""
+    """Of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1)."""
 
 
 class Head(Message, frozen=True):

@@ -53,21 +53,18 @@ class Item:
 class EngineScores:
     """Scores of one item, or of a batch with its items' positions one after the other; nats.
 
-    None: not asked for.
+    float32 where nothing else is named; None: not asked for.
     """
 
     logprob_C: np.ndarray
-    """float32"""
     topk_ids_CK: np.ndarray | None = None
     """int32, most likely first"""
     topk_logprob_CK: np.ndarray | None = None
-    """float32"""
     tail_C: np.ndarray | None = None
-    """float32, in [0, 1]"""
+    """Probability mass outside the top-k, in [0, 1]"""
     gathered_CK: np.ndarray | None = None
-    """float32, 0 where the id was -1"""
+    """0 where the id was -1"""
     entropy_C: np.ndarray | None = None
-    """float32"""
     hidden_CH: np.ndarray | None = None
     """float32, or uint16 holding bfloat16 bits"""
 
@@ -141,8 +138,7 @@ class Engine(Protocol):
 
     def head(self) -> Head | None:
         """What turns `EngineScores.hidden_CH` into logits; None: this engine gives no hidden states."""
-        ...
+        return None
 
     def close(self) -> None:
         """Release what the engine holds; called once, last."""
-        ...

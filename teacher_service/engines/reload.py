@@ -17,17 +17,8 @@ from typing import Final, Protocol
 
 from sync.errors import DistillError
 from sync.wire import Head, Version
-from teacher_service.engines import gpu_slots
-from teacher_service.engines.base import (
-    Engine,
-    EngineInfo,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
+from teacher_service.engines import base, gpu_slots
+from teacher_service.engines.base import Engine, EngineScores, Item, Steps
 from teacher_service.engines.gpu_slots import GpuSlot
 
 log = logging.getLogger(__name__)
@@ -40,18 +31,18 @@ JOIN_SECONDS: Final = 0.5
 class _ReloadingEngine:
     """Forwards each call to the engine of `_held`, and calls `_tend` from a thread of its own."""
 
-    engine_info: EngineInfo
+    engine_info: base.EngineInfo
 
     def __init__(self, poll_seconds: float) -> None:
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(poll_seconds,), daemon=True)
 
-    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+    def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
         """See `Engine.score`; one model scores a whole batch."""
         with self._held() as engine:
             return engine.score(items, options)
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
         """See `Engine.generate`; one model generates a whole batch."""
         with self._held() as engine:
             steps = engine.generate(prompts, params)
@@ -62,7 +53,6 @@ class _ReloadingEngine:
             yield completions
 
     def head(self) -> Head | None:
-        """See `Engine.head`."""
         with self._held() as engine:
             return engine.head() if "hidden" in self.engine_info.can else None
 
@@ -172,7 +162,7 @@ class IdleUnloadEngine(_ReloadingEngine):
         """Whether the engine is in memory."""
         return self._engine is not None
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
         """See `Engine.generate`; counts as work until the last step."""
         self._tend()  # another teacher's turn also comes between two batches that follow at once
         self._generating += 1
@@ -223,7 +213,6 @@ class IdleUnloadEngine(_ReloadingEngine):
             self._slot.leave()
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._closed.set()
         self._thread.join()
         with self._lock:

@@ -70,7 +70,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        """See `Engine.score`."""
         overhead = PASS_TOKENS.get(self._model.device.type, 64)
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
         hidden_of: dict[int, torch.Tensor] = {}
@@ -99,12 +98,10 @@ class TransformersEngine:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
     def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
-        """See `Engine.generate`."""
         ends = sorted({*_end_ids(self._model), *params.stop_token_ids})
         return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
 
     def head(self) -> Head | None:
-        """See `Engine.head`."""
         head = self._head
         half = self._model.dtype == torch.bfloat16
         weight_VH = head.weight_VH.to(torch.bfloat16 if half else torch.float32)
@@ -117,7 +114,6 @@ class TransformersEngine:
         )
 
     def close(self) -> None:
-        """See `Engine.close`."""
         del self._model, self._decoder, self._head
         gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_available():

@@ -26,8 +26,6 @@ import numpy as np
 
 from sync.errors import ConfigError, DataError, Unreachable
 from sync.replica.plugin import PLUGIN
-from sync.retry import retrying
-from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EngineScores, Item
@@ -36,8 +34,6 @@ KEY_VARIABLE: Final = "TEACHER_API_KEY"
 """Environment variable with the bearer token of the server at `engine_url`."""
 TIMEOUT_SECONDS: Final = 600.0
 """Of one request."""
-RETRY_SECONDS: Final = 60.0
-"""How long a request to a server that does not answer is retried."""
 TOPK_TRIED: Final = (base.MAX_TOPK, 256, 128, 64, 32, 20, 8, 1)
 CONCURRENCY: Final = 64
 POLL_SECONDS: Final = 0.02
@@ -46,15 +42,6 @@ POLL_SECONDS: Final = 0.02
 def _capabilities(topk: int, gather: bool, generate: bool = True) -> tuple[str, ...]:
     tried = {"topk": topk > 0, "gather": gather, "prompt": True, "generate": generate}
     return tuple(name for name, given in tried.items() if given)
-
-
-def _check_temperature(params: base.GenerationParams) -> None:
-    """Raise DataError for what vLLM would report the wrong log-probabilities of."""
-    if params.temperature != 1.0:
-        raise DataError(
-            f"temperature is {params.temperature:g}, and vLLM reports log-probabilities at temperature 1: "
-            'ask for 1, or use engine = "transformers"'
-        )
 
 
 def _scores(logprob_C: Any, ids_CK: Any, top_CK: Any, vocab_size: int) -> EngineScores:
@@ -85,20 +72,18 @@ def _with_gathered(scores: EngineScores, items: Sequence[Item], found: Sequence[
 # --- a server ---------------------------------------------------------------------------------------------
 
 
-class VllmServer:
+class VllmServer(base.Engine):
     """The vLLM server at `engine_url`; what it accepts is tried at start."""
 
     def __init__(
         self,
         config: TeacherConfig,
         vocab_size: int,
-        retry_seconds: float = RETRY_SECONDS,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Raises ConfigError when the server cannot be used."""
+        """Raises ConfigError when the server cannot be used, Unreachable when none answers."""
         key = os.environ.get(KEY_VARIABLE)
         self._url, self._vocab_size = (config.engine_url or "").rstrip("/"), vocab_size
-        self._retry = retrying(Unreachable, within=retry_seconds, first=0.1, longest=5.0)
         self.received_bytes = 0
         """Of all answers."""
         self._http = httpx.Client(
@@ -137,14 +122,7 @@ class VllmServer:
         )
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer.
-
-        Raises DataError when the server refuses (4xx), Unreachable when it does not answer within
-        `retry_seconds`.
-        """
-        return self._retry(self._once, method, path, body)
-
-    def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """The JSON answer. Raises DataError when the server refuses (4xx), Unreachable when it fails."""
         try:
             response = self._http.request(method, self._url + path, json=body)
         except httpx.TransportError as error:
@@ -159,7 +137,6 @@ class VllmServer:
             raise DataError(f"{self._url}{path} answered something that is not JSON: {error}") from error
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
-        """See `Engine.score`."""
         scores = self._prompt_logprobs(items, options.topk)
         if not options.gather:
             return scores
@@ -203,7 +180,6 @@ class VllmServer:
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; a step is a poll of the server's answers."""
-        _check_temperature(params)
         futures = [self._threads.submit(self._completion, prompt, params) for prompt in prompts]
         try:
             while wait(futures, timeout=POLL_SECONDS).not_done:
@@ -236,12 +212,7 @@ class VllmServer:
         ended = choice["finish_reason"] == "stop"
         return EngineCompletion(np.array(ids, np.int32), np.array(values, np.float32), ended)
 
-    def head(self) -> Head | None:
-        """See `Engine.head`; vLLM gives no hidden states."""
-        return None
-
     def close(self) -> None:
-        """See `Engine.close`."""
         self._threads.shutdown()
         self._http.close()
 
@@ -279,7 +250,7 @@ def _read_tables(items: Sequence[Item], tables: Sequence[Any], k: int, vocab_siz
 # --- in this process --------------------------------------------------------------------------------------
 
 
-class InProcess:
+class InProcess(base.Engine):
     """vLLM in this process; `engine_args` of the config go to `vllm.LLM` as they are."""
 
     def __init__(self, config: TeacherConfig, vocab_size: int) -> None:
@@ -317,7 +288,6 @@ class InProcess:
         )
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
-        """See `Engine.score`."""
         params = [self._score_params(item, options) for item in items]
         outputs = self._run([item.token_ids_L for item in items], params)
         columns = [_columns(o.prompt_logprobs, i, options.topk) for o, i in zip(outputs, items, strict=True)]
@@ -342,7 +312,6 @@ class InProcess:
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; one step, because vLLM's loop cannot be shared with `score`."""
-        _check_temperature(params)
         wanted = [
             self._params(
                 max_tokens=params.max_tokens,
@@ -361,12 +330,7 @@ class InProcess:
         ids = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         return list(self._llm.generate(ids, params, use_tqdm=False))
 
-    def head(self) -> Head | None:
-        """See `Engine.head`; vLLM gives no hidden states."""
-        return None
-
     def close(self) -> None:
-        """See `Engine.close`."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

@@ -163,7 +163,7 @@ async def test_what_leavers_queued_is_forgotten_at_once() -> None:
         live = submit(batcher, [item(6)])
         for _ in range(100):
             submit(batcher, [item(5)] * 10).release()
-            assert len(batcher._items) == 1
+            assert len(batcher._waiting) == 1
         engine.gate.set()
         await asyncio.gather(first.done(), live.done())
     assert [lengths for _, lengths in engine.batches] == [[2], [6]]

@@ -94,10 +94,9 @@ def connected(
     handler: Callable[[httpx.Request], httpx.Response],
     config: TeacherConfig = CONFIG,
     vocab_size: int = V,
-    retry_seconds: float = 0.3,
 ) -> VllmServer:
     transport = httpx.MockTransport(handler)
-    return VllmServer(config, vocab_size, retry_seconds=retry_seconds, transport=transport)
+    return VllmServer(config, vocab_size, transport)
 
 
 def same(got: EngineScores, expected: EngineScores) -> None:
@@ -149,13 +148,13 @@ def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
     }
 
 
-def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_gone() -> None:
+def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence() -> None:
     server = Server()
-    engine = connected(server, retry_seconds=5)
-    server.fail = 2
-    same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
+    engine = connected(server)
+    server.fail = 1
     with pytest.raises(Unreachable, match="answered 503"):
-        connected(lambda request: httpx.Response(503))
+        engine.score(ITEMS, ScoreOptions())
+    same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
 
 
 def test_a_length_beyond_the_servers_is_refused() -> None:
