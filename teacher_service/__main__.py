@@ -50,10 +50,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m teacher_service", description="Serve one teacher.")
     parser.add_argument("--config", type=Path, required=True, help="TeacherConfig as JSON")
     parser.add_argument("--name", required=True, help="the teacher's name in the run's configuration")
-    parser.add_argument("--host", default=None, help="default: the configuration's")
-    parser.add_argument(
-        "--port", type=int, default=None, help="default: the configuration's, 0: any free one"
-    )
+    parser.add_argument("--host", help="default: the configuration's")
+    parser.add_argument("--port", type=int, help="default: the configuration's, 0: any free one")
     parser.add_argument("--index", type=int, default=0, help="replica, chooses its port and devices")
     return parser.parse_args(arguments)
 
@@ -80,14 +78,9 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     if config.follow_student_every is not None:
         claim = Claim(RunIdentity(ReplicaConfig.from_environment().run))
     engine = build(config, vocab_size(tokenizer), claim)
-    service = TeacherService(
-        engine,
-        describe(options.name, engine.engine_info, tokenizer),
-        config,
-        end_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-        token=token,
-        claim=claim,
-    )
+    info = describe(options.name, engine.engine_info, tokenizer)
+    end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    service = TeacherService(engine, info, config, end_ids=end_ids, token=token, claim=claim)
     log.info("%s: %s", options.name, service.info)
     serve_app(service.app, host, port, GRACE_SECONDS)
 

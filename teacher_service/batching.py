@@ -24,16 +24,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sync.errors import DataError, Overloaded, Unreachable
-from teacher_service.engines.base import (
-    Engine,
-    EngineCompletion,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
+from teacher_service.engines import base
+from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS: Final = 0.5
@@ -56,14 +48,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter, gauge = (partial(kind, registry=self.registry) for kind in (Counter, Gauge))
+        counter = partial(Counter, registry=self.registry)
         self.requests = counter("teacher_requests", "Answers by HTTP status", ("status",))
         self.sequences = counter("teacher_sequences", "Sequences scored")
         self.refused = counter("teacher_refused_sequences", "Sequences and prompts refused one by one")
         self.tokens = counter("teacher_tokens", "Tokens of scored sequences, prompt and completion")
         self.generated = counter("teacher_generated_tokens", "Completion tokens generated")
         self.busy = counter("teacher_busy_seconds", "Time the engine computed")
-        self.held_tokens = gauge("teacher_held_tokens", "Tokens queued or not yet answered")
+        self.held_tokens = Gauge("teacher_held_tokens", "Tokens not yet answered", registry=self.registry)
         self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=self.registry)
 
 
@@ -71,7 +63,7 @@ class Work(NamedTuple):
     """One item to score or prompt to complete."""
 
     item: Item | EnginePrompt
-    options: ScoreOptions | GenerationParams
+    options: base.ScoreOptions | base.GenerationParams
     """Only work with the same options shares a batch."""
 
     @property
@@ -79,7 +71,7 @@ class Work(NamedTuple):
         """What it counts towards `batch_tokens` and `queue_tokens`; for a prompt, including max_tokens."""
         if isinstance(self.item, Item):
             return len(self.item.token_ids_L)
-        assert isinstance(self.options, GenerationParams), "prompts come with them"
+        assert isinstance(self.options, base.GenerationParams), "prompts come with them"
         return len(self.item.token_ids_P) + self.options.max_tokens
 
 
@@ -94,7 +86,7 @@ class _Queued:
 class Batcher:
     """The queue before one engine. Order of use: `start`, then `submit`, then `stop`."""
 
-    def __init__(self, engine: Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
+    def __init__(self, engine: base.Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
         self._waiting: dict[_Queued, None] = {}
@@ -240,7 +232,7 @@ def _failed(queued: _Queued, error: Exception) -> Outcome:
     return f"the engine failed on this {what}: {type(error).__name__}: {error}"
 
 
-def _slice(steps: Steps) -> list[EngineCompletion] | None:
+def _slice(steps: base.Steps) -> list[EngineCompletion] | None:
     """The completions if generation finished in this slice, else None."""
     end = time.monotonic() + SLICE_SECONDS
     while (completions := next(steps)) is None and time.monotonic() < end:

@@ -19,15 +19,8 @@ from sync.errors import RemoteError
 from sync.wire import Array, Scored, TeacherCompletion, Want, checks, pack
 from sync.wire.checks import Problem
 from teacher_service.batching import Work
-from teacher_service.engines.base import (
-    EngineCompletion,
-    EngineInfo,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-)
+from teacher_service.engines import base
+from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores, Item, ScoreOptions
 
 MAX_REPLY_BYTES: Final = 1 << 29
 HalfOrSingle = Literal["f2", "f4"]
@@ -81,7 +74,7 @@ def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
     message = wire.decode(body, wire.TeacherGenerateRequest)
     check_generate(message, info)
     ends = tuple(sorted({*end_ids, *message.stop_token_ids}))
-    params = GenerationParams(message.max_tokens, message.temperature, ends)
+    params = base.GenerationParams(message.max_tokens, message.temperature, ends)
     prompts = [admit_prompt(prompt, message.max_tokens, info) for prompt in message.prompts]
     return Call(
         [prompt.id for prompt in message.prompts],
@@ -252,7 +245,7 @@ def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
 
 
 def checked_completion(
-    id_: str, completion: EngineCompletion, max_tokens: int, info: EngineInfo
+    id_: str, completion: base.EngineCompletion, max_tokens: int, info: EngineInfo
 ) -> TeacherCompletion | Problem:
     """Wire form of one completion, or what is wrong with it."""
     reason: Literal["stop", "length"] = "stop" if completion.ended else "length"

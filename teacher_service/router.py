@@ -26,21 +26,18 @@ class Router:
                 self._takers[name] = _named(
                     config.route_by, field, bool, "return whether it takes the source"
                 )
+            elif not config.route and self._default is None:
+                self._default = name
             elif not config.route:
-                self._set_default(name)
+                raise ConfigError(
+                    f"teachers {self._default!r} and {name!r} both have no `route`: only one may take the "
+                    "rest, name the other's data sources"
+                )
             for source in config.route:
                 if (other := self._by_source.setdefault(source, name)) != name:
                     raise ConfigError(
                         f"route: source {source!r} goes to {other!r} and to {name!r}: name it once"
                     )
-
-    def _set_default(self, name: str) -> None:
-        if self._default is not None:
-            raise ConfigError(
-                f"teachers {self._default!r} and {name!r} both have no `route`: only one may take the rest, "
-                "name the other's data sources"
-            )
-        self._default = name
 
     def route(self, source: str) -> str:
         """Name of the teacher for samples of `source`.

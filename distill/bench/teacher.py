@@ -183,7 +183,7 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
 
     torch.set_num_threads(setting.threads)
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, setting.dtype)).eval()
-    ids = torch.from_numpy(padded_ids(items, max(len(item.token_ids_L) for item in items)))
+    ids = torch.from_numpy(padded_ids(items))
 
     def turn() -> int:
         with torch.inference_mode():

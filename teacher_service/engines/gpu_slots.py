@@ -9,7 +9,6 @@ before whoever requested it. A process that dies releases its slot by dying.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ from pydantic import Field, ValidationError
 from sync.errors import ConfigError
 from sync.settings import Settings
 
-log = logging.getLogger(__name__)
 SLOTS_VARIABLE: Final = "DISTILL_TEACHER_SLOTS"
 """Environment variable that holds a GpuSlotsConfig as JSON."""
 POLL_SECONDS: Final = 0.05
@@ -66,8 +64,6 @@ class GpuSlot:
         """Wait for a slot, requesting the least recently used one."""
         requests: set[Path] = set()
         while (held := self._free(requests)) is None:
-            if not requests:
-                log.info("all %d slots are taken: requesting one", len(self._paths))
             request = _request(min(self._paths, key=_last_use))
             request.touch()
             requests.add(request)

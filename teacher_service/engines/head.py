@@ -59,7 +59,8 @@ def find_head(model: Any, vocab_size: int) -> OutputHead:
             'language model with a linear head; use engine = "vllm" for this one'
         )
     config = model.config.get_text_config()
-    cap = _soft_cap(config)
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    cap = next((float(value) for value in caps if value is not None), None)
     bias = getattr(linear, "bias", None)
     plain = OutputHead(linear.weight.detach(), None if bias is None else bias.detach())
     hidden_CH, expected_CV = _probe(model, min(vocab_size, linear.weight.shape[0]))
@@ -72,13 +73,6 @@ def find_head(model: Any, vocab_size: int) -> OutputHead:
         weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
     bias_V = None if plain.bias_V is None else plain.bias_V[keep].float()
     return OutputHead(weight_VH, bias_V, scale, cap)
-
-
-def _soft_cap(config: Any) -> float | None:
-    for name in ("final_logit_softcapping", "output_logit_soft_cap"):
-        if (value := getattr(config, name, None)) is not None:
-            return float(value)
-    return None
 
 
 @torch.inference_mode()
@@ -96,11 +90,8 @@ def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, c
     measured = float((linear_CV * raw_CV).sum() / (raw_CV * raw_CV).sum().clamp_min(1e-30))
     candidates = {1.0}
     for name, value in config.to_dict().items():
-        if (
-            isinstance(value, int | float)
-            and value
-            and any(part in name for part in ("logit", "lm_head", "multiplier"))
-        ):
+        named = any(part in name for part in ("logit", "lm_head", "multiplier"))
+        if named and isinstance(value, int | float) and value:
             candidates |= {float(value), 1.0 / float(value)}
     if base := getattr(config, "dim_model_base", None):
         candidates.add(base / config.hidden_size)

@@ -87,11 +87,8 @@ def generate(
     drawn = _Drawn(prompts, params, model.device)
     ids = [prompt.token_ids_P.tolist() for prompt in prompts]
     steps = grow(model, vocab, ids, ends, params.max_tokens, drawn)
-    while True:
-        with torch.inference_mode():  # not around a yield: what runs between two steps has a mode of its own
-            sampled = next(steps, None)
-        if sampled is None:
-            break
+    inference = torch.inference_mode()  # not around a yield: what runs between two steps has its own mode
+    while (sampled := inference(next)(steps, None)) is not None:
         last = sampled
         yield None
     logprob_BS = torch.stack(drawn.logprobs, 1).cpu().numpy()
@@ -115,11 +112,9 @@ def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
 class _Drawn:
     """Draws by inverting each row's cumulative distribution at random numbers from its seed."""
 
-    def __init__(
-        self, prompts: Sequence[EnginePrompt], params: GenerationParams, device: torch.device
-    ) -> None:
-        generators = [np.random.default_rng(prompt.seed) for prompt in prompts]
-        rows = [generator.random(params.max_tokens, dtype=np.float32) for generator in generators]
+    def __init__(self, prompts: Sequence[EnginePrompt], params: GenerationParams, device: Any) -> None:
+        seeds, count = [prompt.seed for prompt in prompts], params.max_tokens
+        rows = [np.random.default_rng(seed).random(count, dtype=np.float32) for seed in seeds]
         self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
         self._temperature = params.temperature
         self.logprobs: list[Tensor] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,16 +19,8 @@ import torch
 from sync.errors import ConfigError
 from sync.wire import Head, pack
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import (
-    CAPABILITIES,
-    EngineInfo,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
+from teacher_service.engines import base
+from teacher_service.engines.base import EngineInfo, EngineScores, Item, ScoreOptions
 from teacher_service.engines.head import find_head, score_hidden
 from teacher_service.engines.sampling import generate
 
@@ -42,30 +34,21 @@ class TransformersEngine:
     """Scores and completes with a loaded model; see `Engine`."""
 
     def __init__(
-        self,
-        model: Any,
-        vocab_size: int,
-        *,
-        name: str = "model",
-        revision: str | None = None,
-        max_length: int | None = None,
-        batch_tokens: int = 16384,
-        head_chunk: int = 1024,
+        self, model: Any, vocab_size: int, config: TeacherConfig = TeacherConfig(path="model")
     ) -> None:
-        """`batch_tokens`, `head_chunk`: see TeacherConfig."""
         self._model = model.eval()
         self._decoder = model.get_decoder()
         self._head = find_head(model, vocab_size)
-        self._batch_tokens, self._head_chunk = batch_tokens, head_chunk
+        self._batch_tokens, self._head_chunk = config.batch_tokens, config.head_chunk
         self.engine_info = EngineInfo(
-            model=name,
-            revision=revision,
+            model=config.path,
+            revision=getattr(model.config, "_commit_hash", None) or config.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             engine="transformers",
             vocab_size=len(self._head.weight_VH),
             hidden_size=self._head.weight_VH.shape[1],
-            max_length=_max_length(model.config, max_length),
-            can=CAPABILITIES,
+            max_length=_max_length(model.config, config.max_length),
+            can=base.CAPABILITIES,
         )
 
     @torch.inference_mode()
@@ -73,10 +56,12 @@ class TransformersEngine:
         overhead = PASS_TOKENS.get(self._model.device.type, 64)
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
         hidden_of: dict[int, torch.Tensor] = {}
-        for rows, width in groups:
-            group = [items[i] for i in rows]
-            hidden_CH = self._hidden(group, width)
-            hidden_of |= zip(rows, hidden_CH.split([item.positions for item in group]), strict=True)
+        for rows in groups:
+            ids_BW = padded_ids([items[i] for i in rows])
+            hidden_BWH = self._decoder(input_ids=self._tensor(ids_BW), use_cache=False).last_hidden_state
+            for row, i in enumerate(rows):  # the state one place before a token predicts it
+                last = len(items[i].token_ids_L) - 1
+                hidden_of[i] = hidden_BWH[row, items[i].first - 1 : last].clone()
         hidden_CH = torch.cat([hidden_of[i] for i in range(len(items))])
         targets_C = self._ids([item.token_ids_L[item.first :] for item in items])
         wanted_CK = self._ids([item.gather_ids_TK for item in items]) if options.gather else None
@@ -85,19 +70,13 @@ class TransformersEngine:
             scores["hidden_CH"] = hidden_CH
         return EngineScores(**{name: _to_numpy(value) for name, value in scores.items()})
 
-    def _hidden(self, items: list[Item], width: int) -> torch.Tensor:
-        """[C, H] hidden states that predict the scored positions of `items`: one forward pass."""
-        ids_BW = self._tensor(padded_ids(items, width))
-        hidden = self._decoder(input_ids=ids_BW, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1)[self._tensor(hidden_rows(items, width))]
-
     def _ids(self, parts: Sequence[Any]) -> torch.Tensor:
         return self._tensor(np.concatenate(parts).astype(np.int64))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         ends = sorted({*_end_ids(self._model), *params.stop_token_ids})
         return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
 
@@ -123,47 +102,32 @@ class TransformersEngine:
 # --- sequences of unequal length in one forward pass ------------------------------------------------------
 
 
-class Rectangle(NamedTuple):
-    """One forward pass: some items of a batch, right-padded."""
+def rectangles(lengths: Sequence[int], budget: int, overhead: int) -> list[list[int]]:
+    """Indices of the sequences of each forward pass, longest first, right-padded to at most `budget` tokens.
 
-    rows: list[int]
-    """Their indices in the batch."""
-    width: int
-
-
-def rectangles(lengths: Sequence[int], budget: int, overhead: int) -> list[Rectangle]:
-    """Group sequences, longest first, so that no rectangle has more than `budget` padded tokens.
-
-    A rectangle is closed when its padding would pass `overhead`, the tokens that one more forward pass costs.
-    A sequence longer than the budget gets a rectangle of its own.
+    A pass is closed when its padding would pass `overhead`, the tokens that one more forward pass costs. A
+    sequence longer than the budget gets a pass of its own.
     """
-    result: list[Rectangle] = []
+    result: list[list[int]] = []
     padding = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if result:
-            rows, width = result[-1]
+            rows, width = result[-1], lengths[result[-1][0]]
             padding += width - lengths[i]
             if padding <= overhead and width * (len(rows) + 1) <= budget:
                 rows.append(i)
                 continue
-        result.append(Rectangle([i], lengths[i]))
+        result.append([i])
         padding = 0
     return result
 
 
-def padded_ids(items: Sequence[Item], width: int) -> np.ndarray:
-    """int64 [B, W] token ids, padded on the right."""
+def padded_ids(items: Sequence[Item]) -> np.ndarray:
+    """int64 [B, W] token ids, padded on the right to the longest."""
     lengths_B = np.array([len(item.token_ids_L) for item in items])
-    ids_BW = np.full((len(items), width), PAD_ID, np.int64)
-    ids_BW[np.arange(width) < lengths_B[:, None]] = np.concatenate([item.token_ids_L for item in items])
+    ids_BW = np.full((len(items), lengths_B.max()), PAD_ID, np.int64)
+    ids_BW[np.arange(ids_BW.shape[1]) < lengths_B[:, None]] = np.concatenate([i.token_ids_L for i in items])
     return ids_BW
-
-
-def hidden_rows(items: Sequence[Item], width: int) -> np.ndarray:
-    """int64 [C]: flat index in [B, W] of the state, one place before it, that predicts each position."""
-    return np.concatenate(
-        [row * width + np.arange(i.first - 1, len(i.token_ids_L) - 1) for row, i in enumerate(items)]
-    )
 
 
 # --- the model's own settings, and loading ----------------------------------------------------------------
@@ -223,20 +187,11 @@ def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> T
     if leave_files and device.type == "cpu":
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    return TransformersEngine(
-        model,
-        vocab_size,
-        name=config.path,
-        revision=getattr(model.config, "_commit_hash", None) or config.revision,
-        max_length=config.max_length,
-        batch_tokens=config.batch_tokens,
-        head_chunk=config.head_chunk,
-    )
+    return TransformersEngine(model, vocab_size, config)
 
 
 def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
         raise ConfigError('device = "cuda", but torch sees no CUDA device here: use "cpu" or "auto"')
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device("cuda" if there and name != "cpu" else "cpu")

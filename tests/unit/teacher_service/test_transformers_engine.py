@@ -130,11 +130,15 @@ def test_every_mark_equals_a_plain_forward_pass(qwen: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_every_mark_is_of_the_temperature_that_is_asked_for(qwen: Any, temperature: float) -> None:
-    check_against_plain(qwen, TransformersEngine(qwen, VOCAB, head_chunk=3), 2e-5, temperature)
+    check_against_plain(
+        qwen, TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", head_chunk=3)), 2e-5, temperature
+    )
 
 
 def test_small_batches_and_head_chunks_change_nothing(qwen: Any) -> None:
-    check_against_plain(qwen, TransformersEngine(qwen, VOCAB, batch_tokens=20, head_chunk=3))
+    check_against_plain(
+        qwen, TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", batch_tokens=20, head_chunk=3))
+    )
 
 
 def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +148,7 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: p
         rows.append(len(hidden_CH))
         return original(head, hidden_CH)
 
-    engine = TransformersEngine(qwen, VOCAB, head_chunk=7)
+    engine = TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", head_chunk=7))
     original = OutputHead.logits
     monkeypatch.setattr(OutputHead, "logits", watched)
     items = random_items(7, LENGTHS)
@@ -258,7 +262,7 @@ def widen(bits: np.ndarray) -> np.ndarray:
 
 def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
     with pytest.raises(ConfigError, match=r"65 is beyond the model.s own limit of 64"):
-        TransformersEngine(qwen, VOCAB, max_length=65)
+        TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", max_length=65))
 
 
 def test_a_teacher_that_left_its_files_does_not_change_with_them(
