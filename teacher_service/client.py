@@ -23,7 +23,6 @@ from sync.wire import Message, Scored, ScoreRefused, ScoreSequence, TeacherCompl
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
-Reply = type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
 TIMEOUT_SECONDS: Final = 300.0
 """Deadline of calls that give none."""
 HIDDEN_FACTOR: Final = 8
@@ -108,17 +107,17 @@ class TeacherClient:
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
         """TeacherInfo of all replicas. Raises ConfigError when they are not the same teacher."""
         peers = [replica.peer for replica in self._replicas]
-        first, *others = await asyncio.gather(
+        infos = await asyncio.gather(
             *(peer.call("/v1/info", None, wire.TeacherInfo, timeout) for peer in peers)
         )
-        for peer, info in zip(peers, [first, *others], strict=True):
-            if info != first:
+        for peer, info in zip(peers, infos, strict=True):
+            if info != infos[0]:
                 raise ConfigError(
                     f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
-                    f"{peers[0].url} serves {first}: start them from the same configuration"
+                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
                 )
-            peer.model = first.fingerprint
-        return first
+            peer.model = info.fingerprint
+        return infos[0]
 
     async def first_info(self) -> wire.TeacherInfo:
         """TeacherInfo of the first replica that answers."""
@@ -143,8 +142,8 @@ class TeacherClient:
         def request(part: list[ScoreSequence], left: float) -> Message:
             return wire.ScoreRequest(sequences=part, want=want, deadline=left)
 
-        parts = in_parts(sequences, 0, self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1))
-        return await self._send_all("/v1/score", wire.ScoreReply, parts, request, deadline)
+        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
+        return await self._send_all(in_parts(sequences, 0, limit), request, wire.ScoreReply, deadline)
 
     async def generate(
         self,
@@ -166,7 +165,7 @@ class TeacherClient:
             )
 
         parts = in_parts(prompts, max_tokens, self._request_tokens)
-        return await self._send_all("/v1/generate", wire.TeacherGenerateReply, parts, request, deadline)
+        return await self._send_all(parts, request, wire.TeacherGenerateReply, deadline)
 
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""
@@ -185,20 +184,22 @@ class TeacherClient:
 
     async def _send_all(
         self,
-        path: str,
-        reply: Reply,
         parts: Sequence[tuple[list[W], int]],
         request: Callable[[list[W], float], Message],
+        reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply],
         deadline: float | None,
     ) -> list[Any]:
         """Results of all parts, which travel at the same time, in order."""
+        path = "/v1/score" if reply is wire.ScoreReply else "/v1/generate"
         expires = time.monotonic() + (deadline or TIMEOUT_SECONDS)
 
         async def send(part: list[W], tokens: int) -> list[Any]:
             started = time.monotonic()
             body = wire.encode(request(part, max(0.001, expires - started)))
             answer, url = await self._exchange(path, body, tokens, expires)
-            self._note([one.id for one in part], url)  # also of an answer that cannot be read
+            if len(self._answered) > MOST_NOTED:  # of callers that never use `answered_by`
+                self._answered.clear()
+            self._answered |= dict.fromkeys((one.id for one in part), url)
             results = wire.decode(answer, reply).results
             if [one.id for one in results] != [one.id for one in part]:
                 raise WireError(
@@ -219,12 +220,6 @@ class TeacherClient:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _note(self, ids: Sequence[str], url: str) -> None:
-        """Callers that never use `answered_by` cost no more than MOST_NOTED notes."""
-        if len(self._answered) > MOST_NOTED:
-            self._answered.clear()
-        self._answered |= dict.fromkeys(ids, url)
 
     async def _exchange(
         self, path: str, body: bytes | None, tokens: int, expires: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -22,10 +22,8 @@ class Router:
         self._default: str | None = None
         for name, config in teachers.items():
             if config.route_by is not None:
-                field = f"teachers.{name}.route_by"
-                self._takers[name] = _named(
-                    config.route_by, field, bool, "return whether it takes the source"
-                )
+                field, remedy = f"teachers.{name}.route_by", "return whether it takes the source"
+                self._takers[name] = _named(config.route_by, field, bool, remedy)
             elif not config.route and self._default is None:
                 self._default = name
             elif not config.route:
@@ -48,11 +46,9 @@ class Router:
             return named
         takers = [name for name, takes in self._takers.items() if takes(source)]
         if len(takers) > 1:
-            raise ConfigError(
-                f"route_by: source {source!r} is taken by {' and '.join(takers)}: let one take it"
-            )
-        name = takers[0] if takers else self._default
-        if name is None:
+            both = " and ".join(takers)
+            raise ConfigError(f"route_by: source {source!r} is taken by {both}: let one take it")
+        if (name := takers[0] if takers else self._default) is None:
             raise ConfigError(
                 f"no teacher for data source {source!r}: routes name {', '.join(sorted(self._by_source))}; "
                 "add it to a teacher's `route`, or give one teacher no `route`"
@@ -99,11 +95,10 @@ def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable
 
     Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
     """
-    module, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-        if not callable(function):
-            raise TypeError(f"{attribute} is a {type(function).__name__} and cannot be called")
+        function = pkgutil.resolve_name(name)
+        if ":" not in name or not callable(function):
+            raise TypeError(f"it names a {type(function).__name__}, which cannot be called")
     except Exception as error:  # importing runs the user's own code
         either = f"{', '.join(others)}, or " if others else ""
         raise ConfigError(

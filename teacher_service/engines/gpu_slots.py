@@ -40,18 +40,21 @@ class GpuSlotsConfig(Settings):
 class GpuSlot:
     """One teacher's hold on a slot. Order of use: `take`, `used` after each batch, `leave`; then again."""
 
-    def __init__(self, config: GpuSlotsConfig) -> None:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        self._paths = [config.folder / f"slot-{i}" for i in range(config.slots)]
+    def __init__(self, config: GpuSlotsConfig | None) -> None:
+        """None: there is no bound, and `take` returns at once."""
+        self._paths: list[Path] = []
+        if config is not None:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            self._paths = [config.folder / f"slot-{i}" for i in range(config.slots)]
         self._held: tuple[Path, int] | None = None
         self._until = 0.0
 
     @classmethod
-    def from_environment(cls) -> GpuSlot | None:
-        """The slot to share; None: no bound. Raises ConfigError when SLOTS_VARIABLE is malformed."""
+    def from_environment(cls) -> GpuSlot:
+        """Of the slots in SLOTS_VARIABLE. Raises ConfigError when it is malformed."""
         text = os.environ.get(SLOTS_VARIABLE)
         try:
-            return cls(GpuSlotsConfig.model_validate_json(text)) if text else None
+            return cls(GpuSlotsConfig.model_validate_json(text) if text else None)
         except ValidationError as error:
             raise ConfigError(f"{SLOTS_VARIABLE} cannot be used: {error}") from None
 
@@ -62,6 +65,8 @@ class GpuSlot:
 
     def take(self) -> None:
         """Wait for a slot, requesting the least recently used one."""
+        if not self._paths:
+            return
         requests: set[Path] = set()
         while (held := self._free(requests)) is None:
             request = _request(min(self._paths, key=_last_use))

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from sync.errors import DistillError
+from sync.subscribe import Subscriber
 from sync.wire import Head, Version
 from teacher_service.engines import base, gpu_slots
 from teacher_service.engines.base import Engine, EngineScores, Item, Steps
@@ -73,18 +74,6 @@ class _ReloadingEngine:
                 log.warning("the model stays as it is: %s", error, exc_info=unknown)
 
 
-class Versions(Protocol):
-    """Where the student's weights come from: `sync.subscribe.Subscriber`."""
-
-    def newest(self) -> Version | None:
-        """The version published last; None: none yet. Raises StoreError."""
-        ...
-
-    def folder(self, version: Version) -> Path:
-        """A model folder that holds exactly `version`. Raises SnapshotError or StoreError."""
-        ...
-
-
 class FollowingEngine(_ReloadingEngine):
     """Serves `load(None)`, and `load(folder)` of each version `every` steps after the one it holds.
 
@@ -96,7 +85,7 @@ class FollowingEngine(_ReloadingEngine):
     def __init__(
         self,
         load: Callable[[Path | None], Engine],
-        versions: Versions,
+        versions: Subscriber,
         every: int,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
@@ -142,13 +131,13 @@ class IdleUnloadEngine(_ReloadingEngine):
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
     It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`.
-    With a `slot` it is loaded only while it holds one, and is unloaded early when another teacher wants that.
+    It is loaded only while it holds its `slot`, and unloaded early when another teacher wants that.
     It is never unloaded while completions are generated: they hold the model until their last step.
     """
 
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
         super().__init__(min(gpu_slots.POLL_SECONDS, idle_seconds))
-        self._load, self._idle_seconds, self._slot = load, idle_seconds, slot
+        self._load, self._idle_seconds, self._slot = load, idle_seconds, slot or GpuSlot(None)
         self._engine: Engine | None = None
         self._used = time.monotonic()
         self._generating = 0
@@ -178,12 +167,10 @@ class IdleUnloadEngine(_ReloadingEngine):
                 yield self._engine or self._load_engine()
             finally:
                 self._used = time.monotonic()
-                if self._slot is not None:
-                    self._slot.used()
+                self._slot.used()
 
     def _load_engine(self) -> Engine:
-        if self._slot is not None:
-            self._slot.take()
+        self._slot.take()
         started = time.monotonic()
         try:
             self._engine = self._load()
@@ -191,15 +178,13 @@ class IdleUnloadEngine(_ReloadingEngine):
             self._unload("after a load that failed")
             raise
         seconds = time.monotonic() - started
-        if self._slot is not None:
-            self._slot.keep_for(seconds)
+        self._slot.keep_for(seconds)
         log.info("loaded in %.1f s", seconds)
         return self._engine
 
     def _tend(self) -> None:
-        wanted = self._slot is not None and self._slot.wanted
         idle = time.monotonic() - self._used >= self._idle_seconds
-        if self._engine is not None and (idle or wanted):
+        if self._engine is not None and (idle or self._slot.wanted):
             with self._lock:
                 if not self._generating:
                     self._unload("without work" if idle else "for another teacher")
@@ -209,8 +194,7 @@ class IdleUnloadEngine(_ReloadingEngine):
             self._engine.close()
             self._engine = None
             log.info("unloaded %s", why)
-        if self._slot is not None:
-            self._slot.leave()
+        self._slot.leave()
 
     def close(self) -> None:
         self._closed.set()

@@ -288,7 +288,19 @@ class InProcess(base.Engine):
         )
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
-        params = [self._score_params(item, options) for item in items]
+        params = []
+        for item in items:
+            gather = {"prompt_logprob_token_ids": item.gather_ids_TK, "prompt_logprob_start": item.first - 1}
+            params.append(
+                self._params(
+                    max_tokens=1,
+                    temperature=1.0,
+                    detokenize=False,
+                    flat_logprobs=True,
+                    prompt_logprobs=options.topk,
+                    **(gather if options.gather else {}),
+                )
+            )
         outputs = self._run([item.token_ids_L for item in items], params)
         columns = [_columns(o.prompt_logprobs, i, options.topk) for o, i in zip(outputs, items, strict=True)]
         ids_CK, logprob_CK = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
@@ -296,19 +308,6 @@ class InProcess(base.Engine):
         if not options.gather:
             return scores
         return _with_gathered(scores, items, [output.prompt_token_id_logprobs for output in outputs])
-
-    def _score_params(self, item: Item, options: base.ScoreOptions) -> Any:
-        gather = {}
-        if options.gather:
-            gather = {"prompt_logprob_token_ids": item.gather_ids_TK, "prompt_logprob_start": item.first - 1}
-        return self._params(
-            max_tokens=1,
-            temperature=1.0,
-            detokenize=False,
-            flat_logprobs=True,
-            prompt_logprobs=options.topk,
-            **gather,
-        )
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; one step, because vLLM's loop cannot be shared with `score`."""
