@@ -62,10 +62,7 @@ class TeacherService:
         token: str | None = None,
         claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: the tokenizer's ids that end a completion, besides those of the engine.
-
-        `claim`: of a teacher that follows a run; None: it may serve many.
-        """
+        """`end_ids`: of the tokenizer, besides the engine's own. `claim`: of a teacher that follows a run."""
         self.info, self.metrics = info, Metrics()
         self._engine, self._queue_tokens = engine, config.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
@@ -144,9 +141,7 @@ class TeacherService:
                 raise outcome
             if isinstance(admitted, str) or isinstance(outcome, str):
                 results.append(ScoreRefused(id_, str(outcome)))
-                continue
-            result = call.result(id_, admitted.item, outcome)
-            if isinstance(result, Problem):
+            elif isinstance(result := call.result(id_, admitted.item, outcome), Problem):
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
             else:
@@ -208,30 +203,20 @@ class BodyLimit:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body; its bytes count from their arrival until the context ends.
 
-        A body over a bound is read to its end and thrown away, so that the caller gets its refusal instead of
-        a broken connection. Raises WireError (one body too long, caller left) or Overloaded (all together).
+        Raises WireError (one body too long, caller left) or Overloaded (all together); uvicorn reads and
+        drops the rest of a refused body, so that the caller gets its refusal.
         """
         body = bytearray()
-        refusal: WireError | Overloaded | None = None
         try:
             async for chunk in request.stream():
-                if refusal is not None:
-                    continue
                 body += chunk
                 self._held += len(chunk)
                 if len(body) > self._one:
-                    refusal = WireError(
-                        f"body is longer than {self._one} bytes: send fewer sequences a request"
-                    )
-                elif self._held > self._total:
-                    refusal = Overloaded(
+                    raise WireError(f"body is longer than {self._one} bytes: send fewer at once")
+                if self._held > self._total:
+                    raise Overloaded(
                         f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0
                     )
-                if refusal is not None:
-                    self._held -= len(body)
-                    body.clear()
-            if refusal is not None:
-                raise refusal
             yield bytes(body)
         except ClientDisconnect:
             raise WireError("the caller left before its request was complete") from None

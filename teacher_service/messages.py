@@ -7,7 +7,7 @@ as ScoreRefused, and the others go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -91,9 +91,7 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     _check_common("sequences", request.sequences, request.deadline, want.temperature)
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
     needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
-    for name, wanted in {**needed, "temperature": want.temperature != 1.0}.items():
-        if wanted:
-            _check_can(name, info)
+    _check_can({**needed, "temperature": want.temperature != 1.0}, info)
     most = min(info.max_topk, info.vocab_size)
     _require(
         0 <= want.topk <= most,
@@ -103,9 +101,7 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
 
 def check_generate(request: wire.TeacherGenerateRequest, info: EngineInfo) -> None:
     """Raise BadRequest (422) for what no prompt of the request could be completed with."""
-    _check_can("generate", info)
-    if request.temperature != 1.0:
-        _check_can("temperature", info)
+    _check_can({"generate": True, "temperature": request.temperature != 1.0}, info)
     _check_common("prompts", request.prompts, request.deadline, request.temperature)
     most = info.max_length - 1
     _require(
@@ -126,12 +122,13 @@ def _check_common(what: str, parts: list[Any], deadline: float | None, temperatu
     _require(warm, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
 
 
-def _check_can(name: str, info: EngineInfo) -> None:
-    _require(
-        name in info.can,
-        f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
-        'choose another objective, or engine = "transformers"',
-    )
+def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:
+    for name in (name for name, wanted in needed.items() if wanted):
+        _require(
+            name in info.can,
+            f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
+            'choose another objective, or engine = "transformers"',
+        )
 
 
 def _require(good: bool, text: str, status: int = 422) -> None:

@@ -39,9 +39,8 @@ CONCURRENCY: Final = 64
 POLL_SECONDS: Final = 0.02
 
 
-def _capabilities(topk: int, gather: bool, generate: bool = True) -> tuple[str, ...]:
-    tried = {"topk": topk > 0, "gather": gather, "prompt": True, "generate": generate}
-    return tuple(name for name, given in tried.items() if given)
+def _capabilities(topk: int, gather: bool) -> tuple[str, ...]:
+    return (*["topk"] * (topk > 0), *["gather"] * gather, "prompt", "generate")
 
 
 def _scores(logprob_C: Any, ids_CK: Any, top_CK: Any, vocab_size: int) -> EngineScores:
@@ -76,10 +75,7 @@ class VllmServer(base.Engine):
     """The vLLM server at `engine_url`; what it accepts is tried at start."""
 
     def __init__(
-        self,
-        config: TeacherConfig,
-        vocab_size: int,
-        transport: httpx.BaseTransport | None = None,
+        self, config: TeacherConfig, vocab_size: int, transport: httpx.BaseTransport | None = None
     ) -> None:
         """Raises ConfigError when the server cannot be used, Unreachable when none answers."""
         key = os.environ.get(KEY_VARIABLE)
@@ -103,12 +99,9 @@ class VllmServer(base.Engine):
             raise ConfigError(
                 f"max_length = {config.max_length}, but the server takes {served} tokens: lower it"
             )
-        ids, params = np.array([0, 0], np.int32), base.GenerationParams(1, 1.0, ())
-        probe = Item(ids, 1, np.array([[0]], np.int32))
+        probe = Item(np.array([0, 0], np.int32), 1, np.array([[0]], np.int32))
         sizes = (k for k in TOPK_TRIED if k <= vocab_size)
         topk = next((k for k in sizes if _accepted(self._prompt_logprobs, [probe], k)), 0)
-        gather = _accepted(self._gathered, probe)
-        generate = _accepted(self._completion, base.EnginePrompt(ids, 0), params)
         self.engine_info = base.EngineInfo(
             model=config.path,
             revision=config.revision,
@@ -117,7 +110,7 @@ class VllmServer(base.Engine):
             vocab_size=vocab_size,
             hidden_size=0,
             max_length=config.max_length or served,
-            can=_capabilities(topk, gather, generate),
+            can=_capabilities(topk, gather=_accepted(self._gathered, probe)),
             max_topk=topk,
         )
 

@@ -120,11 +120,11 @@ def test_a_vllm_server_gives_the_tables_scores(options: ScoreOptions) -> None:
 def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
     full, old = (connected(Server(n, gather)) for n, gather in ((8, True), (0, False)))
     assert (full.engine_info.can, full.engine_info.max_topk, full.engine_info.max_length) == (
-        ("topk", "gather", "prompt"),
+        ("topk", "gather", "prompt", "generate"),
         8,
         32,
     )
-    assert (old.engine_info.can, old.engine_info.max_topk) == (("prompt",), 0)
+    assert (old.engine_info.can, old.engine_info.max_topk) == (("prompt", "generate"), 0)
 
 
 def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
