@@ -128,10 +128,7 @@ class TeacherClient:
         return wire.decode(await self._get("/v1/head"), wire.Head)
 
     async def score(
-        self,
-        sequences: Sequence[ScoreSequence],
-        want: wire.Want = wire.Want(),
-        deadline: float | None = None,
+        self, sequences: Sequence[ScoreSequence], want: wire.Want = wire.Want(), deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         """Scores of `sequences`, in their order, within `deadline` seconds.
 

@@ -27,7 +27,11 @@ class OutputHead:
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """float32 [C, V]; products are accumulated and kept in float32 whatever the model's dtype."""
-        logits_CV = _float_product(hidden_CH, self.weight_VH)
+        weight_HV = self.weight_VH.T
+        if hidden_CH.is_cuda and weight_HV.dtype in (torch.bfloat16, torch.float16):
+            logits_CV = torch.mm(hidden_CH, weight_HV, out_dtype=torch.float32)
+        else:
+            logits_CV = hidden_CH.float() @ weight_HV.float()
         if self.bias_V is not None:
             logits_CV += self.bias_V
         if self.scale != 1.0:
@@ -35,12 +39,6 @@ class OutputHead:
         if self.soft_cap is not None:
             logits_CV = logits_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits_CV
-
-
-def _float_product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    if hidden_CH.is_cuda and weight_VH.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
-    return hidden_CH.float() @ weight_VH.T.float()
 
 
 # --- finding the head -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class _ReloadingEngine:
 
     def __init__(self, poll_seconds: float) -> None:
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._watch, args=(poll_seconds,), daemon=True)
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
@@ -64,6 +65,19 @@ class _ReloadingEngine:
     def _tend(self) -> None:
         """Load or unload, if it is time to."""
         raise NotImplementedError
+
+    def _unload(self, why: str) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            log.info("unloaded %s", why)
+
+    def close(self) -> None:
+        """See `Engine.close`; does not wait for a version that is being read or loaded."""
+        self._closed.set()
+        self._thread.join(JOIN_SECONDS)
+        with self._lock:
+            self._unload("at the end")
 
     def _watch(self, poll_seconds: float) -> None:
         while not self._closed.wait(poll_seconds):
@@ -101,6 +115,7 @@ class FollowingEngine(_ReloadingEngine):
     @contextmanager
     def _held(self) -> Iterator[Engine]:
         with self._lock:
+            assert self._engine is not None, "only `close` unloads it, at the end"
             yield self._engine
 
     def _tend(self) -> None:
@@ -112,19 +127,13 @@ class FollowingEngine(_ReloadingEngine):
             if self._closed.is_set():
                 return
             old, self._engine, self.version = self._engine, fresh, version
+        assert old is not None, "only `close` unloads it, under the lock"
         old.close()
         log.info("serving %s after %.1f s", version, time.monotonic() - started)
 
     def _due(self, newest: Version) -> bool:
         held = self.version or Version(newest.lineage, 0)
         return newest.lineage != held.lineage or newest.step >= held.step + self._every
-
-    def close(self) -> None:
-        """See `Engine.close`; does not wait for a version that is being read or loaded."""
-        self._closed.set()
-        self._thread.join(JOIN_SECONDS)
-        with self._lock:
-            self._engine.close()
 
 
 class IdleUnloadEngine(_ReloadingEngine):
@@ -138,18 +147,12 @@ class IdleUnloadEngine(_ReloadingEngine):
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
         super().__init__(min(gpu_slots.POLL_SECONDS, idle_seconds))
         self._load, self._idle_seconds, self._slot = load, idle_seconds, slot or GpuSlot(None)
-        self._engine: Engine | None = None
         self._used = time.monotonic()
         self._generating = 0
         """Batches of completions under way."""
         with self._held() as engine:
             self.engine_info = engine.engine_info
         self._thread.start()
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the engine is in memory."""
-        return self._engine is not None
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
         """See `Engine.generate`; counts as work until the last step."""
@@ -190,14 +193,5 @@ class IdleUnloadEngine(_ReloadingEngine):
                     self._unload("without work" if idle else "for another teacher")
 
     def _unload(self, why: str) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-            log.info("unloaded %s", why)
+        super()._unload(why)
         self._slot.leave()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        with self._lock:
-            self._unload("at the end")

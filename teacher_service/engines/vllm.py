@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -93,7 +94,7 @@ class VllmServer(base.Engine):
         try:
             card = self._request("GET", "/v1/models")["data"][0]
             self._model, served = card["id"], int(card["max_model_len"]) - 1  # it must generate one token
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{self._url}/v1/models lists no model of vLLM: correct engine_url") from error
         if config.max_length is not None and config.max_length > served:
             raise ConfigError(
@@ -124,10 +125,7 @@ class VllmServer(base.Engine):
         if (status := response.status_code) != 200:
             kind = Unreachable if status >= 500 or status == 429 else DataError
             raise kind(f"{self._url}{path} answered {status}: {response.text[:500]}")
-        try:
-            return response.json()
-        except ValueError as error:
-            raise DataError(f"{self._url}{path} answered something that is not JSON: {error}") from error
+        return response.json()
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
         scores = self._prompt_logprobs(items, options.topk)

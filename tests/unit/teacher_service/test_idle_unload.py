@@ -41,7 +41,7 @@ class Loads:
 
 def wait_until_unloaded(engine: IdleUnloadEngine) -> None:
     for _ in range(6000):
-        if not engine.loaded:
+        if engine._engine is None:
             with engine._lock:  # which it holds until it has closed what it held
                 return
         time.sleep(0.01)
@@ -57,7 +57,7 @@ def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again
     engine._idle_seconds = 60.0  # it is not to be unloaded again before it was looked at
     after = engine.score([ITEM], ScoreOptions()).logprob_C
     assert np.array_equal(before, after)
-    assert engine.loaded
+    assert engine._engine is not None
     assert loads.loaded == 2
     engine.close()
     engine.close()
@@ -91,9 +91,9 @@ def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Pat
     second.score([ITEM], ScoreOptions())
     first.score([ITEM], ScoreOptions())
     third = with_slot(loads, tmp_path, 2)
-    assert [engine.loaded for engine in (first, second, third)] == [True, False, True]
+    assert [engine._engine is not None for engine in (first, second, third)] == [True, False, True]
     second.score([ITEM], ScoreOptions())
-    assert [engine.loaded for engine in (first, second, third)] == [False, True, True]
+    assert [engine._engine is not None for engine in (first, second, third)] == [False, True, True]
     assert (loads.loaded, loads.closed) == (4, 2)
     for engine in (first, second, third):
         engine.close()
@@ -194,8 +194,8 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
         assert [len(one.token_ids_T) for one in completions] == [2, 2, 2]
         other = second.result()
     assert (loads.loaded, loads.closed) == (2, 1)
-    assert not first.loaded
-    assert other.loaded
+    assert first._engine is None
+    assert other._engine is not None
     first.close()
     other.close()
 
