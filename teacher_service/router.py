@@ -98,7 +98,8 @@ def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable
     try:
         function = pkgutil.resolve_name(name)
         if ":" not in name or not callable(function):
-            raise TypeError(f"it names a {type(function).__name__}, which cannot be called")
+            attribute = name.rpartition(":")[2]
+            raise TypeError(f"{attribute} is a {type(function).__name__} and cannot be called")
     except Exception as error:  # importing runs the user's own code
         either = f"{', '.join(others)}, or " if others else ""
         raise ConfigError(
