@@ -52,6 +52,8 @@ _CPU_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it vLLM compiles helpers of its sampler even with --enforce-eager: 6 s of each start on a CPU."""
 
 
 def command(
@@ -102,6 +104,7 @@ def command(
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
         **(_CPU_ENVIRONMENT if cpu else {}),
+        **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **replica.environment(),
         **visible_devices(config, index, f"student-{index}"),
         **config.env,

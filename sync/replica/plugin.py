@@ -26,6 +26,7 @@ def register() -> None:
     vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():
         vllm_compat.avoid_amx_attention()
+        vllm_compat.fork_engine()
 
 
 if __name__ == "__main__":  # vLLM's API server, on a port that its launcher holds

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import multiprocessing
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -41,6 +43,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine import utils as engine_processes
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -107,7 +110,18 @@ def serve_on_held_port() -> None:
 
 
 def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
-    return setup(args, reuse_port=True)
+    address, listener = setup(args, reuse_port=True)
+    os.register_at_fork(after_in_child=listener.close)
+    return address, listener
+
+
+def fork_engine() -> None:
+    """Fork the engine process on CPUs, where vLLM spawns it and every import is paid for twice (8 s of one core).
+
+    Only with a single OpenMP thread: a pool of threads does not survive a fork.
+    """
+    if torch.get_num_threads() == 1:
+        engine_processes.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
 
 
 # --- API process: the engine's end ------------------------------------------------------------------------
