@@ -5,10 +5,9 @@
     checkpoints/latest                            name of the newest one
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
-older versions go, never the one that `latest` names. While the disk is full all ranks wait, `latest` names
-the one before, and what was half-written is removed. DeepSpeed reads its files with torch.load; their digests
-are checked first. Every rank digests the files that bear its number, rank 0 all others: ranks wait for each
-other no longer than for the largest share.
+older versions go. While the disk is full all ranks wait and `latest` names the one before. Every rank digests
+the files that bear its number, rank 0 all others. DeepSpeed reads its files with torch.load; their digests
+are checked first. No random state is saved: nothing in a step is random (`model.without_randomness`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from student_trainer import checkpoint_files as files
 from student_trainer import repartition
 from student_trainer.ranks import Ranks, all_done
 from sync import durable
-from sync.durable import is_full
 from sync.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -50,8 +48,7 @@ def save(
 ) -> Path | None:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
-    `index`: of this checkpoint, still without files. A version is saved once: what is whole already is never
-    removed to make room for the same again. None: the disk is full and `give_up` returned True; the
+    `index`: of this checkpoint, still without files. None: the disk is full and `give_up` returned True; the
     checkpoints are as they were.
     """
     partial, final = folder / f".partial-{index.version}", folder / index.version
@@ -77,18 +74,14 @@ def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
                     shutil.rmtree(partial, ignore_errors=True)
                     durable.make_folder(partial)
             ranks.barrier()
-            state = {"rng": _rng(ranks)}
-            engine.save_checkpoint(str(partial), tag=_TAG, client_state=state, save_latest=False)
+            engine.save_checkpoint(str(partial), tag=_TAG, client_state={}, save_latest=False)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # others may need the room meanwhile
         raise
 
 
-Noted = Callable[[], AbstractContextManager[None]]
-
-
 @contextmanager
-def _full_disk_later(engine: Any) -> Iterator[Noted]:
+def _full_disk_later(engine: Any) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
 
     Inside what it yields, a full disk is noted and nothing raised.
@@ -101,7 +94,7 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
             yield
         except (OSError, RuntimeError) as error:
             # on a full disk a folder may be missing that could not be made
-            if not is_full(error) and not isinstance(error, FileNotFoundError):
+            if not durable.is_full(error) and not isinstance(error, FileNotFoundError):
                 raise
             met.append(error)
 
@@ -109,21 +102,15 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
         with noted(), open(path, "wb") as file:  # given a path, torch does not report a full disk
             torch.save(state_dict, file)
 
-    def guarded(call: Callable[..., Any]) -> Callable[..., None]:
-        def run(*arguments: Any, **named: Any) -> None:
-            with noted():
-                call(*arguments, **named)
-
-        return run
-
-    writer, script = engine.checkpoint_engine, "_copy_recovery_script"
+    writer = engine.checkpoint_engine
+    replaced = {
+        (writer, "save"): save,
+        (writer, "makedirs"): noted()(writer.makedirs),
+        (engine, "_copy_recovery_script"): noted()(engine._copy_recovery_script),
+    }
     with ExitStack() as stack:  # hides methods of DeepSpeed's classes
-        for owner, name, instead in (
-            (writer, "save", save),
-            (writer, "makedirs", guarded(writer.makedirs)),
-            (engine, script, guarded(getattr(engine, script))),
-        ):
-            setattr(owner, name, instead)
+        for (owner, name), function in replaced.items():
+            setattr(owner, name, function)
             stack.callback(delattr, owner, name)
         yield noted
     if met:
@@ -155,12 +142,11 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
     if any(problems):
         others = [one.name for one in files.saved(folder) if one != path and not files.index(one)[1]]
-        remedy = (
-            f'to start from an older one set checkpoint = "{others[-1]}"'
-            if others
-            else "no other one is whole"
+        older = f'to start from an older one set checkpoint = "{others[-1]}"' if others else None
+        raise DataError(
+            f"checkpoint {path} cannot be used: {next(filter(None, problems))}; "
+            f"{older or 'no other one is whole'}"
         )
-        raise DataError(f"checkpoint {path} cannot be used: {next(filter(None, problems))}; {remedy}")
     return path
 
 
@@ -173,43 +159,19 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> files.Index
             f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
         )
-    saved, size = index.world_size, ranks.world_size
-    if saved == size:
-        _, state = engine.load_checkpoint(str(path), tag=_TAG)
+    if index.world_size == ranks.world_size:
+        engine.load_checkpoint(str(path), tag=_TAG)
     else:
-        log.info("%s is of %d ranks, this run has %d: every rank cuts its own shards", path, saved, size)
-        state = repartition.restore(engine, path / _TAG, saved, ranks)
-    if "rng" in state:
-        _set_rng(state["rng"], path, ranks)
+        log.info("%s is of %d ranks, this run has %d", path, index.world_size, ranks.world_size)
+        repartition.restore(engine, path / _TAG, index.world_size, ranks)
     return index
-
-
-def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
-
-
-def _set_rng(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
-    """Set the random states that `_rng` saved, as far as this rank's device has one."""
-    torch.set_rng_state(states["cpu"])
-    on_gpu = ranks.device.type == "cuda"
-    if on_gpu and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    elif on_gpu or "cuda" in states:
-        log.warning(
-            "%s was saved on %s and goes on on %s: the device's random numbers (dropout of adapters) are not "
-            "those that would have come",
-            path,
-            *(("CPUs", "GPUs") if on_gpu else ("GPUs", "CPUs")),
-        )
 
 
 def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     """Size and digest of this rank's files below `folder`, each forced to disk."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        durable.force(path)
         found[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
     return found
 

@@ -1,7 +1,4 @@
-"""The checkpoints' folder as files: which there are, whether one is whole, and which go. No engine, no torch.
-
-    checkpoints/L000-v00000012/checkpoint.json    version, ranks, model, size and BLAKE3 of every file
-    checkpoints/latest                            name of the newest one
+"""The checkpoints' folder as files: which there are, whether one is whole, and which go. No torch.
 
 Newer is the later lineage, and of one lineage the later step: the order in which a run saves them, whatever
 the clocks.

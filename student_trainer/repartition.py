@@ -2,12 +2,10 @@
 
     rank q of n holds of a parameter its flat elements [q·k, (q+1)·k), k = ⌈elements / n⌉, padded with zeros
 
-The old files are mapped, not read whole, and decoded without running any code of theirs; nothing is written.
-What comes out is the state that a rank of the new number would have saved; DeepSpeed restores it as such.
-
-DeepSpeed's universal checkpoint is not used: of an optimizer it keeps `exp_avg` and `exp_avg_sq` alone,
-it gives every parameter group the settings of the first and every rank the client state of the first, writes
-a second checkpoint to disk, and loads it with `weights_only=False`.
+The old files are mapped and decoded without running any code of theirs. What comes out is the state that a
+rank of the new number would have saved; DeepSpeed restores it as such. DeepSpeed's universal checkpoint keeps
+`exp_avg` and `exp_avg_sq` alone of an optimizer, gives every parameter group the settings of the first,
+writes a second checkpoint to disk, and loads it with `weights_only=False`.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ class Place(NamedTuple):
     numel: int
 
 
-def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> dict[str, Any]:
-    """Bring a fresh engine to the checkpoint of `saved` ranks in `folder`; what that rank saved beside it.
+def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> None:
+    """Bring a fresh engine to the checkpoint of `saved` ranks in `folder`. Collective.
 
-    The client state is empty for a rank that the checkpoint does not know. Collective. Raises DataError for
-    an optimizer state that is not one value for each element.
+    Raises DataError for an optimizer state that is not one value for each element.
     """
     shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
     common = _read(folder, min(ranks.rank, saved - 1), "model_states")
@@ -48,7 +45,6 @@ def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> dict[str, An
     zero.checkpoint_event_epilogue()
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
-    return {"rng": common["rng"]} if ranks.rank < saved else {}
 
 
 def layout(shapes: Sequence[dict[str, Any]], saved: int) -> dict[str, Place]:
@@ -71,33 +67,32 @@ def rebuild(
     `groups`: parameters of each flat group as this rank has them; `owners`: its optimizer group.
     """
     optimizers = [shard["optimizer_state_dict"] for shard in shards]
-    masters = [shard["fp32_flat_groups"] for shard in shards]
-    settings = [dict(group) for group in optimizers[0]["param_groups"]]
-    for number, group in enumerate(settings):
-        group["params"] = [index for index, owner in enumerate(owners) if owner == number]
-    state = {}
+    settings = [
+        {**group, "params": [index for index, owner in enumerate(owners) if owner == number]}
+        for number, group in enumerate(optimizers[0]["param_groups"])
+    ]
+    state, flat = {}, []
     for index, places in enumerate(groups):
+        masters = [[shard["fp32_flat_groups"][place.group] for shard in shards] for place in places]
         old = [[optimizer["state"][place.group] for optimizer in optimizers] for place in places]
-        master = masters[0][places[0].group]
+        flat.append(_joined(masters, places, ranks))
         state[index] = {
-            name: _state([[values[name] for values in of_rank] for of_rank in old], places, master, ranks)
+            name: _state([[values[name] for values in piece] for piece in old], places, masters, ranks)
             for name in old[0][0]
         }
-    flat = [
-        joined([[master[place.group] for master in masters] for place in places], places, ranks)
-        for places in groups
-    ]
     optimizer = {"state": state, "param_groups": settings}
     return {**shards[0], "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
 
 
-def _state(values: list[list[Any]], places: Sequence[Place], master: Tensor, ranks: Ranks) -> Any:
+def _state(
+    pieces: list[list[Any]], places: Sequence[Place], masters: list[list[Tensor]], ranks: Ranks
+) -> Any:
     """One state of a flat group: cut like the weights, or a number that all old ranks share."""
-    first = values[0][0]
-    if isinstance(first, Tensor) and first.shape == master.shape and first.dim() == 1:
-        return joined(values, places, ranks)
-    both = torch.equal if isinstance(first, Tensor) else lambda one, other: one == other
-    if not all(both(value, first) for of_rank in values for value in of_rank):
+    first = pieces[0][0]
+    if isinstance(first, Tensor) and first.dim() == 1 and first.shape == masters[0][0].shape:
+        return _joined(pieces, places, ranks)
+    same = torch.equal if isinstance(first, Tensor) else lambda one, other: one == other
+    if not all(same(value, first) for piece in pieces for value in piece):
         raise DataError(
             "the optimizer keeps a state that is neither one value a weight nor the same on all ranks: "
             "resume on as many ranks as wrote the checkpoint"
@@ -105,29 +100,25 @@ def _state(values: list[list[Any]], places: Sequence[Place], master: Tensor, ran
     return first
 
 
-def joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
+def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
     """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
-    parts = [cut(p, place, ranks.rank, ranks.world_size) for p, place in zip(pieces, places, strict=True)]
-    return torch.cat(parts)
+    pairs = zip(pieces, places, strict=True)
+    return torch.cat([cut(piece, place, ranks.rank, ranks.world_size) for piece, place in pairs])
 
 
 def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:
     """Shard `rank` of `world_size` of a parameter, padded; `pieces`: its flat group on the old ranks."""
     old, new = -(-place.numel // len(pieces)), -(-place.numel // world_size)
-    first = min(rank * new, place.numel)
-    last, at = min(first + new, place.numel), first
-    shard = torch.zeros(new, dtype=pieces[0].dtype)
-    while at < last:
-        owner, inside = divmod(at, old)
-        count = min(old - inside, last - at)
-        start = place.offset + inside
-        shard[at - first : at - first + count] = pieces[owner][start : start + count]
-        at += count
+    shard, first = torch.zeros(new, dtype=pieces[0].dtype), rank * new
+    for owner, piece in enumerate(pieces):
+        start, end = max(first, owner * old), min(first + new, (owner + 1) * old, place.numel)
+        if start < end:
+            inside = place.offset + start - owner * old
+            shard[start - first : end - first] = piece[inside : inside + end - start]
     return shard
 
 
 def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
-    """A file of one old rank. Raises DataError when there is not exactly one, or it holds more than data."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
