@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator

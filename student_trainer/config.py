@@ -20,8 +20,6 @@ class LoRAConfig(Settings):
     """Of the adapters' matrices."""
     alpha: float = Field(64.0, gt=0)
     """The adapters' product is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapters' inputs set to zero in training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers that get an adapter."""
 
@@ -116,7 +114,7 @@ class TrainerConfig(Settings):
     temperature: float = Field(1.0, gt=0)
     """Of the rollouts: the trainer's log-probabilities use the same."""
     seed: int = 0
-    """Of dropout and adapters."""
+    """Of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)
     """Between two heartbeats of a rank; 0: none are sent."""
     checkpoint: str | None = None

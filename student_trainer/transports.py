@@ -15,20 +15,25 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
-import tenacity
+import msgspec
 
+from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
-from sync.broadcast import BroadcastSender
+from sync.broadcast import BroadcastSender, own_address
+from sync.client import token_from_environment
 from sync.errors import SnapshotError, StoreError, Unreachable
-from sync.publish import Publisher, PublishReport
-from sync.snapshots.admin import Collected
+from sync.publish import Publisher
+from sync.snapshots.admin import Collected, gc
 from sync.snapshots.checkpoint import meta_of
-from sync.wire import Published, Version
+from sync.stores import open_store
+from sync.wire import Published, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
 Work = Callable[[], None]
@@ -47,7 +52,7 @@ class WeightTransport(Protocol):
 
     @property
     def anchor_due(self) -> bool:
-        """The next version should be a whole one; any rank may say so. Read while none is on its way."""
+        """The next version should be a whole one, on any rank. Read while none is on its way."""
 
     def stage(self, version: Version, anchor: bool) -> Work | None:
         """Copy what is published, collectively; what is left to do in the background, None: nothing."""
@@ -117,6 +122,35 @@ class Publishing:
         self._transport.close()
 
 
+def open_transport(
+    config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
+) -> WeightTransport:
+    """The configured way for new versions."""
+    settings, ranks, weights = config.weights, learner.ranks, learner.weights
+    if settings.transport == "broadcast":
+        sender = None
+        if ranks.rank == 0:
+            controller, token = urlsplit(config.controller_url), token_from_environment()
+            host = own_address(controller.hostname or "127.0.0.1", controller.port or 80)
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
+        return BroadcastTransport(sender, learner, client)
+    store = open_store(settings.store, config.run_dir / "store")
+    publisher = Publisher(
+        store,
+        config.run,
+        weights.fingerprint,
+        weights.slices,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        codec=settings.codec,
+        anchor_share=settings.anchor_share,
+        timeout=settings.timeout_seconds,
+        run_id=welcome.run.id,
+    )
+    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+    return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
+
+
 class SnapshotTransport:
     """Versions in a store; every rank writes its own shards, rank 0 the manifest."""
 
@@ -146,25 +180,27 @@ class SnapshotTransport:
         return self._learner.weights.adapters or self._due
 
     def stage(self, version: Version, anchor: bool) -> Work:
-        shards = self._learner.weights.snapshot()
-        if not anchor:
-            return lambda: self._report(self._publisher.delta(version, shards))
-        folder = self._scratch / str(version)
-        self._learner.export(folder)
-        return lambda: self._anchor(version, folder, shards)
+        shards, folder = self._learner.weights.snapshot(), self._scratch / str(version)
+        if anchor:
+            self._learner.export(folder)
+        return lambda: self._publish(version, folder if anchor else None, shards)
 
-    def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
-        own = folder if self._rank0 else None
-        try:
-            kind: Any = "lora" if self._learner.weights.adapters else "full"
-            report = self._publisher.anchor(version, self._parent, own, shards, kind)
-        finally:
-            if own is not None:
-                shutil.rmtree(own)
-        self._report(report)
-        if self._rank0 and time.monotonic() >= self._collect_at:
-            self._collect_at = time.monotonic() + _COLLECT_SECONDS
-            Thread(target=self._collect_garbage, name="collect", daemon=True).start()
+    def _publish(self, version: Version, folder: Path | None, shards: dict[str, Any]) -> None:
+        if folder is None:
+            report = self._publisher.delta(version, shards)
+        else:
+            own, kind = folder if self._rank0 else None, "lora" if self._learner.weights.adapters else "full"
+            try:
+                report = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
+            finally:
+                if own is not None:
+                    shutil.rmtree(own)
+        self._due = report.anchor_due
+        if self._rank0:
+            self._client.report(msgspec.convert(report, Published, from_attributes=True))
+            if folder is not None and time.monotonic() >= self._collect_at:
+                self._collect_at = time.monotonic() + _COLLECT_SECONDS
+                Thread(target=self._collect_garbage, name="collect", daemon=True).start()
 
     def _collect_garbage(self) -> None:
         """What fails, or is cut off by the end of the process, is made up for by a later one."""
@@ -173,19 +209,6 @@ class SnapshotTransport:
                 log.warning("garbage collection left %s: %s", odd.name, odd.problem)
         except (StoreError, SnapshotError) as error:
             log.warning("the store was not collected: %s", error)
-
-    def _report(self, report: PublishReport) -> None:
-        self._due = report.anchor_due
-        if self._rank0:
-            self._client.report(
-                Published(
-                    version=report.version,
-                    kind=report.kind,
-                    bytes=report.bytes,
-                    full_bytes=report.full_bytes,
-                    seconds=report.seconds,
-                )
-            )
 
     def close(self) -> None:
         """Nothing is held."""
@@ -208,34 +231,24 @@ class BroadcastTransport:
         return None if sender is None else lambda: self._send(sender, version, tensors)
 
     def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(Unreachable),
-            stop=tenacity.stop_after_attempt(_TRIES) | tenacity.stop_when_event_set(self._client.stopping),
-            wait=tenacity.wait_fixed(_PAUSE_SECONDS),
-            before_sleep=lambda state: log.warning(
-                "%s; %s goes to those that are left", state.outcome and state.outcome.exception(), version
-            ),
-            reraise=True,
-        )
-        retrying(self._send_once, sender, version, tensors)
+        for left in reversed(range(_TRIES)):
+            try:
+                self._send_once(sender, version, tensors)
+                return
+            except Unreachable as error:
+                if not left or self._client.stopping.is_set():
+                    raise
+                log.warning("%s; %s goes to those that are left", error, version)
+                time.sleep(_PAUSE_SECONDS)
 
     def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        started = time.monotonic()
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        published = Published(
-            version=version,
-            kind="broadcast",
-            bytes=size,
-            full_bytes=size,
-            seconds=0.0,
-            rendezvous=sender.address,
+        size, address = sum(tensor.nbytes for tensor in tensors.values()), sender.address
+        audience = self._client.audience(
+            Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
         )
-        audience = self._client.audience(published)
         metas = [meta_of(name, tensor) for name, tensor in tensors.items()]
-        group, replicas = audience.group, audience.world_size - 1
-        log.info("%s goes to %d replicas as broadcast %s", version, replicas, group)
-        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(group))
-        log.info("%s went to %d replicas in %.3f s", version, replicas, time.monotonic() - started)
+        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(audience.group))
+        log.info("%s went to %d replicas", version, audience.world_size - 1)
 
     def close(self) -> None:
         if self._sender is not None:

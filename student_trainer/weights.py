@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer.model import Student
 from student_trainer.ranks import Ranks, all_done
 from sync.delta.codec import Bits
 from sync.errors import ConfigError
@@ -36,20 +35,20 @@ _NUMBER: Final = 1 << 40
 
 
 class Weights:
-    """The parameters of one student, named as in its checkpoint; made after deepspeed.initialize.
+    """The parameters of the student, named as in its checkpoint; made after deepspeed.initialize.
 
     Raises ConfigError when memory and checkpoint do not name the same tensors, or for other precisions.
     """
 
-    def __init__(self, student: Student, ranks: Ranks) -> None:
-        self._model: Any = student.model
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model: Any = model
         self._ranks = ranks
-        self.adapters = hasattr(student.model, "peft_config")
+        self.adapters = hasattr(model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
-        self.parameters = trained_parameters(student.model)
+        self.parameters = trained_parameters(model)
         shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
         alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
-        self.pieces = alone if self.adapters else layout(student.model, shapes)
+        self.pieces = alone if self.adapters else layout(model, shapes)
         """Parameter → the checkpoint tensors in it."""
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:

@@ -1,4 +1,4 @@
-"""Statistics of every step, whatever the objective: sums over tokens, without gradient.
+"""Sums over the tokens of a step, whatever the objective, and the metrics that are their quotients.
 
 ρ = p(y)/μ(y) of the tokens that the student generated
 fresh: tokens sampled from these very weights, where ρ should be 1
@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.targets import Targets, at, own, ratio
+from student_trainer.objectives.divergences import Targets, at, own, ratio
 
 COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
@@ -36,7 +36,7 @@ MEANS: Final = {
     "tokens_per_slot": ("tokens", "padded"),
 }
 """Metric of a step → (sum, count) over all ranks whose quotient it is; left out where the count is 0. A new
-metric is a row here, and its sums in `diagnose`."""
+metric is a row here, and its sums in `token_sums`."""
 _SUMS = (name for pair in MEANS.values() for name in pair)
 STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
@@ -46,7 +46,7 @@ _OVERLAP_TOKENS = 64
 
 
 @torch.no_grad()
-def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
+def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
     logp_N = at(logp_NV, targets.token_N)
     rho_N = ratio(logp_N, targets.behavior_logp_N)
