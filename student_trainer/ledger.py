@@ -13,7 +13,6 @@ was altered, left out, repeated or moved. A crash can spoil the last line alone,
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -33,8 +32,6 @@ _LINKED: Final = re.compile(rb'(.*),"chain":"([0-9a-f]{16})"}', re.DOTALL)
 
 
 class _First(msgspec.Struct, forbid_unknown_fields=True):
-    """A file's first line."""
-
     lineage: int
     parent: Version | None
     step: int
@@ -43,8 +40,6 @@ class _First(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Step(msgspec.Struct, forbid_unknown_fields=True):
-    """What a step was trained on by one rank."""
-
     step: int
     ids: list[str]
     weights: str
@@ -98,13 +93,16 @@ class Lineage:
 
     parent: Version | None = None
     start: int | None = None
-    """Step that it begins at; None: no file says so."""
-    steps: dict[int, list[str]] = field(default_factory=dict)
-    """Step after it → ids it trained on."""
+    """Step that it begins at; None: no file has it."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
     """Step after it → rank → its ids in order, and the checksum of its weights."""
     damage: list[str] = field(default_factory=list)
     """Each with the file, the line and what is wrong; what follows in that file is left out."""
+
+    @property
+    def steps(self) -> dict[int, list[str]]:
+        """Step after it → ids it trained on."""
+        return {step: [id for ids, _ in now.values() for id in ids] for step, now in self.shown.items()}
 
 
 def read(folder: Path) -> dict[int, Lineage]:
@@ -122,19 +120,20 @@ def read(folder: Path) -> dict[int, Lineage]:
 
 def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
     """Add a file to what is known of its lineage. Raises DataError at the first line that is damaged."""
-    texts = _texts(path)
-    for text in itertools.islice(texts, 1):
-        first = _decode(path, text, _First)
-        if (first.lineage, first.rank) != (number, rank):
-            raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
-        if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
-            raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
-        lineage.parent, lineage.start = first.parent, first.step
-    for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
+    for count, text in enumerate(_texts(path)):
+        if count == 0:
+            first = _decode(path, text, _First)
+            if (first.lineage, first.rank) != (number, rank):
+                raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
+            if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
+                raise DataError(
+                    f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere"
+                )
+            lineage.parent, lineage.start = first.parent, first.step
+            continue
         line = _decode(path, text, _Step)
-        if line.step != expected:
+        if line.step != (expected := count + (lineage.start or 0)):
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
-        lineage.steps.setdefault(line.step, []).extend(line.ids)
         lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)
 
 
@@ -170,20 +169,16 @@ def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]
     """
     same: list[Version] = []
     other: list[Version] = []
-    roots: list[int] = []
+    root = None
     for number, lineage in sorted(lineages.items()):
-        source = roots[-1:] if lineage.parent is None else [lineage.parent.lineage]
-        before = lineages.get(source[0]) if source else None
+        before = lineages.get(-1 if root is None else root)
         if lineage.parent is None:
-            roots.append(number)
+            root = number
+        else:
+            before = lineages.get(lineage.parent.lineage)
         for step, now in sorted(lineage.shown.items()):
-            then = {} if before is None else before.shown.get(step, {})
-            if rows_of(now) != rows_of(then):
+            then = before.shown.get(step, {}) if before else {}
+            if [(rank, now[rank][0]) for rank in sorted(now)] != [(r, then[r][0]) for r in sorted(then)]:
                 break
             (same if now == then else other).append(Version(number, step))
     return same, other
-
-
-def rows_of(shown: dict[int, tuple[tuple[str, ...], str]]) -> dict[int, tuple[str, ...]]:
-    """Rank → its ids."""
-    return {rank: ids for rank, (ids, _) in shown.items()}

@@ -40,38 +40,35 @@ class Weights:
     Raises ConfigError when memory and checkpoint do not name the same tensors, or for other precisions.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self._model: Any = model
-        self._ranks = ranks
+    def __init__(self, model: Any, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
         self.adapters = hasattr(model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
         self.parameters = trained_parameters(model)
+        wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
+        if wrong:
+            raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
         shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
         alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
         self.pieces = alone if self.adapters else layout(model, shapes)
         """Parameter → the checkpoint tensors in it."""
-        wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
-        if wrong:
-            raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self.slices = [part for name in self.parameters for part, _ in self._slices(name)]
+        self._held = {name: list(self._slices(name)) for name in self.parameters}
+        self.slices = [part for held in self._held.values() for part, _ in held]
 
     @property
     def fingerprint(self) -> str:
         """Identifies the model's checkpoint: tensors, shapes, precision."""
         return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
 
-    def _slices(self, name: str) -> list[tuple[Slice, int]]:
+    def _slices(self, name: str) -> Iterator[tuple[Slice, int]]:
         """What this rank holds of each tensor in a parameter, and where it begins in the rank's shard."""
-        parameter = self.parameters[name]
-        length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
+        length, kind = _local(self.parameters[name]).numel(), DTYPES[self.parameters[name].dtype]
         first = self._ranks.rank * length
-        found = []
         for piece in self.pieces[name]:
             start = min(max(first - piece.start, 0), piece.count)
             end = min(max(first + length - piece.start, start), piece.count)
             held = Slice(piece.name, piece.shape, kind, start, end - start)
-            found.append((held, max(piece.start + start - first, 0)))
-        return found
+            yield held, max(piece.start + start - first, 0)
 
     def snapshot(self) -> dict[str, Bits]:
         """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
@@ -81,7 +78,7 @@ class Weights:
         return {
             part.name: copy_of(_local(parameter)[at : at + part.count])
             for name, parameter in self.parameters.items()
-            for part, at in self._slices(name)
+            for part, at in self._held[name]
         }
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -97,10 +94,8 @@ class Weights:
         for name, tensor in self._whole_parameters():
             flat = tensor.flatten()
             for piece in self.pieces[name]:
-                if self._ranks.rank == 0:
-                    yield piece.name, flat[piece.start : piece.start + piece.count].view(piece.shape)
-                else:
-                    yield piece.name, flat
+                part = flat[piece.start : piece.start + piece.count]
+                yield piece.name, part.view(piece.shape) if self._ranks.rank == 0 else part
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
@@ -109,16 +104,14 @@ class Weights:
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
-        held = {name: sum(part.count for part, _ in self._slices(name)) for name in self.parameters}
-        return checksum(_local(self.parameters[name])[:count] for name, count in held.items())
+        counts = {name: sum(part.count for part, _ in held) for name, held in self._held.items()}
+        return checksum(_local(self.parameters[name])[:count] for name, count in counts.items())
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self._whole_parameters())
 
         def write() -> None:
-            if self._ranks.rank != 0:
-                return
             if self.adapters:  # `lora_A.weight` in the folder is `lora_A.default.weight` in memory
                 split = ((name.rpartition("."), tensor) for name, tensor in state.items())
                 named = {f"{stem}{_ADAPTER}{last}": tensor for (stem, _, last), tensor in split}
@@ -130,16 +123,16 @@ class Weights:
                 tokenizer.save_pretrained(folder)
             let_others_read(folder)
 
-        all_done(self._ranks, str(folder), write)
+        all_done(self._ranks, str(folder), write if self._ranks.rank == 0 else lambda: None)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter by its checkpoint name, a tied one once; of an adapter (peft) the trained ones alone,
     by their names in its folder, where the adapter's own name is left out."""
+    named = model.named_parameters()
     if not hasattr(model, "peft_config"):
-        return dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name.replace(_ADAPTER, "."): parameter for name, parameter in trained.items()}
+        return dict(named)
+    return {name.replace(_ADAPTER, "."): parameter for name, parameter in named if parameter.requires_grad}
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -179,18 +172,14 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor as a flat range of one parameter."""
+    """A checkpoint tensor as a flat range of one parameter, from its element `start` on."""
 
     name: str
-    """In the checkpoint."""
     shape: tuple[int, ...]
-    """Of the tensor."""
     start: int
-    """Its first element in the flat parameter."""
 
     @property
     def count(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 
@@ -208,20 +197,22 @@ def layout(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = list(shapes)
-    probes = {name: _probe(i, shapes[name]) for i, name in enumerate(names)}
+    probes = {name: _probe(number, shape) for number, (name, shape) in enumerate(shapes.items())}
+    found: dict[str, list[Piece]] = {name: [] for name in shapes}
     try:
         written = revert_weight_conversion(model, probes)
-        pieces = [_piece(name, tensor, names, shapes) for name, tensor in written.items()]
+        pieces = [_piece(name, tensor, shapes) for name, tensor in written.items()]
+        for name, piece in sorted(pieces, key=lambda one: one[1].start):
+            found[name].append(piece)
+        for name, parts in found.items():
+            ends = list(itertools.accumulate((part.count for part in parts), initial=0))
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
+                raise ValueError(f"{name} is not tiled by {[part.name for part in parts[:3]]}")
     except (ValueError, RuntimeError) as error:
-        raise _refusal(model, str(error)) from None
-    found: dict[str, list[Piece]] = {name: [] for name in names}
-    for name, piece in sorted(pieces, key=lambda one: one[1].start):
-        found[name].append(piece)
-    for name, parts in found.items():
-        ends = list(itertools.accumulate((part.count for part in parts), initial=0))
-        if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
-            raise _refusal(model, f"{name} is not tiled by {[part.name for part in parts[:3]]}")
+        raise ConfigError(
+            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {error}; "
+            "only tensors that are flat ranges of a parameter can be published from shards"
+        ) from None
     return found
 
 
@@ -234,26 +225,15 @@ def _probe(number: int, shape: tuple[int, ...]) -> Tensor:
     return places.reshape(*shape[:-1], len(columns)) + number * _NUMBER
 
 
-def _piece(
-    name: str, probe: Tensor, names: list[str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, Piece]:
+def _piece(name: str, probe: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Piece]:
     """(parameter, piece) of a converted probe. Raises ValueError when it is no flat range."""
     number, start = divmod(int(probe.flatten()[0]), _NUMBER)
-    source = shapes[names[number]]
-    shape = tuple(probe.shape)
-    if len(source) >= 2:
-        shape = (*shape[:-1], source[-1])
+    parameter, source = list(shapes.items())[number]
+    shape = (*probe.shape[:-1], source[-1]) if len(source) >= 2 else tuple(probe.shape)
     expected = _probe(number, shape) + start
     if probe.shape != expected.shape or not torch.equal(probe, expected):
-        raise ValueError(f"{name} is no flat range of {names[number]}")
-    return names[number], Piece(name, shape, start)
-
-
-def _refusal(model: Any, why: str) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {why}; only "
-        "tensors that are flat ranges of a parameter can be published from shards"
-    )
+        raise ValueError(f"{name} is no flat range of {parameter}")
+    return parameter, Piece(name, shape, start)
 
 
 # --- checksum -----------------------------------------------------------------------------------------------
