@@ -297,7 +297,6 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
         publish(trainer)
     settle(trainer)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
-    trainer.publishing.close()
     digests = learner.weights.digests()
     if is_out and first:
         trainer.client.report(wire.FinalDigests(version=trainer.version, digests=digests))

@@ -30,7 +30,7 @@ from sync.server import bind_alone
 
 log = logging.getLogger(__name__)
 _SCHEME: Final = "own-address"
-_DONE, _FULL, _GIVE_UP = range(3)
+_DONE, _FULL, _GIVE_UP = range(3)  # votes: the highest one counts
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,12 @@ def meeting_point() -> dict[str, Any]:
     """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
     if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
-    rank, size = _rank()
-    return {"init_method": os.environ.get(RENDEZVOUS, f"{_SCHEME}://"), "rank": rank, "world_size": size}
-
-
-def _rank() -> tuple[int, int]:
-    """This rank and how many there are, from the launcher's environment."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    method, rank, size = (
+        os.environ.get(RENDEZVOUS, f"{_SCHEME}://"),
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+    )
+    return {"init_method": method, "rank": int(rank), "world_size": int(size)}
 
 
 def _at_own_address(
@@ -131,21 +130,19 @@ def _at_own_address(
 ) -> Iterator[tuple[TCPStore, int, int]]:
     """torch's rendezvous handler: its store, on a socket that is bound to one address."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = _rank()
-    listening = _listening(host, port) if rank == 0 else None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listening = None
+    if rank == 0:
+        try:
+            listener = bind_alone(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
+                'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
+            ) from error
+        listener.listen()
+        listening = listener.detach()
     yield TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listening), rank, size
-
-
-def _listening(host: str, port: int) -> int:
-    try:
-        listener = bind_alone(host, port)
-    except OSError as error:
-        raise ConfigError(
-            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
-            'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
-        ) from error
-    listener.listen()
-    return listener.detach()
 
 
 register_rendezvous_handler(_SCHEME, _at_own_address)
