@@ -6,17 +6,16 @@
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
 older versions go. While the disk is full all ranks wait and `latest` names the one before. Every rank digests
-the files that bear its number, rank 0 all others. DeepSpeed reads its files with torch.load; their digests
-are checked first. No random state is saved: nothing in a step is random (`engine.without_randomness`).
+the files that bear its number, rank 0 all others; digests are checked before torch.load reads the files. No
+random state is saved: nothing in a step is random (`engine.without_randomness`).
 
 Of a checkpoint of another number of ranks, every rank cuts its shards out of the files of the old ones:
 
     rank q of n holds of a parameter its flat elements [q·k, (q+1)·k), k = ⌈elements / n⌉, padded with zeros
 
 They are mapped and decoded without running any code of theirs. What comes out is the state that a rank of the
-new number would have saved; DeepSpeed restores it as such. (Its universal checkpoint keeps `exp_avg` and
-`exp_avg_sq` alone of an optimizer, gives every parameter group the settings of the first, writes a second
-checkpoint to disk, and loads it with `weights_only=False`.)
+new number would have saved. (DeepSpeed's universal checkpoint loses optimizer states other than `exp_avg` and
+`exp_avg_sq`, and settings of parameter groups, and writes a second checkpoint to disk.)
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial as bind
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -46,31 +45,20 @@ _TAG: Final = "deepspeed"
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 
 
-def save(
-    engine: Any,
-    folder: Path,
-    index: files.Index,
-    ranks: Ranks,
-    keep: int,
-    give_up: Callable[[], bool] = lambda: False,
-) -> Path | None:
+def save(engine: Any, folder: Path, index: files.Index, ranks: Ranks, keep: int) -> Path:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
-    `index`: of this checkpoint, still without files. None: the disk is full and `give_up` returned True; the
-    checkpoints are as they were.
+    `index`: of this checkpoint, still without files.
     """
     partial, final = folder / f".partial-{index.version}", folder / index.version
     own: dict[str, files.File] = {}
-    done = bind(all_done, ranks, f"checkpoint {index.version}", give_up=give_up)
-    saved = done(bind(_write_all, engine, partial, ranks))
-    saved = saved and done(lambda: own.update(_digests(partial, ranks)))
-    if saved:
-        for part in ranks.collect(msgspec.json.encode(own)):
-            index.files |= msgspec.json.decode(part, type=dict[str, files.File])
-        saved = done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
-    if not saved and ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final if saved else None
+    done = bind(all_done, ranks, f"checkpoint {index.version}")
+    done(bind(_write_all, engine, partial, ranks))
+    done(lambda: own.update(_digests(partial, ranks)))
+    for part in ranks.collect(msgspec.json.encode(own)):
+        index.files |= msgspec.json.decode(part, type=dict[str, files.File])
+    done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
+    return final
 
 
 def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
@@ -111,16 +99,12 @@ def _full_disk_later(engine: Any) -> Iterator[Callable[[], AbstractContextManage
             torch.save(state_dict, file)
 
     writer = engine.checkpoint_engine
-    replaced = {
-        (writer, "save"): save,
-        (writer, "makedirs"): noted()(writer.makedirs),
-        (engine, "_copy_recovery_script"): noted()(engine._copy_recovery_script),
-    }
-    with ExitStack() as stack:  # hides methods of DeepSpeed's classes
-        for (owner, name), function in replaced.items():
-            setattr(owner, name, function)
-            stack.callback(delattr, owner, name)
+    writer.save, writer.makedirs = save, noted()(writer.makedirs)  # these hide the methods of the classes
+    engine._copy_recovery_script = noted()(engine._copy_recovery_script)
+    try:
         yield noted
+    finally:
+        del writer.save, writer.makedirs, engine._copy_recovery_script
     if met:
         raise OSError(errno.ENOSPC, str(met[0])) from met[0]
 

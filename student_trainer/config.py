@@ -74,14 +74,12 @@ class TrainerSettings(Settings):
     for one another."""
 
     def lr_share(self, step: int, steps: int) -> float:
-        """Share of `lr` that the step after n = `step` others uses, in a run of N = `steps`.
+        """Share of `lr` for the step after n = `step` others, in a run of N = `steps`; W = warmup_steps.
 
-            warm-up   n < W            n / W,     W = warmup_steps
-            constant  from W on        1
-            linear    from W to N      (N − n) / (N − W)
-            cosine    from W to N      (1 + cos(π (n − W) / (N − W))) / 2
-
-        linear and cosine are transformers' get_linear_ and get_cosine_schedule_with_warmup.
+        n < W       n / W
+        constant    1
+        linear      (N − n) / (N − W)                       transformers' get_linear_schedule_with_warmup
+        cosine      (1 + cos(π (n − W) / (N − W))) / 2      get_cosine_schedule_with_warmup
         """
         warmup = self.warmup_steps
         if step < warmup:
@@ -96,19 +94,13 @@ class TrainerConfig(Settings):
     """Everything a rank is started with: roles/trainer.json in the run's folder."""
 
     run: str
-    """Name of the run."""
     run_dir: Path
-    """Its folder, shared by all ranks."""
+    """Shared by all ranks."""
     controller_url: Url
-    """Where batches come from."""
     student: ModelSource
-    """What training starts from."""
     objective: ObjectiveConfig = Full()
-    """What is optimised."""
     trainer: TrainerSettings
-    """The user's settings."""
     weights: WeightsConfig = WeightsConfig()
-    """How new versions are published."""
     steps: int = Field(ge=1)
     """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)

@@ -19,12 +19,9 @@ log = logging.getLogger(__name__)
 FINAL_REPORT_SECONDS: Final = 5.0
 """Longest wait for the controller after a stop signal: it may have been stopped too."""
 _MEMBERS_SECONDS: Final = 1.0
-_AUDIENCE_SECONDS: Final = 3600.0
-"""A broadcast waits so long for replicas that are still starting."""
-_GLANCE_SECONDS: Final = 0.2
-"""Between two looks of a blocked call at `stopping`."""
-_EVENT_SECONDS: Final = 3600.0
-"""An event waits so long while the controller's disk is full; `poll` notices a controller that is gone."""
+_AUDIENCE_SECONDS: Final = 3600.0  # a broadcast waits so long for replicas that are still starting
+_GLANCE_SECONDS: Final = 0.2  # between two checks of `stopping` in a blocked call
+_EVENT_SECONDS: Final = 3600.0  # the controller's disk may be full; `poll` notices a controller that is gone
 
 
 class ControllerClient:
@@ -46,11 +43,10 @@ class ControllerClient:
         self._sent: list[Future[wire.Ok]] = []
 
     def hello(self, hello: wire.TrainerHello, seconds: float | None = None) -> wire.TrainerWelcome:
-        """Introduce this start of the trainer; `seconds`: to wait for a controller that starts later."""
+        """Introduce this start; `seconds`: to wait for a controller that starts later."""
         return self._peer.call("/v1/hello", hello, wire.TrainerWelcome, seconds)
 
     def head(self, teacher: str) -> wire.Head:
-        """Output head of a teacher."""
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head)
 
     def beat(self, version: wire.Version, seconds: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,11 @@ class Learner:
     """The student's engine, optimizer and weights on this rank, and the version that they are at.
 
     Order: constructed → `hello` is sent to the controller → `begin` with its answer → everything else. All is
-    collective, the constructor too; torch.distributed must be up.
+    collective, the constructor too.
     """
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, stopping: Callable[[], bool]) -> None:
-        """`stopping`: whether a stop was requested: a checkpoint then does not wait for a full disk."""
-        self.ranks = ranks
-        self._config, self._stopping, self._folder = config, stopping, config.run_dir / "checkpoints"
+    def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
+        self.ranks, self._config, self._folder = ranks, config, config.run_dir / "checkpoints"
         self.engine, student, self._tokenizer = load(config)
         self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
@@ -74,11 +71,11 @@ class Learner:
         self.version = after(self.version)
         return metrics
 
-    def save(self) -> Path | None:
-        """Write a checkpoint; its folder. None: the disk is full, and a stop was requested."""
+    def save(self) -> Path:
+        """Write a checkpoint; its folder."""
         size, keep = self.ranks.world_size, self._config.trainer.keep_checkpoints
         index = Index(str(self.version), size, self.weights.fingerprint, self._run_id)
-        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep, self._stopping)
+        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, whole or not at all; an older one is replaced."""
@@ -97,7 +94,7 @@ def after(version: Version) -> Version:
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each param_group of a fresh optimizer: the rate before any schedule, betas, weight decay."""
+    """Of each param_group of a fresh optimizer, such as betas and the rate before any schedule."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -176,13 +173,9 @@ def plain(model: nn.Module) -> Any:
 def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
     """How this family of models turns its head's output into logits, from its transformers configuration."""
     scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    return HeadShape(
-        vocab=vocab,
-        scale=float(scale) if scale is not None else 1.0 / float(divisor) if divisor else 1.0,
-        soft_cap=getattr(config, "final_logit_softcapping", None),
-        temperature=temperature,
-    )
+    if scale is None:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
 
 
 @torch.no_grad()
@@ -281,9 +274,8 @@ def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:
     """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank."""
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
-    )
+    targets = lora.target_modules
+    adapters = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, adapters, autocast_adapter_dtype=False)

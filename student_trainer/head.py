@@ -10,6 +10,7 @@ G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -132,9 +133,9 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, hidden_CH.shape[0], chunk):
             part = slice(start, start + chunk)
-            hidden_NH = hidden_CH[part].detach()
+            hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
             raw_NV = project(hidden_NH, rows_VH, rows_V).requires_grad_()
-            total, sums, grad_NV = _chunk_loss(raw_NV, shape, targets.part(part), spec)
+            total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
             loss += total
             _record(stats, sums)
             grad_hidden_CH[part] = grad_NV.to(rows_VH.dtype) @ rows_VH

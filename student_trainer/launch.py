@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
 """What a rank's process title begins with."""
 LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"
-"""Environment variable with the launcher's process id; not set with a hostfile."""
+"""Variable with the launcher's process id; not set with a hostfile."""
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
-"""Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
-can enter: no port is opened. Not set with a hostfile: they meet at a port, chosen anew at every start."""
+"""Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
+Not set with a hostfile: they meet at a port, chosen anew at every start."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
-"""Environment variable of the deepspeed launcher: a file of variables for the ranks."""
+"""Variable of the deepspeed launcher: a file of variables for the ranks."""
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -104,11 +104,9 @@ def _placement(settings: TrainerSettings) -> list[str]:
 def _fixed(settings: TrainerSettings) -> dict[str, str]:
     """Variables that every rank is given, whatever this process has."""
     environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if settings.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
-    if settings.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = settings.devices
-    return environment
+    threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+    devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
+    return environment | threads | devices
 
 
 # --- several machines ---------------------------------------------------------------------------------------
@@ -137,9 +135,8 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
         )
     if environment.get(TOKEN_VARIABLE) and not environment.get(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them, for the "
-            "launcher would show it on its command line: put the token into a file that every machine can "
-            f"read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path instead"
+            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them: put the token "
+            f"into a file that every machine can read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path"
         )
 
 
@@ -148,11 +145,11 @@ def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
     for name, value in variables.items():
         if secrets.is_secret(name) or secrets.redact(value) != value:
             raise ConfigError(
-                f"trainer.env.{name} looks like a secret, and the launcher would show it on its command line "
-                "on every machine of the hostfile: set it in the environment of each machine instead"
+                f"trainer.env.{name} looks like a secret, and the launcher would show it to every user: "
+                "set it in the environment of each machine instead"
             )
         if "\n" in value:
-            raise ConfigError(f"trainer.env.{name} has a line break, which the launcher cannot hand on")
+            raise ConfigError(f"trainer.env.{name} has a line break, which the launcher cannot pass on")
     path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     return path.absolute()
 

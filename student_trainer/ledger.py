@@ -18,8 +18,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -43,9 +44,6 @@ class _Step(msgspec.Struct, forbid_unknown_fields=True):
     step: int
     ids: list[str]
     weights: str
-
-
-Line = TypeVar("Line", _First, _Step)
 
 
 class Ledger:
@@ -115,24 +113,24 @@ def read(folder: Path) -> dict[int, Lineage]:
                 _read_file(path, lineage, int(name[1]), int(name[2]))
             except (DataError, OSError) as error:
                 lineage.damage.append(str(error))
+            except msgspec.DecodeError as error:
+                lineage.damage.append(f"{path} holds a line that cannot be read: {error}")
     return lineages
 
 
 def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
-    """Add a file to what is known of its lineage. Raises DataError at the first line that is damaged."""
-    for count, text in enumerate(_texts(path)):
-        if count == 0:
-            first = _decode(path, text, _First)
-            if (first.lineage, first.rank) != (number, rank):
-                raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
-            if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
-                raise DataError(
-                    f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere"
-                )
-            lineage.parent, lineage.start = first.parent, first.step
-            continue
-        line = _decode(path, text, _Step)
-        if line.step != (expected := count + (lineage.start or 0)):
+    """Add a file to its lineage. Raises DataError at the first line that is damaged."""
+    texts = _texts(path)
+    for text in islice(texts, 1):
+        first = msgspec.json.decode(text, type=_First)
+        if (first.lineage, first.rank) != (number, rank):
+            raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
+        if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
+            raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
+        lineage.parent, lineage.start = first.parent, first.step
+    for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
+        line = msgspec.json.decode(text, type=_Step)
+        if line.step != expected:
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
         lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)
 
@@ -152,13 +150,6 @@ def _texts(path: Path) -> Iterator[bytes]:
             )
         chain = linked[2]
         yield linked[1] + b"}"
-
-
-def _decode(path: Path, text: bytes, kind: type[Line]) -> Line:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise DataError(f"{path} holds a line that cannot be read ({error}): {text[:80]!r}") from None
 
 
 def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:

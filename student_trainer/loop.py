@@ -11,12 +11,15 @@ anchor that is due) is agreed on by `Ranks.highest` first.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -72,14 +75,13 @@ class Trainer:
 
     @property
     def version(self) -> Version:
-        """Of the weights; every step makes the next one."""
         return self.learner.version
 
 
 def run(config: TrainerConfig) -> None:
     """Train on the controller's batches; returns when all is saved. Raises DistillError."""
     ranks, stopping = join(config), threading.Event()
-    learner = Learner(config, ranks, stopping.is_set)
+    learner = Learner(config, ranks)
     claim = Claim()
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS, claim)
     client = ControllerClient(peer, ranks.rank, ranks.world_size, stopping)
@@ -105,23 +107,24 @@ def run(config: TrainerConfig) -> None:
 def train(trainer: Trainer) -> Outcome:
     """Train until Stop or a signal; which of them. A checkpoint ends it unless Stop asks for none."""
     while True:
-        watch = Stopwatch()
+        times = [time.monotonic()]
         outcome, batch = agreed_batch(trainer)
-        watch.lap("wait")
+        times.append(time.monotonic())
         if batch is None:
             break
         trainer.client.expect(after(trainer.version))
         metrics = trainer.learner.train(batch)
         record(trainer, batch)
-        watch.lap("train")
+        times.append(time.monotonic())
         if trainer.version.step % trainer.config.weights.publish_every == 0:
             publish(trainer)
-        watch.lap("publish")
+        times.append(time.monotonic())
         if checkpoint_due(trainer):
             checkpoint(trainer)
-        watch.lap("checkpoint")
+        times.append(time.monotonic())
         if trainer.ranks.rank == 0:
-            seconds = watch.seconds
+            spent = (end - start for start, end in pairwise(times))
+            seconds = dict(zip(("wait", "train", "publish", "checkpoint"), spent, strict=True))
             trainer.client.report(wire.StepReport(version=trainer.version, metrics=metrics, seconds=seconds))
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
@@ -153,14 +156,7 @@ def join(config: TrainerConfig) -> Ranks:
 def introduce(client: ControllerClient, hello: TrainerHello, seconds: float, ranks: Ranks) -> TrainerWelcome:
     """Rank 0 says hello, within `seconds`; every rank gets the answer. Collective."""
     body = wire.encode(client.hello(hello, seconds)) if ranks.rank == 0 else b""
-    welcome = wire.decode(ranks.broadcast(body), TrainerWelcome)
-    expected = 0 if hello.checkpoint is None else hello.checkpoint.step
-    if welcome.version.step != expected:
-        raise DataError(
-            f"the controller expects training to start at step {welcome.version.step}, the trainer is at "
-            f"{expected}: they must use the same run folder"
-        )
-    return welcome
+    return wire.decode(ranks.broadcast(body), TrainerWelcome)
 
 
 def teacher_heads(
@@ -172,11 +168,6 @@ def teacher_heads(
     device, found = learner.ranks.device, []
     shape = HeadShape(learner.vocab, temperature=teacher_temperature(config.objective, config.temperature))
     for head in map(client.head, welcome.teachers):
-        if (rows := head.weight.shape[0]) < shape.vocab:
-            raise DataError(
-                f"teacher {head.teacher} has a head of {rows} rows, the student's tokenizer has "
-                f"{shape.vocab} ids"
-            )
         array = torch.tensor(wire.unpack(head.weight))
         weight_VH = (array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array).to(device)
         bias_V = None if head.bias is None else torch.tensor(wire.unpack(head.bias)).to(device)
@@ -225,9 +216,9 @@ def outcome_of(answer: TrainBatch | Wait | wire.Stop) -> Outcome:
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
     """Write the step into the ledger on every rank, before it is reported. Collective."""
-    step, weights = trainer.version.step, trainer.learner.weights.checksum()
     ids = [id for rows in batch.micro_batches for id in rows.ids]
-    all_done(trainer.ranks, "the ledger", lambda: trainer.ledger.record(step, ids, weights))
+    write = partial(trainer.ledger.record, trainer.version.step, ids, trainer.learner.weights.checksum())
+    all_done(trainer.ranks, "the ledger", write)
 
 
 def publish(trainer: Trainer) -> None:
@@ -254,32 +245,18 @@ def checkpoint_due(trainer: Trainer) -> bool:
     settings = trainer.config.trainer
     if settings.checkpoint_every and trainer.version.step % settings.checkpoint_every == 0:
         return True
-    if not settings.checkpoint_minutes:
-        return False
-    overdue = time.monotonic() - trainer.saved_at >= 60 * settings.checkpoint_minutes
+    overdue = time.monotonic() - trainer.saved_at >= 60 * (settings.checkpoint_minutes or math.inf)
     return bool(trainer.ranks.highest(trainer.ranks.rank == 0 and overdue))
 
 
 def checkpoint(trainer: Trainer) -> None:
     """Save the trainer's state, unless that is done already, and report it. Collective."""
-    if trainer.saved == trainer.version or (path := trainer.learner.save()) is None:
+    if trainer.saved == trainer.version:
         return
+    path = trainer.learner.save()
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
         trainer.client.report(wire.CheckpointSaved(version=trainer.version, path=str(path)))
-
-
-class Stopwatch:
-    """Wall seconds of the parts of a step, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        """Give the time since the last lap to `name`."""
-        now = time.monotonic()
-        self.seconds[name], self._last = now - self._last, now
 
 
 # --- after --------------------------------------------------------------------------------------------------
@@ -289,8 +266,7 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
     """Publish what is not yet out, report its digests, and leave a model folder. Collective.
 
     When the last version could not be published, no digests are reported and, unless the run was
-    interrupted, StoreError is raised at the end. The next start publishes the weights of the checkpoint
-    under a new version.
+    interrupted, StoreError is raised at the end; the next start publishes the checkpoint's weights.
     """
     learner, first = trainer.learner, trainer.ranks.rank == 0
     if trainer.publishing.newest != trainer.version:

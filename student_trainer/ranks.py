@@ -30,7 +30,6 @@ from sync.server import bind_alone
 
 log = logging.getLogger(__name__)
 _SCHEME: Final = "own-address"
-_DONE, _FULL, _GIVE_UP = range(3)  # votes: the highest one counts
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,11 @@ class Ranks:
             dist.barrier()
 
 
-def all_done(
-    ranks: Ranks, what: str, work: Callable[[], None], give_up: Callable[[], bool] = lambda: False
-) -> bool:
+def all_done(ranks: Ranks, what: str, work: Callable[[], None]) -> None:
     """Repeat `work` on every rank until none meets a full disk, which is logged once. Collective.
 
     All ranks wait for the one that has no room, so that no collective is left half-way: `work` may be
-    collective only if a full disk makes it raise behind its last collective. False: `give_up` returned True,
-    on any rank, while the disk was full. Other errors are raised.
+    collective only if a full disk makes it raise behind its last collective. Other errors are raised.
     """
     waiting = False
     while True:
@@ -96,18 +92,14 @@ def all_done(
             if not is_full(error):
                 raise
             problem = error
-        vote = ranks.highest(_DONE if problem is None else _GIVE_UP if give_up() else _FULL)
-        if vote == _DONE:
-            if waiting:
-                log.warning("%s has space again, training continues", what)
-            return True
-        if vote == _GIVE_UP:
-            log.error("disk full: %s is left out, as the run was asked to stop", what)
-            return False
+        if not ranks.highest(problem is not None):
+            break
         if not waiting:
             log.error("disk full: %s waits for space, training pauses (%s)", what, problem or "another rank")
         waiting = True
         time.sleep(RETRY_SECONDS)
+    if waiting:
+        log.warning("%s has space again, training continues", what)
 
 
 # --- where they meet ----------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
     parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
         micro = collate(rows, batch.version.step, vocab)
-        targets = weighted(micro.targets, rows, loss, rewards, batch.denominator).to(ranks.device)
+        targets = weighted(micro.targets, rows, loss, rewards, batch.denominator)
+        targets = targets.each(lambda values: values.to(ranks.device))
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         total, part = engine(
             micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss
@@ -107,7 +108,13 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
     place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
     age_C = step - unpack(rows.token_step)
     targets = _targets(rows, tokens_RL.ravel()[place_C], row_C, age_C)
-    _check_ids(rows, flat, targets, vocab)
+    support = () if targets.support_NK is None else targets.support_NK.numpy()
+    highest = max(int(flat.max(initial=0)), int(np.max(support, initial=0)))
+    if highest >= vocab or int(flat.min(initial=0)) < 0:
+        raise DataError(
+            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
+            f"{vocab} ids: student, teacher and prompts must share one tokenizer"
+        )
     counts = {
         "rows": length_R.size,
         "tokens": row_C.size,
@@ -126,13 +133,10 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         ids, name = rows.student_topk_ids, "student_topk_teacher_logprob"
     by_teacher_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
     fresh_C = (age_C == 0) if by_teacher_C is None else (age_C == 0) & ~by_teacher_C
-    behavior_logp_C, teacher_logp_C = _floats(rows, "behavior_logprob"), _floats(rows, "teacher_logprob")
-    assert behavior_logp_C is not None
-    assert teacher_logp_C is not None
     return Targets(
         token_N=torch.from_numpy(token_C),
-        behavior_logp_N=behavior_logp_C,
-        teacher_logp_N=teacher_logp_C,
+        behavior_logp_N=_floats(rows, "behavior_logprob"),
+        teacher_logp_N=_floats(rows, "teacher_logprob"),
         fresh_N=torch.from_numpy(fresh_C),
         support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
         support_logp_NK=_floats(rows, name),
@@ -144,18 +148,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
     )
 
 
-def _check_ids(rows: Rows, flat: np.ndarray, targets: Targets, vocab: int) -> None:
-    highest = int(flat.max(initial=0))
-    if targets.support_NK is not None and targets.support_NK.numel():
-        highest = max(highest, int(targets.support_NK.max()))
-    if highest >= vocab or int(flat.min(initial=0)) < 0:
-        raise DataError(
-            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
-            f"{vocab} ids: student, teacher and prompts must share one tokenizer"
-        )
-
-
-def _floats(rows: Rows, name: str) -> Tensor | None:
+def _floats(rows: Rows, name: str) -> Any:
     """fp32 (bf16 stays bf16) tensor of an array of `rows`; None: not sent."""
     array = getattr(rows, name)
     if array is None:
@@ -175,7 +168,7 @@ class Rewards:
     """Of one step, all ranks together."""
 
     mean: float | None
-    """b: over the student's rollouts with a reward; None: the teacher generated all of them"""
+    """b: over the student's rollouts with a reward; None: there are none"""
     tokens: float
     """M: supervised tokens of rollouts with a reward"""
 

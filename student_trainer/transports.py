@@ -42,12 +42,9 @@ Transport = Callable[[Version, bool], Work | None]
 """(version, whether it must be an anchor) → what is left. Copies what is published; collective."""
 MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
-_TRIES: Final = 4
-"""How often one version is broadcast, each time without the replicas that were lost before."""
-_PAUSE_SECONDS: Final = 0.5
-"""Before another try: by then the controller has noticed replicas that died."""
-_COLLECT_SECONDS: Final = 600.0
-"""Between two garbage collections of the store."""
+_TRIES: Final = 4  # of one broadcast, each time without the replicas that were lost before
+_PAUSE_SECONDS: Final = 0.5  # before another try: by then the controller has noticed replicas that died
+_COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
 
 
 class Publishing:

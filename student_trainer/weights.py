@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from student_trainer.ranks import Ranks, all_done
@@ -75,11 +76,9 @@ class Weights:
 
         Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
         """
-        return {
-            part.name: copy_of(_local(parameter)[at : at + part.count])
-            for name, parameter in self.parameters.items()
-            for part, at in self._held[name]
-        }
+        shards = {name: _local(parameter) for name, parameter in self.parameters.items()}
+        held = ((shards[name], part, at) for name, parts in self._held.items() for part, at in parts)
+        return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in held}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
@@ -239,59 +238,37 @@ def _piece(name: str, probe: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> t
 # --- checksum -----------------------------------------------------------------------------------------------
 
 BLOCK: Final = 1 << 15
-"""Elements that share a factor r; a CPU's cache holds so many as int64, and as many k."""
+"""Elements of a GPU's shard that one number stands for."""
 _BLOCKS_AT_ONCE: Final = 128
-"""Of a GPU: 32 MiB for a moment."""
-_STREAM_R: Final = 1 << 32
-"""Where the numbers r begin in the sequence that k begins."""
+"""32 MiB of int64 for a moment."""
 
 
 def checksum(shards: Iterable[Tensor]) -> str:
-    """16 hex digits of the bits of flat bf16 or fp32 tensors, in their order. Each begins a block.
+    """16 hex digits of BLAKE3 over the bits of flat bf16 or fp32 tensors, in their order.
 
-        block b of 2¹⁵ elements        s_b = Σ_j k_j · x_bj        x: the element's bits as a signed integer
-        all blocks, in order           c   = Σ_b r_b · s_b         everything modulo 2⁶⁴
-
-    Computed where the tensors lie; of a GPU's, eight bytes a block come to the host. k and r are fixed odd
-    pseudo-random numbers of 64 bits. Sums modulo 2⁶⁴ do not depend on their order, so that every device and
-    every way to cut the work gives the same c. A single changed element is always seen, since odd numbers
-    have inverses. That several changes cancel has a chance of about 2⁻⁶³; at worst, where they are of sign
-    bits alone, of 2⁻⁴⁸ for bf16 and 2⁻³² for fp32. This detects accidents, not forgeries: what is published
-    has BLAKE3 digests.
+    A GPU's shard stays there. Hashed are the sums of its blocks, s_b = Σ_j k_j · x_bj modulo 2⁶⁴, with x the
+    element's bits as a signed integer and k fixed odd pseudo-random numbers: a single changed element is
+    always seen, since odd numbers have inverses; that several cancel has a chance of about 2⁻⁶³ (at worst, of
+    sign bits alone, 2⁻⁴⁸ for bf16 and 2⁻³² for fp32). This detects accidents, not forgeries.
     """
-    numbers = (shard.detach().view(_SIGNED[shard.itemsize]) for shard in shards)
-    sums = [part for one in numbers for part in (_host_sums if one.is_cpu else device_sums)(one)]
-    s = np.concatenate([np.zeros(0, np.int64), *(one.cpu().numpy() for one in sums)]).view(np.uint64)
-    return f"{int((s * odd_numbers(len(s), _STREAM_R)).sum(dtype=np.uint64)):016x}"
+    hashed = blake3()
+    for shard in shards:
+        numbers = shard.detach().view(_SIGNED[shard.itemsize])
+        hashed.update((numbers if numbers.is_cpu else block_sums(numbers).cpu()).numpy().view(np.uint8).data)
+    return hashed.hexdigest(length=8)
 
 
-def _host_sums(numbers_N: Tensor) -> Iterator[Tensor]:
-    """int64: s of every block of a tensor in host memory; numpy is the faster one there."""
-    k, array = _keys(numbers_N.device).numpy(), numbers_N.numpy()
-    parts = (array[start : start + BLOCK].astype(np.int64) for start in range(0, len(array), BLOCK))
-    yield torch.tensor([int(part.dot(k[: len(part)])) for part in parts], dtype=torch.int64)
-
-
-def device_sums(numbers_N: Tensor) -> Iterator[Tensor]:
-    """int64: the same for a tensor on any device, where it lies; of several blocks at a time."""
-    k = _keys(numbers_N.device)
+def block_sums(numbers_N: Tensor) -> Tensor:
+    """int64: s of every block, computed where the numbers lie."""
+    k, sums = _keys(numbers_N.device), []
     for part in numbers_N.split(BLOCK * _BLOCKS_AT_ONCE):
-        wide, whole = part.long(), len(part) // BLOCK * BLOCK
-        yield wide[:whole].view(-1, BLOCK).mul_(k).sum(1)
-        if whole < len(part):
-            yield wide[whole:].mul_(k[: len(part) - whole]).sum(0, keepdim=True)
+        padded = nn.functional.pad(part.long(), (0, -len(part) % BLOCK))
+        sums.append(padded.view(-1, BLOCK).mul_(k).sum(1))
+    return torch.cat(sums)
 
 
 @cache
 def _keys(device: torch.device) -> Tensor:
     """int64 [BLOCK]: k"""
-    return torch.from_numpy(odd_numbers(BLOCK, 0).view(np.int64)).to(device)
-
-
-def odd_numbers(count: int, first: int) -> np.ndarray:
-    """uint64: a part of one fixed sequence, SplitMix64 with its lowest bit set."""
-    mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    odd: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    return odd
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(1 << 62), 1 << 62, (BLOCK,), generator=generator) * 2 + 1).to(device)

@@ -73,15 +73,8 @@ class Targets:
     row_N: Tensor | None = None
     """int64: row of the micro-batch, ascending; None where nothing is credited across tokens"""
 
-    def to(self, device: torch.device) -> Targets:
-        """The same on `device`."""
-        return self._each(lambda values: values.to(device))
-
-    def part(self, tokens: slice) -> Targets:
-        """Of some of the tokens."""
-        return self._each(lambda values: values[tokens])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Targets:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
+        """The same with every tensor changed: moved, or cut to some of the tokens."""
         return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
@@ -316,10 +309,9 @@ def discount(objective: config.ObjectiveConfig) -> Discount | None:
 
 @dataclass(frozen=True)
 class Discount:
-    """How later tokens' d is credited to a token: see `sampled`."""
+    """How later tokens' d is credited to a token, γ > 0: see `sampled`."""
 
     gamma: float
-    """γ, above 0"""
     rho_cap: float | None
     drop_rho_outside: tuple[float, float] | None
 
@@ -335,14 +327,13 @@ def future_credit(d_N: Tensor, factor_N: Tensor, row_N: Tensor) -> Tensor:
 
     Doubling: after i rounds every token holds its next 2^i terms, so log2(longest row) rounds do.
     """
+
+    def later(values_N: Tensor) -> Tensor:
+        return torch.cat([values_N[reach:], torch.zeros_like(values_N[:reach])])
+
     total_N, next_N, reach = d_N, torch.zeros_like(d_N), 1
     next_N[:-1] = torch.where(row_N[1:] == row_N[:-1], factor_N[1:], 0.0)
     while reach < d_N.shape[0] and bool(next_N.any()):
-        total_N = total_N + next_N * _shifted(total_N, reach)
-        next_N, reach = next_N * _shifted(next_N, reach), reach * 2
+        total_N = total_N + next_N * later(total_N)
+        next_N, reach = next_N * later(next_N), reach * 2
     return total_N - d_N
-
-
-def _shifted(values_N: Tensor, reach: int) -> Tensor:
-    """The value `reach` tokens later, 0 beyond the end."""
-    return torch.cat([values_N[reach:], torch.zeros_like(values_N[:reach])])

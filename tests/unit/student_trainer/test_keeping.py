@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,19 +305,6 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
         assert engine.state == "at 4"
         assert sorted(one.name for one in disk.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
-
-
-def test_a_stop_while_the_disk_is_full_leaves_the_checkpoints_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, 2)
-    full_once(monkeypatch, torch, "save", half)
-    stopping = partial(
-        checkpoint.save, FileEngine("at 4"), tmp_path, index_of(Version(0, 4), "print"), ALONE, 2
-    )
-    assert stopping(lambda: True) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "latest"]
-    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
 
 
 def test_the_ledger_joins_ranks_and_separates_lineages(tmp_path: Path) -> None:
