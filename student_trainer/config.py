@@ -94,13 +94,19 @@ class TrainerConfig(Settings):
     """Everything a rank is started with: roles/trainer.json in the run's folder."""
 
     run: str
+    """Name of the run."""
     run_dir: Path
     """Shared by all ranks."""
     controller_url: Url
+    """Where batches come from."""
     student: ModelSource
+    """What training starts from."""
     objective: ObjectiveConfig = Full()
+    """What is optimised."""
     trainer: TrainerSettings
+    """The user's settings."""
     weights: WeightsConfig = WeightsConfig()
+    """How new versions are published."""
     steps: int = Field(ge=1)
     """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)

@@ -42,17 +42,14 @@ from sync.server import ON_LOOPBACK
 log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
 """What a rank's process title begins with."""
-LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"
-"""Variable with the launcher's process id; not set with a hostfile."""
+LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"  # its process id; not set with a hostfile
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
 Not set with a hostfile: they meet at a port, chosen anew at every start."""
-_ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
-"""Variable of the deepspeed launcher: a file of variables for the ranks."""
+_ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Names of this machine."""
 _LOOK_SECONDS: Final = 0.3
 _PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
