@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 from student_trainer.config import TrainerConfig
-from student_trainer.launch import LAUNCHER
-from student_trainer.signals import die_with, unblock
+from student_trainer.launch import bind_to_launcher
 from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.settings import read_settings
@@ -30,14 +29,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a TrainerConfig")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
     arguments = parser.parse_args(argv)
-    unblock()
     redact_process()
     rank = os.environ.get("RANK", "0")
     line = f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=line)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every batch and event
-    if launcher := os.environ.get(LAUNCHER):
-        die_with(int(launcher))
+    bind_to_launcher()
     code = _exit_code(arguments.config)
     logging.shutdown()
     os._exit(code)
@@ -46,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 def _exit_code(path: Path) -> int:
     try:
         config = read_settings(TrainerConfig, path)
-        from student_trainer.run import run
+        from student_trainer.loop import run
 
         run(config)
     except DistillError as error:

@@ -5,34 +5,39 @@
     checkpoints/latest                            name of the newest one
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
-older versions go, never the one that `latest` names. While the disk is full all ranks wait, `latest` names
-the one before, and what was half-written is removed. DeepSpeed reads its files with torch.load; their digests
-are checked first. Every rank digests the files that bear its number, rank 0 all others: ranks wait for each
-other no longer than for the largest share.
+older versions go. While the disk is full all ranks wait and `latest` names the one before. Every rank digests
+the files that bear its number, rank 0 all others; digests are checked before torch.load reads the files. No
+random state is saved: nothing in a step is random (`engine.without_randomness`).
+
+Of a checkpoint of another number of ranks, every rank cuts its shards out of the files of the old ones:
+
+    rank q of n holds of a parameter its flat elements [q·k, (q+1)·k), k = ⌈elements / n⌉, padded with zeros
+
+They are mapped and decoded without running any code of theirs. What comes out is the state that a rank of the
+new number would have saved. (DeepSpeed's universal checkpoint loses optimizer states other than `exp_avg` and
+`exp_avg_sq`, and settings of parameter groups, and writes a second checkpoint to disk.)
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial as bind
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
 from blake3 import blake3
+from torch import Tensor
 
 from student_trainer import checkpoint_files as files
-from student_trainer import repartition
 from student_trainer.ranks import Ranks, all_done
 from sync import durable
-from sync.durable import is_full
 from sync.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -40,32 +45,20 @@ _TAG: Final = "deepspeed"
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_")
 
 
-def save(
-    engine: Any,
-    folder: Path,
-    index: files.Index,
-    ranks: Ranks,
-    keep: int,
-    give_up: Callable[[], bool] = lambda: False,
-) -> Path | None:
+def save(engine: Any, folder: Path, index: files.Index, ranks: Ranks, keep: int) -> Path:
     """Save all that a resumed run needs to go on bit for bit; keep the newest `keep`. Collective.
 
-    `index`: of this checkpoint, still without files. A version is saved once: what is whole already is never
-    removed to make room for the same again. None: the disk is full and `give_up` returned True; the
-    checkpoints are as they were.
+    `index`: of this checkpoint, still without files.
     """
     partial, final = folder / f".partial-{index.version}", folder / index.version
     own: dict[str, files.File] = {}
-    done = bind(all_done, ranks, f"checkpoint {index.version}", give_up=give_up)
-    saved = done(bind(_write_all, engine, partial, ranks))
-    saved = saved and done(lambda: own.update(_digests(partial, ranks)))
-    if saved:
-        for part in ranks.collect(msgspec.json.encode(own)):
-            index.files |= msgspec.json.decode(part, type=dict[str, files.File])
-        saved = done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
-    if not saved and ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final if saved else None
+    done = bind(all_done, ranks, f"checkpoint {index.version}")
+    done(bind(_write_all, engine, partial, ranks))
+    done(lambda: own.update(_digests(partial, ranks)))
+    for part in ranks.collect(msgspec.json.encode(own)):
+        index.files |= msgspec.json.decode(part, type=dict[str, files.File])
+    done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
+    return final
 
 
 def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
@@ -77,18 +70,14 @@ def _write_all(engine: Any, partial: Path, ranks: Ranks) -> None:
                     shutil.rmtree(partial, ignore_errors=True)
                     durable.make_folder(partial)
             ranks.barrier()
-            state = {"rng": _rng(ranks)}
-            engine.save_checkpoint(str(partial), tag=_TAG, client_state=state, save_latest=False)
+            engine.save_checkpoint(str(partial), tag=_TAG, client_state={}, save_latest=False)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # others may need the room meanwhile
         raise
 
 
-Noted = Callable[[], AbstractContextManager[None]]
-
-
 @contextmanager
-def _full_disk_later(engine: Any) -> Iterator[Noted]:
+def _full_disk_later(engine: Any) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Let DeepSpeed go through all its collectives though its files find no room; OSError at the end.
 
     Inside what it yields, a full disk is noted and nothing raised.
@@ -101,7 +90,7 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
             yield
         except (OSError, RuntimeError) as error:
             # on a full disk a folder may be missing that could not be made
-            if not is_full(error) and not isinstance(error, FileNotFoundError):
+            if not durable.is_full(error) and not isinstance(error, FileNotFoundError):
                 raise
             met.append(error)
 
@@ -109,23 +98,13 @@ def _full_disk_later(engine: Any) -> Iterator[Noted]:
         with noted(), open(path, "wb") as file:  # given a path, torch does not report a full disk
             torch.save(state_dict, file)
 
-    def guarded(call: Callable[..., Any]) -> Callable[..., None]:
-        def run(*arguments: Any, **named: Any) -> None:
-            with noted():
-                call(*arguments, **named)
-
-        return run
-
-    writer, script = engine.checkpoint_engine, "_copy_recovery_script"
-    with ExitStack() as stack:  # hides methods of DeepSpeed's classes
-        for owner, name, instead in (
-            (writer, "save", save),
-            (writer, "makedirs", guarded(writer.makedirs)),
-            (engine, script, guarded(getattr(engine, script))),
-        ):
-            setattr(owner, name, instead)
-            stack.callback(delattr, owner, name)
+    writer = engine.checkpoint_engine
+    writer.save, writer.makedirs = save, noted()(writer.makedirs)  # these hide the methods of the classes
+    engine._copy_recovery_script = noted()(engine._copy_recovery_script)
+    try:
         yield noted
+    finally:
+        del writer.save, writer.makedirs, engine._copy_recovery_script
     if met:
         raise OSError(errno.ENOSPC, str(met[0])) from met[0]
 
@@ -155,12 +134,11 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
     if any(problems):
         others = [one.name for one in files.saved(folder) if one != path and not files.index(one)[1]]
-        remedy = (
-            f'to start from an older one set checkpoint = "{others[-1]}"'
-            if others
-            else "no other one is whole"
+        older = f'to start from an older one set checkpoint = "{others[-1]}"' if others else None
+        raise DataError(
+            f"checkpoint {path} cannot be used: {next(filter(None, problems))}; "
+            f"{older or 'no other one is whole'}"
         )
-        raise DataError(f"checkpoint {path} cannot be used: {next(filter(None, problems))}; {remedy}")
     return path
 
 
@@ -173,43 +151,19 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> files.Index
             f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
         )
-    saved, size = index.world_size, ranks.world_size
-    if saved == size:
-        _, state = engine.load_checkpoint(str(path), tag=_TAG)
+    if index.world_size == ranks.world_size:
+        engine.load_checkpoint(str(path), tag=_TAG)
     else:
-        log.info("%s is of %d ranks, this run has %d: every rank cuts its own shards", path, saved, size)
-        state = repartition.restore(engine, path / _TAG, saved, ranks)
-    if "rng" in state:
-        _set_rng(state["rng"], path, ranks)
+        log.info("%s is of %d ranks, this run has %d", path, index.world_size, ranks.world_size)
+        restore(engine, path / _TAG, index.world_size, ranks)
     return index
-
-
-def _rng(ranks: Ranks) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if ranks.device.type == "cuda" else {})
-
-
-def _set_rng(states: dict[str, torch.Tensor], path: Path, ranks: Ranks) -> None:
-    """Set the random states that `_rng` saved, as far as this rank's device has one."""
-    torch.set_rng_state(states["cpu"])
-    on_gpu = ranks.device.type == "cuda"
-    if on_gpu and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    elif on_gpu or "cuda" in states:
-        log.warning(
-            "%s was saved on %s and goes on on %s: the device's random numbers (dropout of adapters) are not "
-            "those that would have come",
-            path,
-            *(("CPUs", "GPUs") if on_gpu else ("GPUs", "CPUs")),
-        )
 
 
 def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     """Size and digest of this rank's files below `folder`, each forced to disk."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        durable.force(path)
         found[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
     return found
 
@@ -231,3 +185,118 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
         return problem
     own = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
     return next((f"{name} was altered" for name, file in own if _digest(path / name) != file.blake3), None)
+
+
+# --- another number of ranks --------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the old ranks hold a parameter: in which flat group, and from which element on."""
+
+    group: int
+    offset: int
+    numel: int
+
+
+def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> None:
+    """Bring a fresh engine to the checkpoint of `saved` ranks in `folder`. Collective.
+
+    Raises DataError for an optimizer state that is not one value for each element.
+    """
+    shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
+    common = _read(folder, min(ranks.rank, saved - 1), "model_states")
+    places = layout(common["param_shapes"], saved)
+    zero = engine.optimizer
+    zero.checkpoint_event_prologue()
+    groups = [[places[zero.param_names[parameter]] for parameter in group] for group in zero.fp16_groups]
+    state = rebuild(shards, groups, list(zero.sub_group_to_group_id.values()), ranks)
+    zero.load_state_dict({ranks.rank: state})
+    zero.checkpoint_event_epilogue()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, common[name])
+
+
+def layout(shapes: Sequence[dict[str, Any]], saved: int) -> dict[str, Place]:
+    """Place of every parameter, from the names and shapes of each flat group in order."""
+    places = {}
+    for group, names in enumerate(shapes):
+        offset = 0
+        for name, shape in names.items():
+            numel = torch.Size(shape).numel()
+            places[name] = Place(group, offset, numel)
+            offset += -(-numel // saved)
+    return places
+
+
+def rebuild(
+    shards: Sequence[dict[str, Any]], groups: Sequence[Sequence[Place]], owners: Sequence[int], ranks: Ranks
+) -> dict[str, Any]:
+    """The ZeRO state of this rank from those of the old ranks.
+
+    `groups`: parameters of each flat group as this rank has them; `owners`: its optimizer group.
+    """
+    optimizers = [shard["optimizer_state_dict"] for shard in shards]
+    settings = [
+        {**group, "params": [index for index, owner in enumerate(owners) if owner == number]}
+        for number, group in enumerate(optimizers[0]["param_groups"])
+    ]
+    state, flat = {}, []
+    for index, places in enumerate(groups):
+        masters = [[shard["fp32_flat_groups"][place.group] for shard in shards] for place in places]
+        old = [[optimizer["state"][place.group] for optimizer in optimizers] for place in places]
+        flat.append(_joined(masters, places, ranks))
+        state[index] = {
+            name: _state([[values[name] for values in piece] for piece in old], places, masters, ranks)
+            for name in old[0][0]
+        }
+    optimizer = {"state": state, "param_groups": settings}
+    return {**shards[0], "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
+
+
+def _state(
+    pieces: list[list[Any]], places: Sequence[Place], masters: list[list[Tensor]], ranks: Ranks
+) -> Any:
+    """One state of a flat group: cut like the weights, or a number that all old ranks share."""
+    first = pieces[0][0]
+    if isinstance(first, Tensor) and first.dim() == 1 and first.shape == masters[0][0].shape:
+        return _joined(pieces, places, ranks)
+    same = torch.equal if isinstance(first, Tensor) else lambda one, other: one == other
+    if not all(same(value, first) for piece in pieces for value in piece):
+        raise DataError(
+            "the optimizer keeps a state that is neither one value a weight nor the same on all ranks: "
+            "resume on as many ranks as wrote the checkpoint"
+        )
+    return first
+
+
+def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
+    """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
+    pairs = zip(pieces, places, strict=True)
+    return torch.cat([cut(piece, place, ranks.rank, ranks.world_size) for piece, place in pairs])
+
+
+def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:
+    """Shard `rank` of `world_size` of a parameter, padded; `pieces`: its flat group on the old ranks."""
+    old, new = -(-place.numel // len(pieces)), -(-place.numel // world_size)
+    shard, first = torch.zeros(new, dtype=pieces[0].dtype), rank * new
+    for owner, piece in enumerate(pieces):
+        start, end = max(first, owner * old), min(first + new, (owner + 1) * old, place.numel)
+        if start < end:
+            inside = place.offset + start - owner * old
+            shard[start - first : end - first] = piece[inside : inside + end - start]
+    return shard
+
+
+def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    found = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
+    if len(found) != 1:
+        raise DataError(
+            f"{folder} has {len(found)} files with the {kind} of rank {rank}, there must be one: "
+            "resume on as many ranks as wrote it"
+        )
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+        content: dict[str, Any] = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+    return content

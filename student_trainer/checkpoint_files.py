@@ -1,7 +1,4 @@
-"""The checkpoints' folder as files: which there are, whether one is whole, and which go. No engine, no torch.
-
-    checkpoints/L000-v00000012/checkpoint.json    version, ranks, model, size and BLAKE3 of every file
-    checkpoints/latest                            name of the newest one
+"""The checkpoints' folder as files: which there are, whether one is whole, and which go. No torch.
 
 Newer is the later lineage, and of one lineage the later step: the order in which a run saves them, whatever
 the clocks.
@@ -23,12 +20,10 @@ INDEX: Final = "checkpoint.json"
 
 
 class File(msgspec.Struct):
-    """One of DeepSpeed's files."""
+    """One of DeepSpeed's files: size in bytes, BLAKE3 in hex."""
 
     size: int
-    """bytes"""
     blake3: str
-    """hex"""
 
 
 class Index(msgspec.Struct):
@@ -41,7 +36,7 @@ class Index(msgspec.Struct):
     fingerprint: str
     """of the model: `Weights.fingerprint`"""
     run_id: str | None = None
-    """`RunIdentity.id` of the run that saved it; None: it had none"""
+    """`RunIdentity.id` of the run that saved it"""
     files: dict[str, File] = {}
     """path below the checkpoint's folder → file"""
 
@@ -64,7 +59,7 @@ def saved(folder: Path) -> list[Path]:
 
 
 def index(path: Path) -> tuple[Index | None, str | None]:
-    """The index of a checkpoint, and what is wrong with it or with sizes of files; None: nothing."""
+    """The index of a checkpoint, and what is wrong with it or with sizes of files."""
     try:
         index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
         Version.parse(index.version)

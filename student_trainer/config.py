@@ -20,8 +20,6 @@ class LoRAConfig(Settings):
     """Of the adapters' matrices."""
     alpha: float = Field(64.0, gt=0)
     """The adapters' product is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapters' inputs set to zero in training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers that get an adapter."""
 
@@ -76,14 +74,12 @@ class TrainerSettings(Settings):
     for one another."""
 
     def lr_share(self, step: int, steps: int) -> float:
-        """Share of `lr` that the step after n = `step` others uses, in a run of N = `steps`.
+        """Share of `lr` for the step after n = `step` others, in a run of N = `steps`; W = warmup_steps.
 
-            warm-up   n < W            n / W,     W = warmup_steps
-            constant  from W on        1
-            linear    from W to N      (N − n) / (N − W)
-            cosine    from W to N      (1 + cos(π (n − W) / (N − W))) / 2
-
-        linear and cosine are transformers' get_linear_ and get_cosine_schedule_with_warmup.
+        n < W       n / W
+        constant    1
+        linear      (N − n) / (N − W)                       transformers' get_linear_schedule_with_warmup
+        cosine      (1 + cos(π (n − W) / (N − W))) / 2      get_cosine_schedule_with_warmup
         """
         warmup = self.warmup_steps
         if step < warmup:
@@ -100,7 +96,7 @@ class TrainerConfig(Settings):
     run: str
     """Name of the run."""
     run_dir: Path
-    """Its folder, shared by all ranks."""
+    """Shared by all ranks."""
     controller_url: Url
     """Where batches come from."""
     student: ModelSource
@@ -116,7 +112,7 @@ class TrainerConfig(Settings):
     temperature: float = Field(1.0, gt=0)
     """Of the rollouts: the trainer's log-probabilities use the same."""
     seed: int = 0
-    """Of dropout and adapters."""
+    """Of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)
     """Between two heartbeats of a rank; 0: none are sent."""
     checkpoint: str | None = None

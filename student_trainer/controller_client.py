@@ -11,72 +11,52 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
+from sync import wire
 from sync.client import BlockingPeer
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
-from sync.wire import (
-    Audience,
-    BatchRequest,
-    BroadcastMembers,
-    Head,
-    Heartbeat,
-    Message,
-    Ok,
-    Published,
-    Stop,
-    TrainBatch,
-    TrainerHello,
-    TrainerWelcome,
-    Version,
-    Wait,
-)
 
 log = logging.getLogger(__name__)
 FINAL_REPORT_SECONDS: Final = 5.0
 """Longest wait for the controller after a stop signal: it may have been stopped too."""
 _MEMBERS_SECONDS: Final = 1.0
-_AUDIENCE_SECONDS: Final = 3600.0
-"""A broadcast waits so long for replicas that are still starting."""
-_GLANCE_SECONDS: Final = 0.2
-"""Between two looks of a blocked call at `stopping`."""
-_EVENT_SECONDS: Final = 3600.0
-"""An event waits so long while the controller's disk is full; `poll` notices a controller that is gone."""
+_AUDIENCE_SECONDS: Final = 3600.0  # a broadcast waits so long for replicas that are still starting
+_GLANCE_SECONDS: Final = 0.2  # between two checks of `stopping` in a blocked call
+_EVENT_SECONDS: Final = 3600.0  # the controller's disk may be full; `poll` notices a controller that is gone
 
 
 class ControllerClient:
     """The controller over HTTP. `report` may be called from any thread, the rest from the main one.
 
-    Once `stopping` is set, no call blocks for long.
+    Once `stopping` (a stop was requested) is set, no call blocks for long.
     """
 
     def __init__(
         self, peer: BlockingPeer, rank: int = 0, world_size: int = 1, stopping: threading.Event | None = None
     ) -> None:
         self.stopping = stopping or threading.Event()
-        """Set when the trainer was asked to stop."""
         self._peer, self._rank, self._world_size = peer, rank, world_size
         self._fetching = ThreadPoolExecutor(1, "batches")
-        self._fetched: tuple[Version, Future[Any]] | None = None
+        self._fetched: tuple[wire.Version, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, "events")
         self._announcing = ThreadPoolExecutor(thread_name_prefix="audience")
         self._lock = threading.Lock()
-        self._sent: list[Future[Ok]] = []
+        self._sent: list[Future[wire.Ok]] = []
 
-    def hello(self, hello: TrainerHello, seconds: float | None = None) -> TrainerWelcome:
-        """Introduce this start of the trainer; `seconds`: to wait for a controller that starts later."""
-        return self._peer.call("/v1/hello", hello, TrainerWelcome, seconds)
+    def hello(self, hello: wire.TrainerHello, seconds: float | None = None) -> wire.TrainerWelcome:
+        """Introduce this start; `seconds`: to wait for a controller that starts later."""
+        return self._peer.call("/v1/hello", hello, wire.TrainerWelcome, seconds)
 
-    def head(self, teacher: str) -> Head:
-        """Output head of a teacher."""
-        return self._peer.call(f"/v1/teachers/{teacher}/head", None, Head)
+    def head(self, teacher: str) -> wire.Head:
+        return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head)
 
-    def beat(self, version: Version, seconds: float) -> None:
+    def beat(self, version: wire.Version, seconds: float) -> None:
         """Send a heartbeat every `seconds`, from a thread, until a newer start was welcomed."""
 
         def send() -> None:
-            heartbeat = Heartbeat(version=version, rank=self._rank)
+            heartbeat = wire.Heartbeat(version=version, rank=self._rank)
             while True:
                 try:
-                    self._peer.call("/v1/event", heartbeat, Ok, seconds)
+                    self._peer.call("/v1/event", heartbeat, wire.Ok, seconds)
                 except (Unreachable, Overloaded):  # a controller that starts again has missed nothing
                     pass
                 except DistillError as error:
@@ -88,14 +68,14 @@ class ControllerClient:
 
     # --- batches --------------------------------------------------------------------------------------------
 
-    def expect(self, version: Version) -> None:
+    def expect(self, version: wire.Version) -> None:
         """The batch for `version` will be polled next: fetch it meanwhile, in a thread."""
         if self._fetched is None:
-            request = BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
-            kinds: Any = TrainBatch | Wait | Stop
+            request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
+            kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
             self._fetched = version, self._fetching.submit(self._peer.call, "/v1/batch", request, kinds)
 
-    def poll(self, version: Version) -> TrainBatch | Wait | Stop:
+    def poll(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
         """One answer for `version`: within a long poll's time; Wait as soon as `stopping` is set."""
         self.expect(version)
         assert self._fetched is not None
@@ -105,22 +85,24 @@ class ControllerClient:
             if wait([answer], _GLANCE_SECONDS).done:
                 self._fetched = None
                 return answer.result()
-        return Wait()
+        return wire.Wait()
 
     # --- events (rank 0) ------------------------------------------------------------------------------------
 
-    def report(self, event: Message) -> None:
+    def report(self, event: wire.Message) -> None:
         """Send an event after the earlier ones. Raises what an earlier one met, when it is known."""
         with self._lock:
             for future in self._sent:
                 if future.done():
                     future.result()
             self._sent = [future for future in self._sent if not future.done()]
-            self._sent.append(self._thread.submit(self._peer.call, "/v1/event", event, Ok, _EVENT_SECONDS))
+            call = self._peer.call
+            self._sent.append(self._thread.submit(call, "/v1/event", event, wire.Ok, _EVENT_SECONDS))
 
-    def audience(self, published: Published) -> Audience:
+    def audience(self, published: wire.Published) -> wire.Audience:
         """Announce a broadcast and learn who will receive it. Raises Unreachable."""
-        answer = self._announcing.submit(self._peer.call, "/v1/event", published, Audience, _AUDIENCE_SECONDS)
+        call, kind = self._peer.call, wire.Audience
+        answer = self._announcing.submit(call, "/v1/event", published, kind, _AUDIENCE_SECONDS)
         while not wait([answer], _GLANCE_SECONDS).done:
             if self.stopping.is_set() and not wait([answer], FINAL_REPORT_SECONDS).done:
                 raise Unreachable(
@@ -134,8 +116,9 @@ class ControllerClient:
 
     def lost(self, group: str) -> str | None:
         """Why a replica will not receive a broadcast to its end; None: none is known to be lost."""
+        path = f"/v1/broadcasts/{group}"
         try:
-            members = self._peer.call(f"/v1/broadcasts/{group}", None, BroadcastMembers, _MEMBERS_SECONDS)
+            members = self._peer.call(path, None, wire.BroadcastMembers, _MEMBERS_SECONDS)
         except RemoteError as error:
             return str(error)
         except Unreachable:  # the replicas may be well

@@ -2,20 +2,18 @@
 
 DeepSpeed refuses misspelt fields in some sections only. There is no list of fields here: DeepSpeed reads the
 configuration as it does in the trainer, from a table that records every look-up, and a field that was never
-looked up would be ignored. Parameters of the optimizer are those of its constructors.
+looked up would be ignored. Parameters of the optimizer are checked by its constructor, when the trainer
+starts.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from student_trainer.config import TrainerSettings
 from sync.errors import ConfigError
@@ -24,7 +22,7 @@ from sync.errors import ConfigError
 def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     """DeepSpeed's JSON under the overrides, with trainer.lr. Imports deepspeed.
 
-    Raises ConfigError for what the trainer cannot work with, and for what DeepSpeed would ignore.
+    Raises ConfigError for what the trainer cannot work with, and for what DeepSpeed refuses or would ignore.
     """
     config = _read(settings.deepspeed)
     _lay_over(config, settings.overrides, settings.deepspeed)
@@ -35,7 +33,8 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
     params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
     config["optimizer"] = config["optimizer"] | {"params": params}
-    _refuse_ignored(config, source)
+    if problems := list(_ignored(_read_by_deepspeed(config, source))):
+        raise ConfigError(f"{source}: {'; '.join(problems)}")
     return config
 
 
@@ -43,9 +42,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(
-            f"trainer.deepspeed {path} cannot be read ({error.strerror}): name a DeepSpeed JSON file"
-        ) from None
+        raise ConfigError(f"trainer.deepspeed {path} cannot be read ({error.strerror})") from None
     except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
         raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
@@ -82,24 +79,20 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
             "zero_optimization.offload_param.device is 'nvme': weights are published from shards in memory, "
             "set cpu, or leave offload_param out"
         )
-    for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-        if config.get(name, 1) != 1:
-            yield f"{name} is {config[name]}: batches come from the controller, leave it 1"
-    if "train_batch_size" in config:
-        yield "train_batch_size is the controller's: set rollout.batch and leave it out"
     if not optimizer.get("type"):
         yield "there is no optimizer section with a type: name one, such as AdamW"
-    if "scheduler" in config:
-        yield (
-            f"scheduler is {_table(config, 'scheduler').get('type')!r}: the schedule is set by "
-            "trainer.warmup_steps and trainer.lr_schedule alone: set those and leave it out"
-        )
-    for key, table in {"lr": config, "optimizer.params.lr": _table(optimizer, "params")}.items():
-        if (lr := table.get("lr", settings.lr)) != settings.lr:
-            yield (
-                f"{key} is {lr} and trainer.lr {settings.lr}: the learning rate is set by trainer.lr alone: "
-                f"set trainer.lr = {lr}, or leave {key} out"
-            )
+    decided_by = {
+        "gradient_accumulation_steps": (1, "rollout.batch"),
+        "train_micro_batch_size_per_gpu": (1, "trainer.micro_batch_tokens"),
+        "train_batch_size": (None, "rollout.batch"),
+        "scheduler": (None, "trainer.lr_schedule"),
+        "lr": (settings.lr, "trainer.lr"),
+        "optimizer.params.lr": (settings.lr, "trainer.lr"),
+    }
+    found = config | {"optimizer.params.lr": _table(optimizer, "params").get("lr", settings.lr)}
+    for name, (harmless, key) in decided_by.items():
+        if (value := found.get(name, harmless)) != harmless:
+            yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"
 
 
 def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -136,7 +129,7 @@ class _Recorded(dict[str, Any]):
 
     def keys(self) -> Any:
         """Looked up one by one, as by `"x" in table.keys()`, or all at once by iteration."""
-        return _Keys(self)
+        return self
 
     def items(self) -> Any:
         """Looks up all."""
@@ -147,19 +140,8 @@ class _Recorded(dict[str, Any]):
         return self
 
 
-class _Keys:
-    def __init__(self, table: _Recorded) -> None:
-        self._table = table
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._table
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-
-def _refuse_ignored(config: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for a field that DeepSpeed refuses or would ignore, with the nearest known one."""
+def _read_by_deepspeed(config: dict[str, Any], source: str) -> _Recorded:
+    """The configuration after DeepSpeed has read it. Raises ConfigError with DeepSpeed's reason."""
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the trainer logs it again
     try:
@@ -168,63 +150,18 @@ def _refuse_ignored(config: dict[str, Any], source: str) -> None:
         recorded = _Recorded(config)
         try:
             DeepSpeedConfig(recorded)
-        except ValidationError as error:
-            raise ConfigError(f"{source}: {'; '.join(_refused(error))}") from None
         except (DeepSpeedConfigError, ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"{source} is refused by DeepSpeed: {error}") from None
+        return recorded
     finally:
         logging.disable(silenced)
-    optimizer = recorded["optimizer"]
-    kind, known = optimizer["type"], _parameters(optimizer["type"])
-    problems = list(_ignored(recorded))
-    for name in sorted(set(optimizer["params"]) - known):
-        problems.append(f"optimizer.params.{name} is unknown to {kind}{_nearest(name, known)}")
-    if problems:
-        raise ConfigError(f"{source}: {'; '.join(problems)}")
-
-
-def _refused(error: ValidationError) -> Iterator[str]:
-    """What a section of DeepSpeed's that checks itself finds wrong with each field."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    sections = {section.__name__: section for section in DeepSpeedConfigModel.__subclasses__()}
-    known = set(sections[error.title].model_fields) if error.title in sections else set()
-    for detail in error.errors():
-        name = ".".join(map(str, detail["loc"]))
-        remedy = _nearest(name, known) if detail["type"] == "extra_forbidden" else ""
-        yield f"{name} = {detail['input']!r:.80} is refused by {error.title}: {detail['msg']}{remedy}"
 
 
 def _ignored(table: _Recorded, path: str = "") -> Iterator[str]:
     for name, value in dict.items(table):
         if name not in table.names and table.names:
-            yield f"{path}{name} is not read by DeepSpeed{_nearest(name, table.names)}"
+            close = difflib.get_close_matches(name, table.names, n=1, cutoff=0.5)
+            remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(table.names))}"
+            yield f"{path}{name} is not read by DeepSpeed: {remedy}"
         elif isinstance(value, _Recorded) and f"{path}{name}" != "optimizer.params":
             yield from _ignored(value, f"{path}{name}.")
-
-
-def _parameters(optimizer: str) -> set[str]:
-    """What the constructors behind an optimizer's name take. Raises ConfigError when there is none."""
-    import torch
-    from deepspeed.ops import adagrad, adam, lamb, lion
-    from deepspeed.runtime import config
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    name = optimizer.lower()
-    kinds = {name, "adam"} if name in (config.ADAMW_OPTIMIZER, config.MUON_OPTIMIZER) else {name}
-    names = {f"{maker}{kind}" for maker in ("", "fused", "deepspeedcpu") for kind in kinds}
-    classes = {n: c for m in (torch.optim, adagrad, adam, lamb, lion) for n, c in vars(m).items()}
-    known = {p for n, c in classes.items() if n.lower() in names for p in inspect.signature(c).parameters}
-    if "adam" in kinds:
-        known |= {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE}
-    if name == config.MUON_OPTIMIZER:
-        known |= {*DeepSpeedEngine._MUON_HALF_KEYS, "muon_lr", "adam_lr"}
-    if not known:
-        choice = {n for n, c in classes.items() if inspect.isclass(c)} | set(config.DEEPSPEED_OPTIMIZERS)
-        raise ConfigError(f"optimizer.type {optimizer!r} is unknown{_nearest(optimizer, choice)}")
-    return known - {"params", "model_params"}
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(sorted(known))}"

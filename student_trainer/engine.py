@@ -1,21 +1,25 @@
-"""The student as one rank trains it: loaded under ZeRO-3, stepped, checkpointed, exported."""
+"""The student as one rank trains it: loaded under ZeRO-3, stepped, checkpointed, exported.
+
+Letters: R rows, L longest row, C completion tokens, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from student_trainer import checkpoint
 from student_trainer.checkpoint_files import Index
 from student_trainer.config import LoRAConfig, TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.head import Loss
-from student_trainer.model import Student, check_head, head_shape, plain
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
+from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.step import train_step
 from student_trainer.weights import Weights
@@ -29,19 +33,16 @@ class Learner:
     """The student's engine, optimizer and weights on this rank, and the version that they are at.
 
     Order: constructed → `hello` is sent to the controller → `begin` with its answer → everything else. All is
-    collective, the constructor too; torch.distributed must be up.
+    collective, the constructor too.
     """
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, stopping: Callable[[], bool]) -> None:
-        """`stopping`: whether a stop was requested: a checkpoint then does not wait for a full disk."""
-        self.ranks = ranks
-        self._config, self._stopping, self._folder = config, stopping, config.run_dir / "checkpoints"
-        self._loaded = load(config)
-        self.engine = self._loaded.engine
-        self.vocab = self._loaded.student.head.shape.vocab
+    def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
+        self.ranks, self._config, self._folder = ranks, config, config.run_dir / "checkpoints"
+        self.engine, student, self._tokenizer = load(config)
+        self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
-        check_head(self._loaded.student, self.engine, ranks.device)
-        self.weights = Weights(self._loaded.student, ranks)
+        check_head(student, self.engine, ranks.device)
+        self.weights = Weights(student.model, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
         path, found = checkpoint.find(self._folder, config.checkpoint, ranks), None
         if path is not None:
@@ -70,18 +71,18 @@ class Learner:
         self.version = after(self.version)
         return metrics
 
-    def save(self) -> Path | None:
-        """Write a checkpoint; its folder. None: the disk is full, and a stop was requested."""
+    def save(self) -> Path:
+        """Write a checkpoint; its folder."""
         size, keep = self.ranks.world_size, self._config.trainer.keep_checkpoints
         index = Index(str(self.version), size, self.weights.fingerprint, self._run_id)
-        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep, self._stopping)
+        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, whole or not at all; an older one is replaced."""
         partial = folder.with_name(f".partial-{folder.name}")
         if self.ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        self.weights.save_folder(partial, self._loaded.tokenizer)
+        self.weights.save_folder(partial, self._tokenizer)
         if self.ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
@@ -93,7 +94,7 @@ def after(version: Version) -> Version:
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each param_group of a fresh optimizer: the rate before any schedule, betas, weight decay."""
+    """Of each param_group of a fresh optimizer, such as betas and the rate before any schedule."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -103,17 +104,108 @@ def apply_rate(groups: list[dict[str, Any]], given: list[dict[str, Any]], share:
         group.update(own, lr=own["lr"] * share)
 
 
-class Loaded(NamedTuple):
-    """What `load` makes; `keep` only has to stay alive: transformers holds it by a weak reference."""
-
-    engine: Any
-    student: Student
-    tokenizer: Any
-    keep: Any
+# --- the module ---------------------------------------------------------------------------------------------
 
 
-def load(config: TrainerConfig) -> Loaded:
-    """The student under ZeRO-3, its optimizer, its tokenizer. Collective; torch.distributed must be up."""
+class Head(nn.Module):
+    """The model's output layer under another forward: it shares the very parameters, tied or not.
+
+    Being a module, DeepSpeed's hooks gather its weight when it runs, as for any other.
+    """
+
+    def __init__(self, layer: Any, shape: HeadShape, chunk: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = layer.weight
+        self.bias: nn.Parameter | None = getattr(layer, "bias", None)
+        self.shape, self.chunk = shape, chunk
+
+    def forward(self, hidden_CH: Tensor, targets: Targets | None, loss: Loss | None) -> Any:
+        """Loss sum and statistics (see head.chunked_loss); without targets, the raw projection [C, V]."""
+        head = HeadWeights(self.weight, self.bias, self.shape)
+        if targets is None or loss is None:
+            return project(hidden_CH, self.weight, self.bias)
+        if loss.discount is not None and targets.row_N is not None:
+            logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
+            factor_C = loss.discount.factor(logp_C, targets)
+            future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, targets.row_N)
+            targets = replace(targets, future_N=future_C)
+        return chunked_loss(hidden_CH, head, targets, loss, self.chunk)
+
+
+class Student(nn.Module):
+    """Hidden states of the model, then the loss in chunks."""
+
+    def __init__(self, model: nn.Module, shape: HeadShape, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
+
+    def forward(
+        self,
+        tokens_RL: Tensor,
+        positions_C: Tensor,
+        targets: Targets | None = None,
+        loss: Loss | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss sum over the C positions and statistics (see head.chunked_loss).
+
+        Without targets: log p [C, V] at temperature 1, ours and the model's own, for `check_head`.
+        """
+        base = plain(self.model).base_model
+        hidden_RLH = base(input_ids=tokens_RL, use_cache=False).last_hidden_state
+        hidden_CH = hidden_RLH.flatten(0, 1).index_select(0, positions_C)
+        if targets is not None:
+            total, stats = self.head(hidden_CH, targets, loss)
+            return total, stats
+        shape = replace(self.head.shape, temperature=1.0)
+        theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False).logits
+        theirs_CV = theirs_RLV.flatten(0, 1).index_select(0, positions_C)[:, : shape.vocab]
+        ours_CV = log_probs(self.head(hidden_CH, None, None)[:, : shape.vocab], shape)
+        return ours_CV, theirs_CV.float().log_softmax(1)
+
+
+def plain(model: nn.Module) -> Any:
+    """The transformers model inside, without peft's wrapping."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
+
+
+def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
+    """How this family of models turns its head's output into logits, from its transformers configuration."""
+    scale = getattr(config, "logit_scale", None)
+    if scale is None:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
+
+
+@torch.no_grad()
+def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
+    """Largest difference in nats between our log-probabilities and the model's own on 12 tokens.
+
+    `run` is what to call in the student's place: the student itself, or the engine that wraps it. Raises
+    ConfigError for a difference that the model's precision does not explain: the family's head does something
+    that `head_shape` does not cover, and every objective would be wrong.
+    """
+    tokens_RL = torch.arange(12, device=device).remainder(student.head.shape.vocab).reshape(1, 12)
+    run.eval()
+    ours_CV, theirs_CV = run(tokens_RL, torch.arange(12, device=device))
+    run.train()
+    difference = float((ours_CV - theirs_CV).abs().max())
+    precise = student.head.weight.dtype == torch.float32
+    limit = 1e-4 if precise else 2.0**-6 * max(1.0, float(theirs_CV.abs().max()))
+    if not difference <= limit:
+        raise ConfigError(
+            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by "
+            f"{difference:.3g} nats (limit {limit:.3g}): this model family's head is not supported"
+        )
+    return difference
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+def load(config: TrainerConfig) -> tuple[Any, Student, Any]:
+    """The engine, the student under ZeRO-3 in it, its tokenizer. Collective."""
     import deepspeed
     from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig
@@ -122,7 +214,7 @@ def load(config: TrainerConfig) -> Loaded:
     transformers_logging.disable_progress_bar()
     settings, source = config.trainer, config.student
     ds_config = deepspeed_config(settings)
-    keep = HfDeepSpeedConfig(ds_config)
+    partitioning = HfDeepSpeedConfig(ds_config)
     bf16 = bool(ds_config.get("bf16", {}).get("enabled"))
     model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -137,11 +229,11 @@ def load(config: TrainerConfig) -> Loaded:
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
             "resize the model's embeddings, or give it its own tokenizer"
         )
-    shape = head_shape(text, vocab, config.temperature)
-    student = Student(model, shape, settings.head_chunk)
+    student = Student(model, head_shape(text, vocab, config.temperature), settings.head_chunk)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
-    return Loaded(engine, student, tokenizer, keep)
+    engine.partitioning = partitioning  # transformers has only a weak reference
+    return engine, student, tokenizer
 
 
 def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
@@ -158,22 +250,22 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
     )
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    without_dropout(model).train()
+    without_randomness(model).train()
     return model if settings.lora is None else with_adapters(model, settings.lora, config.seed)
 
 
-def without_dropout(model: Any) -> Any:
+def without_randomness(model: Any) -> Any:
     """`model` itself, in training mode from now on the same function as in evaluation.
 
-    The rollout engine samples without dropout. With it the trainer would compare another p with μ and with
-    the teacher at every token: ρ would not be 1 at age 0, and a student equal to its teacher would move.
-    Adapters are made later and have a dropout of their own.
+    The rollout engine samples without dropout and router jitter. With them the trainer would compare another
+    p with μ and with the teacher at every token: ρ would not be 1 at age 0, and a student equal to its
+    teacher would move.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
 
@@ -182,13 +274,8 @@ def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:
     """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank."""
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    targets = lora.target_modules
+    adapters = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -10,14 +10,14 @@ G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.diagnostics import STATS, diagnose
-from student_trainer.objectives.divergences import Objective
-from student_trainer.objectives.targets import Discount, Targets, at, own
+from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
+from student_trainer.objectives.token_statistics import STATS, token_sums
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
@@ -42,6 +42,12 @@ class HeadWeights:
     weight_VH: Tensor
     bias_V: Tensor | None
     shape: HeadShape
+
+    def known_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias below `vocab`, fp32 where the device cannot sum products of bf16 in fp32."""
+        weight_VH = self.weight_VH.detach()[: self.shape.vocab]
+        bias_V = None if self.bias_V is None else self.bias_V.detach()[: self.shape.vocab]
+        return (weight_VH if device.type == "cuda" else weight_VH.float()), bias_V
 
 
 @dataclass(frozen=True)
@@ -85,52 +91,26 @@ def project(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
     return raw_NV if bias_V is None else raw_NV + bias_V.float()
 
 
-def _known_rows(head: HeadWeights, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias below `vocab`; made fp32 once where products of bf16 cannot be summed in fp32."""
-    weight_VH = head.weight_VH.detach()[: head.shape.vocab]
-    bias_V = None if head.bias_V is None else head.bias_V.detach()[: head.shape.vocab]
-    return (weight_VH if device.type == "cuda" else weight_VH.float()), bias_V
-
-
+@torch.no_grad()
 def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int) -> Tensor:
     """log p(y) [C] without gradient, in chunks of `chunk` tokens."""
-    with torch.no_grad():
-        weight_VH, bias_V = _known_rows(head, hidden_CH.device)
-        parts = [
-            at(log_probs(project(hidden_NH, weight_VH, bias_V), head.shape), token_N)
-            for hidden_NH, token_N in zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
-        ]
-        return torch.cat(parts) if parts else hidden_CH.new_zeros(0, dtype=torch.float32)
+    rows_VH, rows_V = head.known_rows(hidden_CH.device)
+    pairs = zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
+    return torch.cat([at(log_probs(project(h, rows_VH, rows_V), head.shape), token) for h, token in pairs])
 
 
-def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | None:
-    """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
-    hidden_NG = targets.teacher_hidden_NG
-    if hidden_NG is None or not heads:
-        return None
-    if len(heads) == 1:
-        return _one_teacher(hidden_NG, heads[0])
-    logq_NV = hidden_NG.new_empty((hidden_NG.shape[0], heads[0].shape.vocab), dtype=torch.float32)
-    for index, head in enumerate(heads):
-        scored_N = targets.teacher_N == index
-        logq_NV[scored_N] = _one_teacher(hidden_NG[scored_N], head)
-    return logq_NV
+def chunked_loss(
+    hidden_CH: Tensor, head: HeadWeights, targets: Targets, loss: Loss, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Sum of the objective over C tokens, and the statistics vector (see RHO_MAX).
 
-
-def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
-    weight_VG, bias_V = _known_rows(head, hidden_NG.device)
-    return log_probs(project(hidden_NG[:, : weight_VG.shape[1]], weight_VG, bias_V), head.shape)
-
-
-def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
-    """Add a chunk's sums to the statistics vector."""
-    for name, value in sums.items():
-        if name == "rho_max":
-            stats[RHO_MAX] = torch.maximum(stats[RHO_MAX], value)
-        elif name == "by_teacher":
-            stats[RHO_MAX + 1 :] += value
-        else:
-            stats[STATS.index(name)] += value
+    The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be
+    0: then both are zero, and so are the gradients.
+    """
+    total, stats = _ChunkedLoss.apply(
+        hidden_CH, head.weight_VH, head.bias_V, head.shape, targets, loss, chunk
+    )
+    return total, stats
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -145,7 +125,7 @@ class _ChunkedLoss(torch.autograd.Function):
         spec: Loss,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        rows_VH, rows_V = _known_rows(HeadWeights(weight_VH, bias_V, shape), hidden_CH.device)
+        rows_VH, rows_V = HeadWeights(weight_VH, bias_V, shape).known_rows(hidden_CH.device)
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
@@ -153,9 +133,9 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, hidden_CH.shape[0], chunk):
             part = slice(start, start + chunk)
-            hidden_NH = hidden_CH[part].detach()
+            hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
             raw_NV = project(hidden_NH, rows_VH, rows_V).requires_grad_()
-            total, sums, grad_NV = _chunk_loss(raw_NV, shape, targets.part(part), spec)
+            total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
             loss += total
             _record(stats, sums)
             grad_hidden_CH[part] = grad_NV.to(rows_VH.dtype) @ rows_VH
@@ -175,14 +155,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
-    """sum += gradᵀ · hidden, in the precision of `hidden`; without a [V, H] of its own where that is fp32."""
-    if hidden_NH.dtype == sum_VH.dtype:
-        sum_VH.addmm_(grad_NV.t(), hidden_NH)
-    else:
-        sum_VH += grad_NV.t().to(hidden_NH.dtype) @ hidden_NH
-
-
 def _chunk_loss(
     raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -194,29 +166,48 @@ def _chunk_loss(
         loss_N, terms = spec.objective(logp_NV, targets)
         total = loss_N.sum()
     (grad_NV,) = torch.autograd.grad(total, raw_NV)
-    sums = diagnose(logp_NV.detach(), targets)
+    sums = token_sums(logp_NV.detach(), targets)
     sums |= {name: value.sum() for name, value in terms.items()}
     if spec.tracked and "reverse_kl" in terms:
-        sums["by_teacher"] = _by_teacher(terms["reverse_kl"], targets, spec.tracked)
+        assert targets.teacher_N is not None
+        both_2N = torch.stack([terms["reverse_kl"], own(targets).to(logp_NV.dtype)])
+        sums["by_teacher"] = both_2N.new_zeros(2, spec.tracked).index_add_(1, targets.teacher_N, both_2N)
     return total.detach(), sums | {"loss": total.detach()}, grad_NV
 
 
-def _by_teacher(kl_N: Tensor, targets: Targets, teachers: int) -> Tensor:
-    """[2M]: sums of each teacher's reverse KL, then counts of the student's tokens that it scored."""
-    assert targets.teacher_N is not None
-    both_2N = torch.stack([kl_N, own(targets).to(kl_N.dtype)])
-    return kl_N.new_zeros(2, teachers).index_add_(1, targets.teacher_N, both_2N).flatten()
+def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | None:
+    """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
+    hidden_NG = targets.teacher_hidden_NG
+    if hidden_NG is None or not heads:
+        return None
+    if len(heads) == 1:
+        return _one_teacher(hidden_NG, heads[0])
+    logq_NV = hidden_NG.new_empty((hidden_NG.shape[0], heads[0].shape.vocab), dtype=torch.float32)
+    for index, head in enumerate(heads):
+        scored_N = targets.teacher_N == index
+        logq_NV[scored_N] = _one_teacher(hidden_NG[scored_N], head)
+    return logq_NV
 
 
-def chunked_loss(
-    hidden_CH: Tensor, head: HeadWeights, targets: Targets, loss: Loss, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Sum of the objective over C tokens, and the statistics vector (see RHO_MAX).
+def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
+    weight_VG, bias_V = head.known_rows(hidden_NG.device)
+    return log_probs(project(hidden_NG[:, : weight_VG.shape[1]], weight_VG, bias_V), head.shape)
 
-    The sum can be differentiated once, with respect to `hidden_CH`, the head's weight and its bias. C may be
-    0: then both are zero, and so are the gradients.
-    """
-    total, stats = _ChunkedLoss.apply(
-        hidden_CH, head.weight_VH, head.bias_V, head.shape, targets, loss, chunk
-    )
-    return total, stats
+
+def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
+    """Add a chunk's sums to the statistics vector."""
+    for name, value in sums.items():
+        if name == "rho_max":
+            stats[RHO_MAX] = torch.maximum(stats[RHO_MAX], value)
+        elif name == "by_teacher":
+            stats[RHO_MAX + 1 :] += value.flatten()
+        else:
+            stats[STATS.index(name)] += value
+
+
+def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
+    """sum += gradᵀ · hidden, in the precision of `hidden`; without a [V, H] of its own where that is fp32."""
+    if hidden_NH.dtype == sum_VH.dtype:
+        sum_VH.addmm_(grad_NV.t(), hidden_NH)
+    else:
+        sum_VH += grad_NV.t().to(hidden_NH.dtype) @ hidden_NH

@@ -4,9 +4,9 @@
 
 runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for itself and for its children.
 By default the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
-signal, to this process or to its group, reaches the ranks only: they finish their step, save a checkpoint and
-exit 0, and so does the launcher. Ranks unblock the signals for themselves (`signals.unblock`).
-They leave when the launcher is killed (`LAUNCHER` is its process id): its child, their parent, stays.
+signal, to this process or to its group, reaches the ranks only, which unblock it for themselves: they finish
+their step, save a checkpoint and exit 0, and so does the launcher. They leave when the launcher is killed
+(`LAUNCHER` is its process id): its child, their parent, stays.
 
 With a hostfile the launcher's own behaviour stays: ranks stop when the controller sends Stop. It starts them
 over ssh and passes only the environment variables of a list, on a command line that every user of those
@@ -15,9 +15,10 @@ machines can read. Settings travel that way; secrets do not.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -37,21 +39,19 @@ from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError
 from sync.server import ON_LOOPBACK
 
+log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
 """What a rank's process title begins with."""
-LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"
-"""Environment variable with the launcher's process id; not set with a hostfile."""
+LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"  # its process id; not set with a hostfile
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
-"""Environment variable with the file at which the ranks of one machine meet, in a folder that only this user
-can enter: no port is opened. Not set with a hostfile: they meet at a port, chosen anew at every start."""
-_ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
-"""Environment variable of the deepspeed launcher: a file of variables for the ranks."""
+"""Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
+Not set with a hostfile: they meet at a port, chosen anew at every start."""
+_ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Names of this machine."""
-_HOST: Final = re.compile(r"(\S+)\s+slots=\d+")
-_LOOK_SECONDS: Final = 0.2
+_LOOK_SECONDS: Final = 0.3
+_PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -74,7 +74,7 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
         names = [*_fixed(settings), *settings.env, *_INHERITED]
         passed = {name: environment[name] for name in names if name in environment}
         environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), passed))
-        if given and not set(read_hosts(settings.hostfile)) <= _HERE:
+        if given and not read_hosts(settings.hostfile) <= _HERE:
             places = ", ".join(json.loads(given[secrets.VARIABLE]))
             raise ConfigError(
                 f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
@@ -101,43 +101,29 @@ def _placement(settings: TrainerSettings) -> list[str]:
 def _fixed(settings: TrainerSettings) -> dict[str, str]:
     """Variables that every rank is given, whatever this process has."""
     environment = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if settings.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
-    if settings.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = settings.devices
-    return environment
+    threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+    devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
+    return environment | threads | devices
 
 
 # --- several machines ---------------------------------------------------------------------------------------
 
 
-def read_hosts(hostfile: Path) -> list[str]:
-    """Names of the machines in a DeepSpeed hostfile, one `NAME slots=N` a line. Raises ConfigError.
+def read_hosts(hostfile: Path) -> set[str]:
+    """Names of the machines in a DeepSpeed hostfile, whose syntax the launcher checks. Raises ConfigError.
 
     The launcher itself takes this machine alone when the file is missing.
     """
     try:
-        lines = hostfile.read_text().splitlines()
+        lines = [line.partition("#")[0].split() for line in hostfile.read_text().splitlines()]
     except OSError as error:
         raise ConfigError(f"trainer.hostfile {hostfile} cannot be read: {error.strerror}") from None
-    hosts: list[str] = []
-    for number, line in enumerate(map(str.strip, lines), 1):
-        if not line or line.startswith("#"):
-            continue
-        entry = _HOST.match(line)
-        if entry is None:
-            raise ConfigError(f"{hostfile}:{number}: {line!r} is no entry: write NAME slots=N")
-        if entry[1] in hosts:
-            raise ConfigError(f"{hostfile}:{number}: {entry[1]} stands there twice: add its slots up")
-        hosts.append(entry[1])
-    if not hosts:
-        raise ConfigError(f"trainer.hostfile {hostfile} names no machine: write NAME slots=N, one a line")
-    return hosts
+    return {words[0] for words in lines if words}
 
 
 def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, str]) -> None:
-    """Refuse what ranks on other machines could not use. Raises ConfigError."""
-    if set(read_hosts(hostfile)) <= _HERE:
+    """Refuse what ranks on other machines could not use."""
+    if read_hosts(hostfile) <= _HERE:
         return
     if is_loopback(urlsplit(controller_url).hostname or ""):
         raise ConfigError(
@@ -146,24 +132,80 @@ def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, s
         )
     if environment.get(TOKEN_VARIABLE) and not environment.get(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them, for the "
-            "launcher would show it on its command line: put the token into a file that every machine can "
-            f"read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path instead"
+            f"trainer.hostfile names other machines, and {TOKEN_VARIABLE} does not reach them: put the token "
+            f"into a file that every machine can read, mode 600, and set {TOKEN_FILE_VARIABLE} to its path"
         )
 
 
 def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
-    """Write the variables that the launcher passes to every rank; `path`. Raises ConfigError for a secret."""
+    """Write the variables that the launcher passes to every rank. Raises ConfigError for a secret."""
     for name, value in variables.items():
         if secrets.is_secret(name) or secrets.redact(value) != value:
             raise ConfigError(
-                f"trainer.env.{name} looks like a secret, and the launcher would show it on its command line "
-                "on every machine of the hostfile: set it in the environment of each machine instead"
+                f"trainer.env.{name} looks like a secret, and the launcher would show it to every user: "
+                "set it in the environment of each machine instead"
             )
         if "\n" in value:
-            raise ConfigError(f"trainer.env.{name} has a line break, which the launcher cannot hand on")
+            raise ConfigError(f"trainer.env.{name} has a line break, which the launcher cannot pass on")
     path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     return path.absolute()
+
+
+# --- a rank's process ---------------------------------------------------------------------------------------
+
+
+def bind_to_launcher() -> None:
+    """Receive the stop signals that the launcher blocked, and end when it is gone, or the parent below it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch(launcher: int) -> None:
+        while any(parent.pid == launcher for parent in psutil.Process().parents()):
+            time.sleep(_LOOK_SECONDS)
+        log.error("the launcher is gone, this rank leaves")
+        os._exit(1)
+
+    if launcher := os.environ.get(LAUNCHER):
+        threading.Thread(target=watch, args=[int(launcher)], name="launcher", daemon=True).start()
+
+
+def catch_stop_signals(stopping: threading.Event, local_ranks: int) -> threading.Event:
+    """Set `stopping` at SIGTERM or SIGINT, even while the main thread is inside a collective.
+
+        training ──signal──▶ stopping (the step ends, a checkpoint is saved) ──▶ finished
+                                └── another rank of this machine is gone ──▶ exit 1 at once
+
+    The launcher sends SIGTERM both to end a run in order and after a rank died; in the second case the others
+    can never finish, and must not keep the machine. Returns `finished`: set it when everything is saved on
+    every rank. Call it in the main thread.
+    """
+    finished, (pipe, writer) = threading.Event(), socket.socketpair()
+
+    def watch() -> None:
+        received = pipe.recv(1)
+        log.warning("asked to stop by %s", signal.Signals(received[0]).name)
+        stopping.set()
+        while not finished.wait(_LOOK_SECONDS):
+            if _siblings() < local_ranks:
+                log.error("another rank ended, this one cannot go on")
+                os._exit(1)
+
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    for number in _STOPPING:
+        signal.signal(number, lambda *_: None)  # the thread acts: it needs no main thread
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    return finished
+
+
+def _siblings() -> int:
+    """Ranks of this machine that are alive, this one included."""
+    try:
+        children = psutil.Process(os.getppid()).children()
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    except psutil.Error:
+        return 0
 
 
 # --- the launcher's process ---------------------------------------------------------------------------------
@@ -171,18 +213,13 @@ def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
     """Rank processes below the launcher's process id, on this machine."""
-
-    def is_rank(process: psutil.Process) -> bool:
-        try:
-            return any(part.startswith(("--local_rank=", TITLE)) for part in process.cmdline())
-        except psutil.Error:
-            return False
-
-    try:
-        children = psutil.Process(launcher).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if is_rank(child)]
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                if any(part.startswith(("--local_rank=", TITLE)) for part in child.cmdline()):
+                    found.append(child)
+    return found
 
 
 def _forward() -> None:
@@ -195,18 +232,14 @@ def _forward() -> None:
             rank.send_signal(signal.SIGTERM)
 
 
-def _free_port() -> int:
-    """A port that was free a moment ago, for the ranks to meet at."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     arguments = sys.argv[1:]
     if arguments[arguments.index("--hostfile") + 1] != os.devnull:
-        _launch(["--master_port", str(_free_port()), *arguments])
+        with socket.socket() as probe:
+            probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
+            port = str(probe.getsockname()[1])
+        _launch(["--master_port", port, *arguments])
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     os.environ[LAUNCHER] = str(os.getpid())

@@ -13,14 +13,14 @@ was altered, left out, repeated or moved. A crash can spoil the last line alone,
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -33,8 +33,6 @@ _LINKED: Final = re.compile(rb'(.*),"chain":"([0-9a-f]{16})"}', re.DOTALL)
 
 
 class _First(msgspec.Struct, forbid_unknown_fields=True):
-    """A file's first line."""
-
     lineage: int
     parent: Version | None
     step: int
@@ -43,14 +41,9 @@ class _First(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Step(msgspec.Struct, forbid_unknown_fields=True):
-    """What a step was trained on by one rank."""
-
     step: int
     ids: list[str]
     weights: str
-
-
-Line = TypeVar("Line", _First, _Step)
 
 
 class Ledger:
@@ -98,13 +91,16 @@ class Lineage:
 
     parent: Version | None = None
     start: int | None = None
-    """Step that it begins at; None: no file says so."""
-    steps: dict[int, list[str]] = field(default_factory=dict)
-    """Step after it → ids it trained on."""
+    """Step that it begins at; None: no file has it."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
     """Step after it → rank → its ids in order, and the checksum of its weights."""
     damage: list[str] = field(default_factory=list)
     """Each with the file, the line and what is wrong; what follows in that file is left out."""
+
+    @property
+    def steps(self) -> dict[int, list[str]]:
+        """Step after it → ids it trained on."""
+        return {step: [id for ids, _ in now.values() for id in ids] for step, now in self.shown.items()}
 
 
 def read(folder: Path) -> dict[int, Lineage]:
@@ -117,24 +113,25 @@ def read(folder: Path) -> dict[int, Lineage]:
                 _read_file(path, lineage, int(name[1]), int(name[2]))
             except (DataError, OSError) as error:
                 lineage.damage.append(str(error))
+            except msgspec.DecodeError as error:
+                lineage.damage.append(f"{path} holds a line that cannot be read: {error}")
     return lineages
 
 
 def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
-    """Add a file to what is known of its lineage. Raises DataError at the first line that is damaged."""
+    """Add a file to its lineage. Raises DataError at the first line that is damaged."""
     texts = _texts(path)
-    for text in itertools.islice(texts, 1):
-        first = _decode(path, text, _First)
+    for text in islice(texts, 1):
+        first = msgspec.json.decode(text, type=_First)
         if (first.lineage, first.rank) != (number, rank):
             raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
         if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
             raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
         lineage.parent, lineage.start = first.parent, first.step
     for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
-        line = _decode(path, text, _Step)
+        line = msgspec.json.decode(text, type=_Step)
         if line.step != expected:
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
-        lineage.steps.setdefault(line.step, []).extend(line.ids)
         lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)
 
 
@@ -155,13 +152,6 @@ def _texts(path: Path) -> Iterator[bytes]:
         yield linked[1] + b"}"
 
 
-def _decode(path: Path, text: bytes, kind: type[Line]) -> Line:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise DataError(f"{path} holds a line that cannot be read ({error}): {text[:80]!r}") from None
-
-
 def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]]:
     """Versions whose step an earlier lineage trained on the same rows of the same ranks: (same, other) bits.
 
@@ -170,20 +160,16 @@ def repeated(lineages: dict[int, Lineage]) -> tuple[list[Version], list[Version]
     """
     same: list[Version] = []
     other: list[Version] = []
-    roots: list[int] = []
+    root = None
     for number, lineage in sorted(lineages.items()):
-        source = roots[-1:] if lineage.parent is None else [lineage.parent.lineage]
-        before = lineages.get(source[0]) if source else None
+        before = lineages.get(-1 if root is None else root)
         if lineage.parent is None:
-            roots.append(number)
+            root = number
+        else:
+            before = lineages.get(lineage.parent.lineage)
         for step, now in sorted(lineage.shown.items()):
-            then = {} if before is None else before.shown.get(step, {})
-            if rows_of(now) != rows_of(then):
+            then = before.shown.get(step, {}) if before else {}
+            if [(rank, now[rank][0]) for rank in sorted(now)] != [(r, then[r][0]) for r in sorted(then)]:
                 break
             (same if now == then else other).append(Version(number, step))
     return same, other
-
-
-def rows_of(shown: dict[int, tuple[tuple[str, ...], str]]) -> dict[int, tuple[str, ...]]:
-    """Rank → its ids."""
-    return {rank: ids for rank, (ids, _) in shown.items()}

@@ -1,31 +1,50 @@
-"""The main loop of every rank.
+"""A rank from start to end.
 
+    join the ranks → student, from its checkpoint → hello → first version
     batch (agreed by all ranks) → step → ledger → publish → checkpoint → report → the same again, until Stop
+    last version, digests, folder
 
-Every rank runs the same collectives in the same order; what only one rank knows (a signal, a Stop, an anchor
-that is due) is agreed on by `Ranks.highest` first.
+Every rank runs the same collectives in the same order; what only one rank can tell (a signal, a Stop, an
+anchor that is due) is agreed on by `Ranks.highest` first.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from enum import IntEnum
+from functools import partial
+from itertools import pairwise
+
+import torch
 
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import FINAL_REPORT_SECONDS, ControllerClient
 from student_trainer.engine import Learner, after
+from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
-from student_trainer.ranks import Ranks, all_done
-from student_trainer.transports import Publishing
+from student_trainer.objectives.config import needs, teacher_temperature
+from student_trainer.ranks import Ranks, all_done, meeting_point
+from student_trainer.step import loss_of
+from student_trainer.transports import Publishing, open_transport
+from sync import wire
+from sync.claims import Claim
+from sync.client import BlockingPeer, token_from_environment
 from sync.errors import DataError, StoreError
-from sync.wire import CheckpointSaved, FinalDigests, StepReport, Stop, TrainBatch, Version, Wait
+from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version, Wait
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
 """Between two exchanges of the ranks about a version that is still on its way."""
 _UNSETTLED = 2.0
+_POLL_SECONDS = 120.0
+"""Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
 
 
 class Outcome(IntEnum):
@@ -56,34 +75,108 @@ class Trainer:
 
     @property
     def version(self) -> Version:
-        """Of the weights; every step makes the next one."""
         return self.learner.version
+
+
+def run(config: TrainerConfig) -> None:
+    """Train on the controller's batches; returns when all is saved. Raises DistillError."""
+    ranks, stopping = join(config), threading.Event()
+    learner = Learner(config, ranks)
+    claim = Claim()
+    peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS, claim)
+    client = ControllerClient(peer, ranks.rank, ranks.world_size, stopping)
+    welcome = introduce(client, learner.hello, config.trainer.init_timeout_seconds, ranks)
+    claim.run = welcome.run
+    if config.heartbeat_seconds:
+        client.beat(welcome.version, config.heartbeat_seconds)
+    client.expect(welcome.version)
+    heads = teacher_heads(config, client, welcome, learner)
+    learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads))
+    publishing = Publishing(open_transport(config, learner, client, welcome))
+    publishing.start(welcome.version)
+    saved = catch_stop_signals(stopping, int(os.environ.get("LOCAL_SIZE", "1")))
+    ledger = Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank)
+    trainer = Trainer(config, ranks, learner, client, publishing, ledger)
+    outcome = train(trainer)
+    finish(trainer, outcome)
+    saved.set()
+    ranks.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def train(trainer: Trainer) -> Outcome:
     """Train until Stop or a signal; which of them. A checkpoint ends it unless Stop asks for none."""
     while True:
-        watch = Stopwatch()
+        times = [time.monotonic()]
         outcome, batch = agreed_batch(trainer)
-        watch.lap("wait")
+        times.append(time.monotonic())
         if batch is None:
             break
         trainer.client.expect(after(trainer.version))
         metrics = trainer.learner.train(batch)
         record(trainer, batch)
-        watch.lap("train")
+        times.append(time.monotonic())
         if trainer.version.step % trainer.config.weights.publish_every == 0:
             publish(trainer)
-        watch.lap("publish")
+        times.append(time.monotonic())
         if checkpoint_due(trainer):
             checkpoint(trainer)
-        watch.lap("checkpoint")
+        times.append(time.monotonic())
         if trainer.ranks.rank == 0:
-            report = StepReport(version=trainer.version, metrics=metrics, seconds=watch.seconds)
-            trainer.client.report(report)
+            spent = (end - start for start, end in pairwise(times))
+            seconds = dict(zip(("wait", "train", "publish", "checkpoint"), spent, strict=True))
+            trainer.client.report(wire.StepReport(version=trainer.version, metrics=metrics, seconds=seconds))
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
     return outcome
+
+
+# --- before -------------------------------------------------------------------------------------------------
+
+
+def join(config: TrainerConfig) -> Ranks:
+    """Meet the other ranks."""
+    import deepspeed
+    from setproctitle import setproctitle
+
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    # DeepSpeed's shared-memory kernel serves inference alone; training would compile it for half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    timeout = timedelta(seconds=config.trainer.init_timeout_seconds)
+    deepspeed.init_distributed(timeout=timeout, verbose=False, **meeting_point())
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    setproctitle(f"{TITLE} {config.run} rank {rank}")
+    torch.manual_seed(config.seed)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    return Ranks(rank, world_size, device)
+
+
+def introduce(client: ControllerClient, hello: TrainerHello, seconds: float, ranks: Ranks) -> TrainerWelcome:
+    """Rank 0 says hello, within `seconds`; every rank gets the answer. Collective."""
+    body = wire.encode(client.hello(hello, seconds)) if ranks.rank == 0 else b""
+    return wire.decode(ranks.broadcast(body), TrainerWelcome)
+
+
+def teacher_heads(
+    config: TrainerConfig, client: ControllerClient, welcome: TrainerWelcome, learner: Learner
+) -> tuple[HeadWeights, ...]:
+    """Heads of the teachers, fp32 on CPUs; none unless the objective reads whole distributions."""
+    if not needs(config.objective).hidden:
+        return ()
+    device, found = learner.ranks.device, []
+    shape = HeadShape(learner.vocab, temperature=teacher_temperature(config.objective, config.temperature))
+    for head in map(client.head, welcome.teachers):
+        array = torch.tensor(wire.unpack(head.weight))
+        weight_VH = (array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array).to(device)
+        bias_V = None if head.bias is None else torch.tensor(wire.unpack(head.bias)).to(device)
+        weight_VH = weight_VH if device.type == "cuda" else weight_VH.float()
+        found.append(HeadWeights(weight_VH, bias_V, replace(shape, scale=head.scale, soft_cap=head.soft_cap)))
+    return tuple(found)
+
+
+# --- a step -------------------------------------------------------------------------------------------------
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
@@ -91,7 +184,7 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
 
     A rank that has its share keeps it while the others wait, or all publish what they hold once more.
     """
-    answer: TrainBatch | Wait | Stop = Wait()
+    answer: TrainBatch | Wait | wire.Stop = Wait()
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
@@ -112,9 +205,9 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
             return outcome, None
 
 
-def outcome_of(answer: TrainBatch | Wait | Stop) -> Outcome:
+def outcome_of(answer: TrainBatch | Wait | wire.Stop) -> Outcome:
     """What the controller's answer asks for."""
-    if isinstance(answer, Stop):
+    if isinstance(answer, wire.Stop):
         return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
     if isinstance(answer, Wait):
         return Outcome.PUBLISH if answer.publish else Outcome.WAIT
@@ -123,9 +216,9 @@ def outcome_of(answer: TrainBatch | Wait | Stop) -> Outcome:
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
     """Write the step into the ledger on every rank, before it is reported. Collective."""
-    step, weights = trainer.version.step, trainer.learner.weights.checksum()
     ids = [id for rows in batch.micro_batches for id in rows.ids]
-    all_done(trainer.ranks, "the ledger", lambda: trainer.ledger.record(step, ids, weights))
+    write = partial(trainer.ledger.record, trainer.version.step, ids, trainer.learner.weights.checksum())
+    all_done(trainer.ranks, "the ledger", write)
 
 
 def publish(trainer: Trainer) -> None:
@@ -152,9 +245,7 @@ def checkpoint_due(trainer: Trainer) -> bool:
     settings = trainer.config.trainer
     if settings.checkpoint_every and trainer.version.step % settings.checkpoint_every == 0:
         return True
-    if not settings.checkpoint_minutes:
-        return False
-    overdue = time.monotonic() - trainer.saved_at >= 60 * settings.checkpoint_minutes
+    overdue = time.monotonic() - trainer.saved_at >= 60 * (settings.checkpoint_minutes or math.inf)
     return bool(trainer.ranks.highest(trainer.ranks.rank == 0 and overdue))
 
 
@@ -163,29 +254,28 @@ def checkpoint(trainer: Trainer) -> None:
     if trainer.saved == trainer.version:
         return
     path = trainer.learner.save()
-    if path is None:
-        return
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
-        trainer.client.report(CheckpointSaved(version=trainer.version, path=str(path)))
+        trainer.client.report(wire.CheckpointSaved(version=trainer.version, path=str(path)))
+
+
+# --- after --------------------------------------------------------------------------------------------------
 
 
 def finish(trainer: Trainer, outcome: Outcome) -> None:
     """Publish what is not yet out, report its digests, and leave a model folder. Collective.
 
     When the last version could not be published, no digests are reported and, unless the run was
-    interrupted, StoreError is raised at the end. The next start publishes the weights of the checkpoint
-    under a new version.
+    interrupted, StoreError is raised at the end; the next start publishes the checkpoint's weights.
     """
     learner, first = trainer.learner, trainer.ranks.rank == 0
     if trainer.publishing.newest != trainer.version:
         publish(trainer)
     settle(trainer)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
-    trainer.publishing.close()
     digests = learner.weights.digests()
     if is_out and first:
-        trainer.client.report(FinalDigests(version=trainer.version, digests=digests))
+        trainer.client.report(wire.FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         learner.export(trainer.config.run_dir / "final")
     trainer.client.close(FINAL_REPORT_SECONDS if outcome is Outcome.INTERRUPTED else None)
@@ -198,16 +288,3 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
             raise StoreError(problem)
         log.error("%s", problem)
     log.info("finished at %s", trainer.version)
-
-
-class Stopwatch:
-    """Wall seconds of the parts of a step, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        """Give the time since the last lap to `name`."""
-        now = time.monotonic()
-        self.seconds[name], self._last = now - self._last, now

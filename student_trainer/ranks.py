@@ -30,7 +30,6 @@ from sync.server import bind_alone
 
 log = logging.getLogger(__name__)
 _SCHEME: Final = "own-address"
-_DONE, _FULL, _GIVE_UP = range(3)
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,11 @@ class Ranks:
             dist.barrier()
 
 
-def all_done(
-    ranks: Ranks, what: str, work: Callable[[], None], give_up: Callable[[], bool] = lambda: False
-) -> bool:
+def all_done(ranks: Ranks, what: str, work: Callable[[], None]) -> None:
     """Repeat `work` on every rank until none meets a full disk, which is logged once. Collective.
 
     All ranks wait for the one that has no room, so that no collective is left half-way: `work` may be
-    collective only if a full disk makes it raise behind its last collective. False: `give_up` returned True,
-    on any rank, while the disk was full. Other errors are raised.
+    collective only if a full disk makes it raise behind its last collective. Other errors are raised.
     """
     waiting = False
     while True:
@@ -96,18 +92,14 @@ def all_done(
             if not is_full(error):
                 raise
             problem = error
-        vote = ranks.highest(_DONE if problem is None else _GIVE_UP if give_up() else _FULL)
-        if vote == _DONE:
-            if waiting:
-                log.warning("%s has space again, training continues", what)
-            return True
-        if vote == _GIVE_UP:
-            log.error("disk full: %s is left out, as the run was asked to stop", what)
-            return False
+        if not ranks.highest(problem is not None):
+            break
         if not waiting:
             log.error("disk full: %s waits for space, training pauses (%s)", what, problem or "another rank")
         waiting = True
         time.sleep(RETRY_SECONDS)
+    if waiting:
+        log.warning("%s has space again, training continues", what)
 
 
 # --- where they meet ----------------------------------------------------------------------------------------
@@ -117,13 +109,12 @@ def meeting_point() -> dict[str, Any]:
     """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
     if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
-    rank, size = _rank()
-    return {"init_method": os.environ.get(RENDEZVOUS, f"{_SCHEME}://"), "rank": rank, "world_size": size}
-
-
-def _rank() -> tuple[int, int]:
-    """This rank and how many there are, from the launcher's environment."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    method, rank, size = (
+        os.environ.get(RENDEZVOUS, f"{_SCHEME}://"),
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+    )
+    return {"init_method": method, "rank": int(rank), "world_size": int(size)}
 
 
 def _at_own_address(
@@ -131,21 +122,19 @@ def _at_own_address(
 ) -> Iterator[tuple[TCPStore, int, int]]:
     """torch's rendezvous handler: its store, on a socket that is bound to one address."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = _rank()
-    listening = _listening(host, port) if rank == 0 else None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listening = None
+    if rank == 0:
+        try:
+            listener = bind_alone(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
+                'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
+            ) from error
+        listener.listen()
+        listening = listener.detach()
     yield TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listening), rank, size
-
-
-def _listening(host: str, port: int) -> int:
-    try:
-        listener = bind_alone(host, port)
-    except OSError as error:
-        raise ConfigError(
-            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): ranks meet at an address of its "
-            'machine: name it with trainer.launcher_args = ["--master_addr", ADDRESS]'
-        ) from error
-    listener.listen()
-    return listener.detach()
 
 
 register_rendezvous_handler(_SCHEME, _at_own_address)

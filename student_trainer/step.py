@@ -1,21 +1,24 @@
-"""One optimizer step: the micro-batches of this rank, one denominator over all ranks, ZeRO-3's update."""
+"""One optimizer step: tensors of this rank's rows, one denominator over all ranks, ZeRO-3's update.
+
+Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
+size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from student_trainer.batch import MicroBatch, Rewards, advantages, collate, rewards_of
 from student_trainer.head import RHO_MAX, HeadWeights, Loss
 from student_trainer.objectives.config import ObjectiveConfig
-from student_trainer.objectives.diagnostics import COUNTS, MEANS, STATS
-from student_trainer.objectives.divergences import build, coefficients, discount
-from student_trainer.objectives.targets import Targets
+from student_trainer.objectives.divergences import Targets, build, discount
+from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
 from sync.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
@@ -23,12 +26,13 @@ from sync.wire import Rows, TrainBatch, unpack
 
 def loss_of(objective: ObjectiveConfig, teachers: Sequence[str], heads: tuple[HeadWeights, ...] = ()) -> Loss:
     """The loss of a run; `heads`: the teachers' output heads, for full-vocabulary objectives."""
+    factors = [objective.coefficient * objective.teacher_coefficients.get(name, 1.0) for name in teachers]
     return Loss(
         objective=build(objective),
         discount=discount(objective),
         heads=heads,
         teachers=tuple(teachers),
-        coefficients=coefficients(objective, teachers),
+        coefficients=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
         task=objective.task is not None,
     )
 
@@ -41,17 +45,13 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
     pass, so that collectives stay aligned.
     DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
-    if batch.denominator < 1 or not batch.micro_batches:
-        raise DataError(
-            f"batch of {batch.version} has denominator {batch.denominator} and {len(batch.micro_batches)} "
-            "micro-batches: a step needs at least one supervised token and one (maybe empty) micro-batch"
-        )
     scale, vocab = ranks.world_size / batch.denominator, engine.module.head.shape.vocab
     rewards = rewards_of(batch, ranks) if loss.task else None
     parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
         micro = collate(rows, batch.version.step, vocab)
-        targets = weighted(micro, rows, loss, rewards, batch.denominator).to(ranks.device)
+        targets = weighted(micro.targets, rows, loss, rewards, batch.denominator)
+        targets = targets.each(lambda values: values.to(ranks.device))
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         total, part = engine(
             micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss
@@ -73,20 +73,142 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
     return metrics | {"skipped": float(not applied)}
 
 
-def weighted(micro: MicroBatch, rows: Rows, loss: Loss, rewards: Rewards | None, denominator: int) -> Targets:
-    """The targets of `micro` with each token's weights: λ·c and the task's credit, times the row's weight.
+# --- from rows to tensors -----------------------------------------------------------------------------------
 
-    Raises DataError for an unknown teacher.
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one rank; made by `collate`, consumed by the student (`engine.Student`)."""
+
+    tokens_RL: Tensor
+    """int64; at least one row, so that a rank without rows runs the same collectives"""
+    positions_C: Tensor
+    """int64: place in R · L of the hidden state that predicts each completion token"""
+    targets: Targets
+    """of all C completion tokens"""
+    counts: dict[str, float]
+    """the sums named in `token_statistics.COUNTS`, and `age_max`"""
+
+
+def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
+    """Tensors of `rows`, trained on top of the weights of `step`; ids must be below `vocab`.
+
+    The controller checked lengths before it packed the rows. Raises DataError for an unknown id or a number
+    that is not finite.
     """
-    targets = micro.targets
-    assert targets.teacher_N is not None
-    highest = int(targets.teacher_N.max()) if targets.teacher_N.numel() else 0
-    known = len(loss.heads) or len(loss.teachers)
-    if known and highest >= known:
+    prompt_R, completion_R = (
+        unpack(lens).astype(np.int64) for lens in (rows.prompt_lens, rows.completion_lens)
+    )
+    flat, length_R = unpack(rows.tokens), prompt_R + completion_R
+    tokens_RL = np.zeros((max(1, length_R.size), max(2, int(length_R.max(initial=0)))), np.int64)
+    column_L = np.arange(tokens_RL.shape[1])
+    tokens_RL[: length_R.size][column_L < length_R[:, None]] = flat
+    row_C = np.repeat(np.arange(completion_R.size), completion_R)
+    offset_C = np.arange(row_C.size) - (completion_R.cumsum() - completion_R)[row_C]
+    place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
+    age_C = step - unpack(rows.token_step)
+    targets = _targets(rows, tokens_RL.ravel()[place_C], row_C, age_C)
+    support = () if targets.support_NK is None else targets.support_NK.numpy()
+    highest = max(int(flat.max(initial=0)), int(np.max(support, initial=0)))
+    if highest >= vocab or int(flat.min(initial=0)) < 0:
         raise DataError(
-            f"a row was scored by teacher {highest}, the trainer knows {known}: "
-            "Rows.teacher must index TrainerWelcome.teachers"
+            f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
+            f"{vocab} ids: student, teacher and prompts must share one tokenizer"
         )
+    counts = {
+        "rows": length_R.size,
+        "tokens": row_C.size,
+        "truncated": 0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
+        "age": float(age_C.sum()),
+        "padded": tokens_RL.size,
+        "age_max": int(age_C.max(initial=0)),
+    }
+    return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts)
+
+
+def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarray) -> Targets:
+    """Targets of all completion tokens; S is the student's set where it was sent, else the teacher's."""
+    ids, name = rows.teacher_topk_ids, "teacher_topk_logprob"
+    if rows.student_topk_ids is not None:
+        ids, name = rows.student_topk_ids, "student_topk_teacher_logprob"
+    by_teacher_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
+    fresh_C = (age_C == 0) if by_teacher_C is None else (age_C == 0) & ~by_teacher_C
+    return Targets(
+        token_N=torch.from_numpy(token_C),
+        behavior_logp_N=_floats(rows, "behavior_logprob"),
+        teacher_logp_N=_floats(rows, "teacher_logprob"),
+        fresh_N=torch.from_numpy(fresh_C),
+        support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
+        support_logp_NK=_floats(rows, name),
+        teacher_entropy_N=_floats(rows, "teacher_entropy"),
+        by_teacher_N=None if by_teacher_C is None else torch.from_numpy(by_teacher_C),
+        teacher_N=torch.from_numpy(unpack(rows.teacher).astype(np.int64)[row_C]),
+        teacher_hidden_NG=_floats(rows, "teacher_hidden"),
+        row_N=torch.from_numpy(row_C),
+    )
+
+
+def _floats(rows: Rows, name: str) -> Any:
+    """fp32 (bf16 stays bf16) tensor of an array of `rows`; None: not sent."""
+    array = getattr(rows, name)
+    if array is None:
+        return None
+    tensor = torch.tensor(unpack(array))
+    tensor = tensor.view(torch.bfloat16) if array.dtype == "bf16" else tensor.float()
+    if not bool(torch.isfinite(tensor).all()):
+        raise DataError(f"{name} of a batch is not finite: the teacher or the rollout engine is broken")
+    return tensor
+
+
+# --- weights of tokens --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Of one step, all ranks together."""
+
+    mean: float | None
+    """b: over the student's rollouts with a reward; None: there are none"""
+    tokens: float
+    """M: supervised tokens of rollouts with a reward"""
+
+
+def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
+    """Rewards of the whole step, from this rank's share of it. Collective.
+
+    Raises DataError when no rollout has a reward, or one is not finite.
+    """
+    own = np.zeros(3)
+    for rows in batch.micro_batches:
+        if rows.reward is not None:
+            reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
+            if rows.by_teacher is not None:
+                student_R = unpack(rows.by_teacher) == 0
+            own += reward_R[student_R].sum(), student_R.sum(), unpack(rows.completion_lens).sum()
+    total, rollouts, tokens = ranks.gather(torch.from_numpy(own)).sum(0).tolist()
+    if tokens == 0 or not np.isfinite(total):
+        raise DataError(
+            f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "
+            "objective.task needs a finite reward; set prompts.reward_fn, take prompts of a task, or leave "
+            "it out"
+        )
+    return Rewards(total / rollouts if rollouts else None, tokens)
+
+
+def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
+    """(R − b)·N/M of every completion token [C]; None: these rows have no reward.
+
+    b is the rows' own baseline where they carry one, else the mean of the step.
+    """
+    if rows.reward is None:
+        return None
+    baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
+    advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
+    return torch.from_numpy(np.repeat(advantage_R, unpack(rows.completion_lens)).astype(np.float32))
+
+
+def weighted(targets: Targets, rows: Rows, loss: Loss, rewards: Rewards | None, denominator: int) -> Targets:
+    """`targets` with each token's weights: λ·c and the task's credit, times the row's weight."""
     coefficient_C = torch.tensor(loss.coefficients)[targets.teacher_N] if loss.coefficients else None
     advantage_C = None if rewards is None else advantages(rows, rewards, denominator)
     if rows.weight is not None:
@@ -94,6 +216,9 @@ def weighted(micro: MicroBatch, rows: Rows, loss: Loss, rewards: Rewards | None,
         coefficient_C = weight_C if coefficient_C is None else weight_C * coefficient_C
         advantage_C = None if advantage_C is None else weight_C * advantage_C
     return replace(targets, coefficient_N=coefficient_C, advantage_N=advantage_C)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 def summarise(
@@ -106,13 +231,12 @@ def summarise(
     stats = torch.stack([stats for stats, _ in parts])
     counted = [sum(counts[name] for _, counts in parts) for name in COUNTS]
     highest = [max(counts["age_max"] for _, counts in parts), float(stats[:, RHO_MAX].max())]
-    own = torch.cat([torch.tensor([*counted, *highest], dtype=torch.float64), stats.sum(0)])
-    every, begin = ranks.gather(own), len(COUNTS) + 2
-    age_max, rho_max = every[:, begin - 2 : begin].max(0).values.tolist()
-    summed = every.sum(0).tolist()
-    by_teacher, total = summed[begin + RHO_MAX + 1 :], dict(zip(COUNTS, summed, strict=False))
-    total |= zip(STATS, summed[begin : begin + RHO_MAX], strict=True)
-    total["denominator"] = denominator
+    every = ranks.gather(torch.cat([torch.tensor([*highest, *counted], dtype=torch.float64), stats.sum(0)]))
+    age_max, rho_max = every[:, :2].max(0).values.tolist()
+    summed = every.sum(0).tolist()[2:]
+    names = (*COUNTS, *STATS)
+    by_teacher = summed[len(names) + 1 :]
+    total = dict(zip(names, summed, strict=False)) | {"denominator": denominator}
     shares = {metric: (total[above], total[below]) for metric, (above, below) in MEANS.items()}
     if by_teacher:
         pairs = zip(by_teacher, by_teacher[len(teachers) :], strict=False)

@@ -15,66 +15,54 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final, Protocol
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-import tenacity
+import msgspec
 
+from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
-from sync.broadcast import BroadcastSender
+from sync.broadcast import BroadcastSender, own_address
+from sync.client import token_from_environment
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
-from sync.snapshots.admin import Collected
+from sync.snapshots.admin import Collected, gc
 from sync.snapshots.checkpoint import meta_of
-from sync.wire import Published, Version
+from sync.stores import open_store
+from sync.wire import Published, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
-Work = Callable[[], None]
+Work = Callable[[], bool]
+"""What is left to do in the background; whether the next version should be an anchor then."""
+Transport = Callable[[Version, bool], Work | None]
+"""(version, whether it must be an anchor) → what is left. Copies what is published; collective."""
 MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
-_TRIES: Final = 4
-"""How often one version is broadcast, each time without the replicas that were lost before."""
-_PAUSE_SECONDS: Final = 0.5
-"""Before another try: by then the controller has noticed replicas that died."""
-_COLLECT_SECONDS: Final = 600.0
-"""Between two garbage collections of the store."""
-
-
-class WeightTransport(Protocol):
-    """One way for versions to leave; every method is called on all ranks alike."""
-
-    @property
-    def anchor_due(self) -> bool:
-        """The next version should be a whole one; any rank may say so. Read while none is on its way."""
-
-    def stage(self, version: Version, anchor: bool) -> Work | None:
-        """Copy what is published, collectively; what is left to do in the background, None: nothing."""
-
-    def close(self) -> None:
-        """Give up what is held; called once, after the last version arrived or failed."""
+_TRIES: Final = 4  # of one broadcast, each time without the replicas that were lost before
+_PAUSE_SECONDS: Final = 0.5  # before another try: by then the controller has noticed replicas that died
+_COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
 
 
 class Publishing:
     """Sends versions by a transport, one at a time. A version whose transport fails is skipped, a few times.
 
-    Order: `start` → (`settle` → `publish`)* → `settle` → `close`.
+    Order: `start` → (`settle` → `publish`)* → `settle`.
     """
 
-    def __init__(self, transport: WeightTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.newest: Version | None = None
         """The version published last, or on its way."""
         self.arrived: Version | None = None
         """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
+        self.anchor_due = True
+        """Between `settle` and `publish`: this version should be a whole one; a failed one left no base."""
         self._transport, self._failures = transport, 0
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
-
-    @property
-    def anchor_due(self) -> bool:
-        """Between `settle` and `publish`: this version should be a whole one; a failed one left no base."""
-        return self._transport.anchor_due or self._failures > 0
 
     def start(self, version: Version) -> None:
         """Publish what training starts from, and wait until it can be read. Collective."""
@@ -97,24 +85,48 @@ class Publishing:
         """Send this version on its way; call `settle` first. Collective."""
         assert self._running is None
         self.newest = version
-        if work := self._transport.stage(version, anchor):
+        if work := self._transport(version, anchor):
             self._running = self._thread.submit(self._attempt, version, work)
 
     def _attempt(self, version: Version, work: Work) -> None:
         try:
-            work()
+            self.anchor_due = work()
         except (StoreError, Unreachable) as error:
-            self._failures += 1
+            self._failures, self.anchor_due = self._failures + 1, True
             if self._failures >= MAX_FAILURES:
                 raise
             log.error("%s was not published (%d of %d): %s", version, self._failures, MAX_FAILURES, error)
         else:
             self._failures, self.arrived = 0, version
 
-    def close(self) -> None:
-        """Settle, and give up what is held."""
-        self.settle()
-        self._transport.close()
+
+def open_transport(
+    config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
+) -> Transport:
+    """The configured way for new versions."""
+    settings, ranks, weights = config.weights, learner.ranks, learner.weights
+    if settings.transport == "broadcast":
+        sender = None
+        if ranks.rank == 0:
+            controller, token = urlsplit(config.controller_url), token_from_environment()
+            host = own_address(controller.hostname or "127.0.0.1", controller.port or 80)
+            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
+        return BroadcastTransport(sender, learner, client).stage
+    store = open_store(settings.store, config.run_dir / "store")
+    publisher = Publisher(
+        store,
+        config.run,
+        weights.fingerprint,
+        weights.slices,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        codec=settings.codec,
+        anchor_share=settings.anchor_share,
+        timeout=settings.timeout_seconds,
+        run_id=welcome.run.id,
+    )
+    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+    return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect).stage
 
 
 class SnapshotTransport:
@@ -136,35 +148,36 @@ class SnapshotTransport:
         self._publisher, self._learner, self._client = publisher, learner, client
         self._scratch, self._parent = scratch, parent
         self._collect, self._collect_at = collect, 0.0
-        self._due, self._rank0 = False, learner.ranks.rank == 0
+        self._rank0 = learner.ranks.rank == 0
         if self._rank0:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    @property
-    def anchor_due(self) -> bool:
-        """Adapters always go whole; else the deltas since the last anchor cost too much."""
-        return self._learner.weights.adapters or self._due
-
     def stage(self, version: Version, anchor: bool) -> Work:
-        shards = self._learner.weights.snapshot()
+        """A `Transport`."""
+        shards, folder = self._learner.weights.snapshot(), self._scratch / str(version)
         if not anchor:
             return lambda: self._report(self._publisher.delta(version, shards))
-        folder = self._scratch / str(version)
         self._learner.export(folder)
         return lambda: self._anchor(version, folder, shards)
 
-    def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> None:
-        own = folder if self._rank0 else None
+    def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> bool:
+        own, kind = folder if self._rank0 else None, "lora" if self._learner.weights.adapters else "full"
         try:
-            kind: Any = "lora" if self._learner.weights.adapters else "full"
-            report = self._publisher.anchor(version, self._parent, own, shards, kind)
+            report = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
         finally:
             if own is not None:
                 shutil.rmtree(own)
-        self._report(report)
+        due = self._report(report)
         if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS
             Thread(target=self._collect_garbage, name="collect", daemon=True).start()
+        return due
+
+    def _report(self, report: PublishReport) -> bool:
+        """Adapters always go whole; else an anchor is due when the deltas since the last cost too much."""
+        if self._rank0:
+            self._client.report(msgspec.convert(report, Published, from_attributes=True))
+        return self._learner.weights.adapters or report.anchor_due
 
     def _collect_garbage(self) -> None:
         """What fails, or is cut off by the end of the process, is made up for by a later one."""
@@ -174,22 +187,6 @@ class SnapshotTransport:
         except (StoreError, SnapshotError) as error:
             log.warning("the store was not collected: %s", error)
 
-    def _report(self, report: PublishReport) -> None:
-        self._due = report.anchor_due
-        if self._rank0:
-            self._client.report(
-                Published(
-                    version=report.version,
-                    kind=report.kind,
-                    bytes=report.bytes,
-                    full_bytes=report.full_bytes,
-                    seconds=report.seconds,
-                )
-            )
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 class BroadcastTransport:
     """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks.
@@ -197,46 +194,33 @@ class BroadcastTransport:
     A replica that is lost ends the broadcast at once; the same tensors then go to those that are left.
     """
 
-    anchor_due = False
-
     def __init__(self, sender: BroadcastSender | None, learner: Learner, client: ControllerClient) -> None:
         """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried."""
         self._sender, self._learner, self._client = sender, learner, client
 
     def stage(self, version: Version, anchor: bool) -> Work | None:
+        """A `Transport`."""
         tensors, sender = dict(self._learner.weights.gathered()), self._sender
         return None if sender is None else lambda: self._send(sender, version, tensors)
 
-    def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(Unreachable),
-            stop=tenacity.stop_after_attempt(_TRIES) | tenacity.stop_when_event_set(self._client.stopping),
-            wait=tenacity.wait_fixed(_PAUSE_SECONDS),
-            before_sleep=lambda state: log.warning(
-                "%s; %s goes to those that are left", state.outcome and state.outcome.exception(), version
-            ),
-            reraise=True,
-        )
-        retrying(self._send_once, sender, version, tensors)
+    def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> bool:
+        """Broadcast; nothing that comes later builds on it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._send_once(sender, version, tensors)
+                break
+            except Unreachable as error:
+                if not left or self._client.stopping.is_set():
+                    raise
+                log.warning("%s; %s goes to those that are left", error, version)
+                time.sleep(_PAUSE_SECONDS)
+        return False
 
     def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        started = time.monotonic()
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        published = Published(
-            version=version,
-            kind="broadcast",
-            bytes=size,
-            full_bytes=size,
-            seconds=0.0,
-            rendezvous=sender.address,
+        size, address = sum(tensor.nbytes for tensor in tensors.values()), sender.address
+        audience = self._client.audience(
+            Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
         )
-        audience = self._client.audience(published)
         metas = [meta_of(name, tensor) for name, tensor in tensors.items()]
-        group, replicas = audience.group, audience.world_size - 1
-        log.info("%s goes to %d replicas as broadcast %s", version, replicas, group)
-        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(group))
-        log.info("%s went to %d replicas in %.3f s", version, replicas, time.monotonic() - started)
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(audience.group))
+        log.info("%s went to %d replicas", version, audience.world_size - 1)

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
-from student_trainer.model import Student
 from student_trainer.ranks import Ranks, all_done
 from sync.delta.codec import Bits
 from sync.errors import ConfigError
@@ -36,54 +36,49 @@ _NUMBER: Final = 1 << 40
 
 
 class Weights:
-    """The parameters of one student, named as in its checkpoint; made after deepspeed.initialize.
+    """The parameters of the student, named as in its checkpoint; made after deepspeed.initialize.
 
     Raises ConfigError when memory and checkpoint do not name the same tensors, or for other precisions.
     """
 
-    def __init__(self, student: Student, ranks: Ranks) -> None:
-        self._model: Any = student.model
-        self._ranks = ranks
-        self.adapters = hasattr(student.model, "peft_config")
+    def __init__(self, model: Any, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self.adapters = hasattr(model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
-        self.parameters = trained_parameters(student.model)
-        shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
-        alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
-        self.pieces = alone if self.adapters else layout(student.model, shapes)
-        """Parameter → the checkpoint tensors in it."""
+        self.parameters = trained_parameters(model)
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        self.slices = [part for name in self.parameters for part, _ in self._slices(name)]
+        shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
+        alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
+        self.pieces = alone if self.adapters else layout(model, shapes)
+        """Parameter → the checkpoint tensors in it."""
+        self._held = {name: list(self._slices(name)) for name in self.parameters}
+        self.slices = [part for held in self._held.values() for part, _ in held]
 
     @property
     def fingerprint(self) -> str:
         """Identifies the model's checkpoint: tensors, shapes, precision."""
         return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
 
-    def _slices(self, name: str) -> list[tuple[Slice, int]]:
+    def _slices(self, name: str) -> Iterator[tuple[Slice, int]]:
         """What this rank holds of each tensor in a parameter, and where it begins in the rank's shard."""
-        parameter = self.parameters[name]
-        length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
+        length, kind = _local(self.parameters[name]).numel(), DTYPES[self.parameters[name].dtype]
         first = self._ranks.rank * length
-        found = []
         for piece in self.pieces[name]:
             start = min(max(first - piece.start, 0), piece.count)
             end = min(max(first + length - piece.start, start), piece.count)
             held = Slice(piece.name, piece.shape, kind, start, end - start)
-            found.append((held, max(piece.start + start - first, 0)))
-        return found
+            yield held, max(piece.start + start - first, 0)
 
     def snapshot(self) -> dict[str, Bits]:
         """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
 
         Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
         """
-        return {
-            part.name: copy_of(_local(parameter)[at : at + part.count])
-            for name, parameter in self.parameters.items()
-            for part, at in self._slices(name)
-        }
+        shards = {name: _local(parameter) for name, parameter in self.parameters.items()}
+        held = ((shards[name], part, at) for name, parts in self._held.items() for part, at in parts)
+        return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in held}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
@@ -98,10 +93,8 @@ class Weights:
         for name, tensor in self._whole_parameters():
             flat = tensor.flatten()
             for piece in self.pieces[name]:
-                if self._ranks.rank == 0:
-                    yield piece.name, flat[piece.start : piece.start + piece.count].view(piece.shape)
-                else:
-                    yield piece.name, flat
+                part = flat[piece.start : piece.start + piece.count]
+                yield piece.name, part.view(piece.shape) if self._ranks.rank == 0 else part
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
@@ -110,16 +103,14 @@ class Weights:
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
-        held = {name: sum(part.count for part, _ in self._slices(name)) for name in self.parameters}
-        return checksum(_local(self.parameters[name])[:count] for name, count in held.items())
+        counts = {name: sum(part.count for part, _ in held) for name, held in self._held.items()}
+        return checksum(_local(self.parameters[name])[:count] for name, count in counts.items())
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that any tool loads; all ranks return when it is there. Collective."""
         state = dict(self._whole_parameters())
 
         def write() -> None:
-            if self._ranks.rank != 0:
-                return
             if self.adapters:  # `lora_A.weight` in the folder is `lora_A.default.weight` in memory
                 split = ((name.rpartition("."), tensor) for name, tensor in state.items())
                 named = {f"{stem}{_ADAPTER}{last}": tensor for (stem, _, last), tensor in split}
@@ -131,16 +122,16 @@ class Weights:
                 tokenizer.save_pretrained(folder)
             let_others_read(folder)
 
-        all_done(self._ranks, str(folder), write)
+        all_done(self._ranks, str(folder), write if self._ranks.rank == 0 else lambda: None)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter by its checkpoint name, a tied one once; of an adapter (peft) the trained ones alone,
     by their names in its folder, where the adapter's own name is left out."""
+    named = model.named_parameters()
     if not hasattr(model, "peft_config"):
-        return dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name.replace(_ADAPTER, "."): parameter for name, parameter in trained.items()}
+        return dict(named)
+    return {name.replace(_ADAPTER, "."): parameter for name, parameter in named if parameter.requires_grad}
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -180,18 +171,14 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor as a flat range of one parameter."""
+    """A checkpoint tensor as a flat range of one parameter, from its element `start` on."""
 
     name: str
-    """In the checkpoint."""
     shape: tuple[int, ...]
-    """Of the tensor."""
     start: int
-    """Its first element in the flat parameter."""
 
     @property
     def count(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 
@@ -209,20 +196,22 @@ def layout(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = list(shapes)
-    probes = {name: _probe(i, shapes[name]) for i, name in enumerate(names)}
+    probes = {name: _probe(number, shape) for number, (name, shape) in enumerate(shapes.items())}
+    found: dict[str, list[Piece]] = {name: [] for name in shapes}
     try:
         written = revert_weight_conversion(model, probes)
-        pieces = [_piece(name, tensor, names, shapes) for name, tensor in written.items()]
+        pieces = [_piece(name, tensor, shapes) for name, tensor in written.items()]
+        for name, piece in sorted(pieces, key=lambda one: one[1].start):
+            found[name].append(piece)
+        for name, parts in found.items():
+            ends = list(itertools.accumulate((part.count for part in parts), initial=0))
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
+                raise ValueError(f"{name} is not tiled by {[part.name for part in parts[:3]]}")
     except (ValueError, RuntimeError) as error:
-        raise _refusal(model, str(error)) from None
-    found: dict[str, list[Piece]] = {name: [] for name in names}
-    for name, piece in sorted(pieces, key=lambda one: one[1].start):
-        found[name].append(piece)
-    for name, parts in found.items():
-        ends = list(itertools.accumulate((part.count for part in parts), initial=0))
-        if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
-            raise _refusal(model, f"{name} is not tiled by {[part.name for part in parts[:3]]}")
+        raise ConfigError(
+            f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {error}; "
+            "only tensors that are flat ranges of a parameter can be published from shards"
+        ) from None
     return found
 
 
@@ -235,84 +224,51 @@ def _probe(number: int, shape: tuple[int, ...]) -> Tensor:
     return places.reshape(*shape[:-1], len(columns)) + number * _NUMBER
 
 
-def _piece(
-    name: str, probe: Tensor, names: list[str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, Piece]:
+def _piece(name: str, probe: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Piece]:
     """(parameter, piece) of a converted probe. Raises ValueError when it is no flat range."""
     number, start = divmod(int(probe.flatten()[0]), _NUMBER)
-    source = shapes[names[number]]
-    shape = tuple(probe.shape)
-    if len(source) >= 2:
-        shape = (*shape[:-1], source[-1])
+    parameter, source = list(shapes.items())[number]
+    shape = (*probe.shape[:-1], source[-1]) if len(source) >= 2 else tuple(probe.shape)
     expected = _probe(number, shape) + start
     if probe.shape != expected.shape or not torch.equal(probe, expected):
-        raise ValueError(f"{name} is no flat range of {names[number]}")
-    return names[number], Piece(name, shape, start)
-
-
-def _refusal(model: Any, why: str) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {why}; only "
-        "tensors that are flat ranges of a parameter can be published from shards"
-    )
+        raise ValueError(f"{name} is no flat range of {parameter}")
+    return parameter, Piece(name, shape, start)
 
 
 # --- checksum -----------------------------------------------------------------------------------------------
 
 BLOCK: Final = 1 << 15
-"""Elements that share a factor r; a CPU's cache holds so many as int64, and as many k."""
+"""Elements of a GPU's shard that one number stands for."""
 _BLOCKS_AT_ONCE: Final = 128
-"""Of a GPU: 32 MiB for a moment."""
-_STREAM_R: Final = 1 << 32
-"""Where the numbers r begin in the sequence that k begins."""
+"""32 MiB of int64 for a moment."""
 
 
 def checksum(shards: Iterable[Tensor]) -> str:
-    """16 hex digits of the bits of flat bf16 or fp32 tensors, in their order. Each begins a block.
+    """16 hex digits of BLAKE3 over the bits of flat bf16 or fp32 tensors, in their order.
 
-        block b of 2¹⁵ elements        s_b = Σ_j k_j · x_bj        x: the element's bits as a signed integer
-        all blocks, in order           c   = Σ_b r_b · s_b         everything modulo 2⁶⁴
-
-    Computed where the tensors lie; of a GPU's, eight bytes a block come to the host. k and r are fixed odd
-    pseudo-random numbers of 64 bits. Sums modulo 2⁶⁴ do not depend on their order, so that every device and
-    every way to cut the work gives the same c. A single changed element is always seen, since odd numbers
-    have inverses. That several changes cancel has a chance of about 2⁻⁶³; at worst, where they are of sign
-    bits alone, of 2⁻⁴⁸ for bf16 and 2⁻³² for fp32. This detects accidents, not forgeries: what is published
-    has BLAKE3 digests.
+    A GPU's shard stays there. Hashed are the sums of its blocks, s_b = Σ_j k_j · x_bj modulo 2⁶⁴, with x the
+    element's bits as a signed integer and k fixed odd pseudo-random numbers: a single changed element is
+    always seen, since odd numbers have inverses; that several cancel has a chance of about 2⁻⁶³ (at worst, of
+    sign bits alone, 2⁻⁴⁸ for bf16 and 2⁻³² for fp32). This detects accidents, not forgeries.
     """
-    numbers = (shard.detach().view(_SIGNED[shard.itemsize]) for shard in shards)
-    sums = [part for one in numbers for part in (_host_sums if one.is_cpu else device_sums)(one)]
-    s = np.concatenate([np.zeros(0, np.int64), *(one.cpu().numpy() for one in sums)]).view(np.uint64)
-    return f"{int((s * odd_numbers(len(s), _STREAM_R)).sum(dtype=np.uint64)):016x}"
+    hashed = blake3()
+    for shard in shards:
+        numbers = shard.detach().view(_SIGNED[shard.itemsize])
+        hashed.update((numbers if numbers.is_cpu else block_sums(numbers).cpu()).numpy().view(np.uint8).data)
+    return hashed.hexdigest(length=8)
 
 
-def _host_sums(numbers_N: Tensor) -> Iterator[Tensor]:
-    """int64: s of every block of a tensor in host memory; numpy is the faster one there."""
-    k, array = _keys(numbers_N.device).numpy(), numbers_N.numpy()
-    parts = (array[start : start + BLOCK].astype(np.int64) for start in range(0, len(array), BLOCK))
-    yield torch.tensor([int(part.dot(k[: len(part)])) for part in parts], dtype=torch.int64)
-
-
-def device_sums(numbers_N: Tensor) -> Iterator[Tensor]:
-    """int64: the same for a tensor on any device, where it lies; of several blocks at a time."""
-    k = _keys(numbers_N.device)
+def block_sums(numbers_N: Tensor) -> Tensor:
+    """int64: s of every block, computed where the numbers lie."""
+    k, sums = _keys(numbers_N.device), []
     for part in numbers_N.split(BLOCK * _BLOCKS_AT_ONCE):
-        wide, whole = part.long(), len(part) // BLOCK * BLOCK
-        yield wide[:whole].view(-1, BLOCK).mul_(k).sum(1)
-        if whole < len(part):
-            yield wide[whole:].mul_(k[: len(part) - whole]).sum(0, keepdim=True)
+        padded = nn.functional.pad(part.long(), (0, -len(part) % BLOCK))
+        sums.append(padded.view(-1, BLOCK).mul_(k).sum(1))
+    return torch.cat(sums)
 
 
 @cache
 def _keys(device: torch.device) -> Tensor:
     """int64 [BLOCK]: k"""
-    return torch.from_numpy(odd_numbers(BLOCK, 0).view(np.int64)).to(device)
-
-
-def odd_numbers(count: int, first: int) -> np.ndarray:
-    """uint64: a part of one fixed sequence, SplitMix64 with its lowest bit set."""
-    mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    odd: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    return odd
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(1 << 62), 1 << 62, (BLOCK,), generator=generator) * 2 + 1).to(device)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from student_trainer.head import HeadWeights, Loss
-    from student_trainer.objectives.targets import Targets
+    from student_trainer.objectives.divergences import Targets
 
 log = logging.getLogger(__name__)
 FULL_ARRAYS: Final = 6
@@ -112,7 +112,7 @@ def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, targets: Targets, sp
     import torch
 
     from student_trainer.head import chunked_loss, log_probs, project
-    from student_trainer.objectives.diagnostics import diagnose
+    from student_trainer.objectives.token_statistics import token_sums
 
     if case.way == "chunked":
         return chunked_loss(hidden_CH, head, targets, spec, case.chunk)[0]
@@ -123,7 +123,7 @@ def _loss(case: Case, hidden_CH: Tensor, head: HeadWeights, targets: Targets, sp
         targets = replace(targets, teacher_logp_NV=logq_CV)
     logp_CV = log_probs(project(hidden_CH, head.weight_VH, head.bias_V), head.shape)
     loss = spec.objective(logp_CV, targets)[0].sum()
-    diagnose(logp_CV.detach(), targets)  # the chunked loss gives these figures too
+    token_sums(logp_CV.detach(), targets)  # the chunked loss gives these figures too
     return loss
 
 
@@ -156,7 +156,7 @@ def _targets(case: Case) -> Targets:
     """Random scores; the top-k ids of a token are all different and hold 97 % of the teacher's mass."""
     import torch
 
-    from student_trainer.objectives.targets import Targets
+    from student_trainer.objectives.divergences import Targets
 
     count, k, stretch = case.tokens, case.k, case.vocabulary // case.k
     ids_CK = logq_CK = None

@@ -30,12 +30,11 @@ from distill.evaluation.evaluation import LanguageModel, Limits, evaluate, sampl
 from distill.evaluation.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, spellings
-from student_trainer.batch import collate
+from student_trainer.engine import Student, head_shape
 from student_trainer.head import RHO_MAX, HeadShape, HeadWeights, Loss
-from student_trainer.model import Student, head_shape
 from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk
-from student_trainer.objectives.diagnostics import STATS
-from student_trainer.step import loss_of
+from student_trainer.objectives.token_statistics import STATS
+from student_trainer.step import collate, loss_of
 from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions

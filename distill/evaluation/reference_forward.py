@@ -23,8 +23,7 @@ from student_trainer.objectives.config import (
     TopK,
     teacher_temperature,
 )
-from student_trainer.objectives.divergences import Objective, build
-from student_trainer.objectives.targets import Targets, at
+from student_trainer.objectives.divergences import Objective, Targets, at, build
 from sync.wire import ProbeReply, ProbeRequest, ReferenceScores, ScoreSequence, pack, unpack
 
 

@@ -139,8 +139,7 @@ def teacher_temperature(objective: ObjectiveConfig, rollouts: float) -> float:
 def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
     """What is requested from the teacher at each completion position; `rollouts`: their temperature.
 
-    `student_topk` is scored at ids that the request carries (ScoreSequence.gather_ids): no more is wanted
-    here. The teacher sends its entropy unless its whole distribution is rebuilt from hidden states.
+    `student_topk` needs no more: it is scored at ids that the request carries (ScoreSequence.gather_ids).
     """
     temperature = teacher_temperature(objective, rollouts)
     if isinstance(objective, Full | JSD | SkewReverse):

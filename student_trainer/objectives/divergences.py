@@ -1,14 +1,19 @@
-"""The divergences between student and teacher, and how they are mixed: pure functions of tensors.
+"""The divergences between student and teacher, how they are mixed, and what they are computed from.
 
-Letters: N tokens of a chunk, K ids per token, V vocabulary. p: live student, q: teacher, μ: the policy that
-sampled y, d = log p − log q, ρ = p(y)/μ(y), sg: without gradient. A divergence returns a surrogate loss for
-each token, whose gradient is the one wanted, and statistics named in `diagnostics.STATS`.
+Letters: N tokens of a micro-batch or of a chunk of it, K ids per token, V vocabulary, G hidden size of the
+teacher. p: live student, q: teacher, μ: the policy that sampled y, d = log p − log q, ρ = p(y)/μ(y), sg:
+without gradient. Log-probabilities are nats, fp32. A divergence returns a surrogate loss for each token,
+whose gradient is the one wanted, and statistics named in `token_statistics.STATS`.
+
+ρ is always detached: a differentiable min(ρ, c)·A has no gradient wherever ρ > c, and a differentiable ρ in
+the hybrid makes the gradient wrong (docs/objectives.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -16,79 +21,89 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives import config
-from student_trainer.objectives.targets import Discount, Targets, at, ratio, weight
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
-Objective = Callable[[Tensor, Targets], Terms]
+Objective = Callable[[Tensor, "Targets"], Terms]
 """(live log p [N, V], targets) → terms."""
 
-DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
-    config.Sampled: lambda c: partial(sampled, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
-    config.TopK: lambda c: partial(hybrid, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
-    config.StudentTopK: lambda c: partial(hybrid, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
-    config.ForwardTopK: lambda _: forward_topk,
-    config.Full: lambda _: full,
-    config.JSD: lambda c: partial(jsd, beta=c.beta),
-    config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
-    # samples of the teacher are learned by `sft` whatever the objective: see `mixture`
-    config.SFT: lambda c: partial(sampled, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside),
-}
-"""Configuration → its divergence. A new objective is a row here, a function below, a class in `config.py` and
-what it needs from the teacher in `config.needs`."""
 _LEAST_MASS = 1e-4
 """Mass outside S is known no better than this: the teacher's log-probabilities travel as fp16."""
 _NO_TAIL = 1e-6
 """Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
+_MAX_LOG_RHO = 20.0
+"""exp of it still has finite squares in fp32; beyond it a sample carries no information."""
 
 
-def build(objective: config.ObjectiveConfig) -> Objective:
-    """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
-    rho_cap = None if objective.task is None else objective.task.rho_cap
-    return partial(mixture, divergence=DIVERGENCES[type(objective)](objective), rho_cap=rho_cap)
+@dataclass(frozen=True)
+class Targets:
+    """Everything that a token's loss depends on besides the live student; nothing here carries a gradient.
 
-
-def discount(objective: config.ObjectiveConfig) -> Discount | None:
-    """How later tokens are credited; None: credit is immediate."""
-    if not isinstance(objective, config.PolicyGradientTerms) or not objective.discount:
-        return None
-    return Discount(objective.discount, objective.rho_cap, objective.drop_rho_outside)
-
-
-def coefficients(objective: config.ObjectiveConfig, teachers: Sequence[str]) -> tuple[float, ...]:
-    """λ·c of each teacher, in their order; empty where all are 1."""
-    factors = (objective.teacher_coefficients.get(name, 1.0) for name in teachers)
-    values = tuple(objective.coefficient * factor for factor in factors)
-    return values if any(value != 1.0 for value in values) else ()
-
-
-def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None) -> Terms:
-    """A divergence from the teacher and a task's reward, together.
-
-        L      = L_task + λ·L_KL
-        L_KL   = (1/N) Σ_t c_t · divergence_t                        c: coefficient of the sample's teacher
-        L_task = −(1/M) Σ_t sg[ min(ρ_t, cap) · (R − b) ] · log p(y_t)
-
-    Tokens that the teacher generated have no part in L_task, and cross-entropy (`sft`) in the place of their
-    divergence: with a share 1 − f of such rollouts the expected loss is f·L + (1 − f)·λ·L_sft.
-
-    R is the reward of the token's rollout, b its baseline (REINFORCE), N all supervised tokens of the step,
-    M those of rollouts with a reward. What is summed here is divided by N later: λ·c_t comes as
-    `coefficient_N`, (R − b)·N/M as `advantage_N`. The statistics are the divergence's own.
+    Made by `step.collate`, completed by `step.weighted`, cut into chunks by the head.
     """
-    loss_N, stats = divergence(logp_NV, targets)
+
+    token_N: Tensor
+    """int64: the sampled token y"""
+    behavior_logp_N: Tensor
+    """log μ(y)"""
+    teacher_logp_N: Tensor
+    """log q(y)"""
+    fresh_N: Tensor
+    """bool: y was sampled from exactly the weights that are trained now (age 0)"""
+    support_NK: Tensor | None = None
+    """int64: ids of S, -1 where there are fewer than K; S must not depend on y"""
+    support_logp_NK: Tensor | None = None
+    """log q at support_NK"""
+    teacher_logp_NV: Tensor | None = None
+    """log q, whole distribution; made chunk by chunk from `teacher_hidden_NG`"""
+    teacher_entropy_N: Tensor | None = None
+    """nats; None: not sent"""
+    future_N: Tensor | None = None
+    """Σ_{j≥1} γ^j (Π_{i=1…j} min(ρ_{t+i}, c))·d_{t+j} over the rest of the row; None: γ = 0"""
+    coefficient_N: Tensor | None = None
+    """λ·c of the token's teacher, times the row's weight; None: 1"""
+    advantage_N: Tensor | None = None
+    """(R − b)·N/M of the token's rollout, times the row's weight; None: no task reward"""
+    by_teacher_N: Tensor | None = None
+    """bool: the teacher generated the token; None: the student generated all"""
+    teacher_N: Tensor | None = None
+    """int64: index of the teacher that scored the token; None: there is only one"""
+    teacher_hidden_NG: Tensor | None = None
+    """the teacher's hidden state that predicts the token; None: not sent"""
+    row_N: Tensor | None = None
+    """int64: row of the micro-batch, ascending; None where nothing is credited across tokens"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
+        """The same with every tensor changed: moved, or cut to some of the tokens."""
+        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
+
+
+def own(targets: Targets) -> Tensor:
+    """bool [N]: the student generated the token."""
     by_teacher_N = targets.by_teacher_N
-    if by_teacher_N is not None:
-        loss_N = torch.where(by_teacher_N, sft(logp_NV, targets)[0], loss_N)
-        stats = {name: torch.where(by_teacher_N, 0.0, value_N) for name, value_N in stats.items()}
-    if targets.coefficient_N is not None:
-        loss_N = targets.coefficient_N * loss_N
-    if targets.advantage_N is not None:
-        logp_N = at(logp_NV, targets.token_N)
-        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
-        task_N = (weight_N * targets.advantage_N) * logp_N
-        loss_N = loss_N - (task_N if by_teacher_N is None else torch.where(by_teacher_N, 0.0, task_N))
-    return loss_N, stats
+    return torch.ones_like(targets.fresh_N) if by_teacher_N is None else ~by_teacher_N
+
+
+def at(logp_NV: Tensor, token_N: Tensor) -> Tensor:
+    """log p(y) [N]."""
+    return logp_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)
+
+
+def ratio(logp_N: Tensor, behavior_logp_N: Tensor) -> Tensor:
+    """ρ = p(y)/μ(y), without gradient."""
+    return (logp_N.detach() - behavior_logp_N).clamp(max=_MAX_LOG_RHO).exp()
+
+
+def weight(rho_N: Tensor, cap: float | None, drop_outside: tuple[float, float] | None) -> Tensor:
+    """min(ρ, cap), and 0 where ρ is outside `drop_outside` = (low, high)."""
+    weight_N = rho_N if cap is None else rho_N.clamp(max=cap)
+    if drop_outside is None:
+        return weight_N
+    low, high = drop_outside
+    return torch.where((rho_N < low) | (rho_N > high), 0.0, weight_N)
+
+
+# --- divergences --------------------------------------------------------------------------------------------
 
 
 def sft(logp_NV: Tensor, targets: Targets) -> Terms:
@@ -224,3 +239,101 @@ def skew(logp_NV: Tensor, targets: Targets, alpha: float) -> Terms:
         logm_NV = torch.logaddexp(logm_NV + math.log1p(-alpha), logp_NV + math.log(alpha))
     loss_N = (logp_NV.exp() * (logp_NV - logm_NV)).sum(1)
     return loss_N, full(logp_NV.detach(), targets)[1]
+
+
+# --- what is minimised --------------------------------------------------------------------------------------
+
+
+def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None) -> Terms:
+    """A divergence from the teacher and a task's reward, together.
+
+        L      = L_task + λ·L_KL
+        L_KL   = (1/N) Σ_t c_t · divergence_t                        c: coefficient of the sample's teacher
+        L_task = −(1/M) Σ_t sg[ min(ρ_t, cap) · (R − b) ] · log p(y_t)
+
+    Tokens that the teacher generated have no part in L_task, and cross-entropy (`sft`) in the place of their
+    divergence: with a share 1 − f of such rollouts the expected loss is f·L + (1 − f)·λ·L_sft.
+
+    R is the reward of the token's rollout, b its baseline (REINFORCE), N all supervised tokens of the step,
+    M those of rollouts with a reward. What is summed here is divided by N later: λ·c_t comes as
+    `coefficient_N`, (R − b)·N/M as `advantage_N`. The statistics are the divergence's own.
+    """
+    loss_N, stats = divergence(logp_NV, targets)
+    by_teacher_N = targets.by_teacher_N
+    if by_teacher_N is not None:
+        loss_N = torch.where(by_teacher_N, sft(logp_NV, targets)[0], loss_N)
+        stats = {name: torch.where(by_teacher_N, 0.0, value_N) for name, value_N in stats.items()}
+    if targets.coefficient_N is not None:
+        loss_N = targets.coefficient_N * loss_N
+    if targets.advantage_N is not None:
+        logp_N = at(logp_NV, targets.token_N)
+        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
+        task_N = (weight_N * targets.advantage_N) * logp_N
+        loss_N = loss_N - (task_N if by_teacher_N is None else torch.where(by_teacher_N, 0.0, task_N))
+    return loss_N, stats
+
+
+def _weighted(divergence: Callable[..., Terms]) -> Callable[[Any], Objective]:
+    return lambda c: partial(divergence, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside)
+
+
+DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
+    config.Sampled: _weighted(sampled),
+    config.TopK: _weighted(hybrid),
+    config.StudentTopK: _weighted(hybrid),
+    config.ForwardTopK: lambda _: forward_topk,
+    config.Full: lambda _: full,
+    config.JSD: lambda c: partial(jsd, beta=c.beta),
+    config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
+    config.SFT: _weighted(sampled),  # samples of the teacher are learned by `sft`: see `mixture`
+}
+"""Configuration → its divergence. A new objective is a row here, a function above, a class in `config.py` and
+what it needs from the teacher in `config.needs`."""
+
+
+def build(objective: config.ObjectiveConfig) -> Objective:
+    """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
+    rho_cap = None if objective.task is None else objective.task.rho_cap
+    return partial(mixture, divergence=DIVERGENCES[type(objective)](objective), rho_cap=rho_cap)
+
+
+def discount(objective: config.ObjectiveConfig) -> Discount | None:
+    """How later tokens are credited; None: credit is immediate."""
+    if not isinstance(objective, config.PolicyGradientTerms) or not objective.discount:
+        return None
+    return Discount(objective.discount, objective.rho_cap, objective.drop_rho_outside)
+
+
+# --- credit of later tokens ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Discount:
+    """How later tokens' d is credited to a token, γ > 0: see `sampled`."""
+
+    gamma: float
+    rho_cap: float | None
+    drop_rho_outside: tuple[float, float] | None
+
+    def factor(self, logp_N: Tensor, targets: Targets) -> Tensor:
+        """γ·min(ρ, c) of every token, which its d and all behind it are multiplied by; 0 where ρ is dropped,
+        and for tokens of the teacher, which have no ρ."""
+        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), self.rho_cap, self.drop_rho_outside)
+        return torch.where(own(targets), self.gamma * weight_N, 0.0)
+
+
+def future_credit(d_N: Tensor, factor_N: Tensor, row_N: Tensor) -> Tensor:
+    """Σ_{j≥1} (Π_{i=1…j} factor_{t+i})·d_{t+j} over the rest of each row, [N]; a row's tokens stand together.
+
+    Doubling: after i rounds every token holds its next 2^i terms, so log2(longest row) rounds do.
+    """
+
+    def later(values_N: Tensor) -> Tensor:
+        return torch.cat([values_N[reach:], torch.zeros_like(values_N[:reach])])
+
+    total_N, next_N, reach = d_N, torch.zeros_like(d_N), 1
+    next_N[:-1] = torch.where(row_N[1:] == row_N[:-1], factor_N[1:], 0.0)
+    while reach < d_N.shape[0] and bool(next_N.any()):
+        total_N = total_N + next_N * later(total_N)
+        next_N, reach = next_N * later(next_N), reach * 2
+    return total_N - d_N

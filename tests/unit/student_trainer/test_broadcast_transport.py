@@ -53,8 +53,10 @@ class Listeners(RecordedClient):
 
 
 @pytest.fixture
-def sender() -> BroadcastSender:
-    return BroadcastSender("127.0.0.1", 0, timeout=3600.0)
+def sender() -> Iterator[BroadcastSender]:
+    sender = BroadcastSender("127.0.0.1", 0, timeout=3600.0)
+    yield sender
+    sender.close()
 
 
 def test_a_version_goes_to_the_replicas_that_are_left(
@@ -62,7 +64,7 @@ def test_a_version_goes_to_the_replicas_that_are_left(
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Listeners(dead=2)
-    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
     transport.publish(VERSION, anchor=False)
     transport.settle()
     assert [event.version for event in controller.reported if isinstance(event, Published)] == [VERSION] * 3
@@ -72,7 +74,6 @@ def test_a_version_goes_to_the_replicas_that_are_left(
     received = controller.receptions[-1].result().tensors
     assert all(torch.equal(received[name], tensor) for name, tensor in TwoTensors().gathered())
     assert caplog.text.count("student-1: killed") == 2
-    transport.close()
 
 
 def test_a_version_without_receivers_is_skipped_and_the_run_continues(
@@ -80,7 +81,7 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller = Listeners(dead=12)
-    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller))
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
     for _ in range(2):
         transport.publish(VERSION, anchor=False)
         transport.settle()
@@ -125,12 +126,12 @@ def test_after_a_stop_the_receivers_are_not_waited_for(gone: str, short: None) -
     controller.close(0.0)
 
 
-def test_a_stop_ends_a_broadcast_under_way(gone: str, short: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_ends_a_broadcast_under_way(
+    sender: BroadcastSender, gone: str, short: None, caplog: pytest.LogCaptureFixture
+) -> None:
     controller = ControllerClient(BlockingPeer(gone, timeout=6.0), stopping=asked_in(0.5))
-    transport = Publishing(
-        BroadcastTransport(BroadcastSender("127.0.0.1", 0, 60.0), TwoTensors(), controller)
-    )
+    transport = Publishing(BroadcastTransport(sender, TwoTensors(), controller).stage)
     transport.publish(Version(0, 3), anchor=False)
-    transport.close()
+    transport.settle()
     assert "L000-v00000003 was not published (1 of 3)" in caplog.text
     controller.close(0.0)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.model import head_shape
+from student_trainer.engine import head_shape
 from student_trainer.objectives.config import (
     JSD,
     SFT,
@@ -29,8 +29,7 @@ from student_trainer.objectives.config import (
     needs,
     student_topk,
 )
-from student_trainer.objectives.divergences import build, discount
-from student_trainer.objectives.targets import Discount
+from student_trainer.objectives.divergences import Discount, build, discount
 from sync.errors import ConfigError
 from sync.settings import read_settings
 from sync.wire import Want
@@ -87,27 +86,21 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"train_batch_size": 4}, "set rollout.batch"),
-        ({"lr": 5e-4}, r"lr is 0\.0005 and trainer\.lr 3e-06.*set trainer\.lr = 0\.0005"),
-        ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005 and trainer\.lr 3e-06"),
-        ({"scheduler.type": "WarmupLR"}, r"scheduler is 'WarmupLR'.*trainer\.lr_schedule alone"),
+        ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
+        ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005: trainer\.lr decides"),
+        ({"scheduler.type": "WarmupLR"}, r"scheduler is .*'WarmupLR'.*set trainer\.lr_schedule"),
         (
             {"gradient_cliping": 1.0},
             "gradient_cliping is not read by DeepSpeed: did you mean 'gradient_clipping'",
         ),
         ({"data_types.grad_acum_dtype": "fp32"}, r"data_types\.grad_acum_dtype .* mean 'grad_accum_dtype'"),
         ({"activation_checkpointing.profil": True}, "did you mean 'profile'"),
-        ({"zero_optimization.reduce_bucket": 9}, "reduce_bucket = 9 .* mean 'reduce_bucket_size'"),
+        ({"zero_optimization.reduce_bucket": 9}, r"refused by DeepSpeed.*\n.*reduce_bucket"),
         (
             {"zero_optimization.stage3_max_live_parameters": "x"},
-            "stage3_max_live_parameters = 'x' is refused",
+            r"refused by DeepSpeed.*\n.*max_live_parameters",
         ),
         ({"amp.enabled": True}, "refused by DeepSpeed: NVIDIA Apex"),
-        ({"optimizer.params.betta": 0.9}, r"optimizer\.params\.betta is unknown to AdamW: .* 'betas'"),
-        (
-            {"optimizer.type": "Lion"},
-            r"params\.eps is unknown to Lion.*params\.torch_adam is unknown to Lion",
-        ),
-        ({"optimizer": {"type": "AdmW"}}, "'AdmW' is unknown: did you mean 'AdamW'"),
         ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
     ],
 )

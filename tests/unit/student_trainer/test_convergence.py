@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, TopK
-from student_trainer.objectives.divergences import build
-from student_trainer.objectives.targets import Targets
+from student_trainer.objectives.divergences import Targets, build
 
 T, V, BATCH, STEPS, K = 4, 10, 32, 300, 3
 LEARNING_RATE = 0.03

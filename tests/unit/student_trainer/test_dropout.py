@@ -1,4 +1,4 @@
-"""The trained p is the sampled p: a model's own dropout plays no part."""
+"""The trained p is the sampled p: a model's own dropout and router jitter play no part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
 
-from student_trainer.engine import without_dropout
+from student_trainer.engine import without_randomness
 
 SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = [
@@ -16,6 +16,7 @@ CONFIGS = [
     OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=32, layerdrop=0.5),
     LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.2),
     Qwen3Config(**SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=8, attention_dropout=0.2),
+    MixtralConfig(**SMALL, intermediate_size=32, num_key_value_heads=1, router_jitter_noise=0.3),
 ]
 
 
@@ -27,5 +28,5 @@ def test_training_mode_does_not_change_the_logits(config: Any) -> None:
     with torch.no_grad():
         expected = model.eval()(tokens).logits
         assert not torch.equal(model.train()(tokens).logits, expected)
-        torch.testing.assert_close(without_dropout(model).train()(tokens).logits, expected)
+        torch.testing.assert_close(without_randomness(model).train()(tokens).logits, expected)
     assert model.training

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
-from student_trainer.objectives.divergences import full
-from student_trainer.objectives.targets import Targets
+from student_trainer.objectives.divergences import Targets, full
 
 C, V, H = 96, 40, 6
 

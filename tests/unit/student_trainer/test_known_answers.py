@@ -18,20 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer import batch, head
+from student_trainer import head, step
+from student_trainer.engine import Head
 from student_trainer.head import HeadShape, Loss
-from student_trainer.model import Head
-from student_trainer.objectives import diagnostics, divergences
-from student_trainer.objectives import targets as objective_targets
+from student_trainer.objectives import divergences, token_statistics
 from student_trainer.objectives.config import Sampled
-from student_trainer.objectives.divergences import build
-from student_trainer.objectives.targets import Discount, Targets
+from student_trainer.objectives.divergences import Discount, Targets, build
 from student_trainer.ranks import Ranks
 from sync.wire import Rows, TrainBatch, Version, pack
 
 V = 6
 EXACT = 1e-12
-MODULES = (batch, head, diagnostics, divergences, objective_targets)
+MODULES = (head, step, divergences, token_statistics)
 LIBRARY = types.SimpleNamespace(**{k: v for module in MODULES for k, v in vars(module).items()})
 """Everything that is checked, side by side."""
 
@@ -378,7 +376,7 @@ def figures_of_importance_and_divergence_are_of_the_students_tokens(lib: Any) ->
     live, written = THETA.log_softmax(0).expand(V, V), torch.arange(V) < 2
     goal = targets(lib, TEACHER, STALE, [], by_teacher_N=written)
     rho = (THETA.log_softmax(0) - STALE).exp()[2:]
-    sums = lib.diagnose(live, goal)
+    sums = lib.token_sums(live, goal)
     assert float(sums["own_tokens"]) == V - 2
     same(sums["rho"], rho.sum())
     same(sums["rho_squared"], rho.square().sum())
@@ -388,12 +386,12 @@ def figures_of_importance_and_divergence_are_of_the_students_tokens(lib: Any) ->
     assert stats["reverse_kl"][:2].tolist() == [0.0, 0.0]
 
 
-def diagnostics_are_their_definitions(lib: Any) -> None:
+def token_sums_are_their_definitions(lib: Any) -> None:
     p, rho = THETA.softmax(0), (THETA.log_softmax(0) - STALE).exp()
     fresh = torch.tensor([True, False, True, False, False, True])
     goal = targets(lib, TEACHER, STALE, [0, 3, -1])
     goal = lib.Targets(**{**vars(goal), "fresh_N": fresh})
-    sums = lib.diagnose(THETA.log_softmax(0).expand(V, V), goal)
+    sums = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal)
     same(sums["student_entropy"], -V * (p * p.log()).sum())
     same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
     same(sums["rho"], rho.sum())
@@ -517,12 +515,12 @@ def a_score_gap_shows_dense_scores_of_another_position(lib: Any) -> None:
     live = THETA.log_softmax(0).expand(V, V)
     sound = targets(lib, TEACHER, STALE, [0, 3, -1])
     for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
-        sums = lib.diagnose(live, goal)
+        sums = lib.token_sums(live, goal)
         same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
         assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
         sent = lib.Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
         gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
-        same(lib.diagnose(live, sent)["score_gap"], gap[list(asked)].sum())
+        same(lib.token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
 
 
 def a_chunked_head_is_a_whole_head(lib: Any) -> None:
@@ -589,7 +587,7 @@ CHECKS = (
     rewards_of_the_teachers_completions_change_nothing,
     each_teachers_reverse_kl_is_summed_alone,
     a_score_gap_shows_dense_scores_of_another_position,
-    diagnostics_are_their_definitions,
+    token_sums_are_their_definitions,
     figures_of_importance_and_divergence_are_of_the_students_tokens,
     a_chunked_head_is_a_whole_head,
     objectives_rest_at_a_teacher_of_the_rollouts_temperature,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from student_trainer.engine import Student
 from student_trainer.head import HeadShape
-from student_trainer.model import Student
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Piece, Weights, layout, shape_of
 from sync.errors import ConfigError
@@ -60,7 +60,7 @@ def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(
 ) -> None:
     model = experts(kind, num_local_experts=3) if kind == "Mixtral" else experts()
     student = Student(model, HeadShape(11), 8)
-    whole = Weights(student, Ranks(0, 1, torch.device("cpu")))
+    whole = Weights(student.model, Ranks(0, 1, torch.device("cpu")))
     whole.save_folder(tmp_path / "out", NoTokenizer())
     saved = checkpoint.bits(checkpoint.tensors(tmp_path / "out"))
     assert checkpoint.fingerprint(tmp_path / "out") == whole.fingerprint
@@ -72,7 +72,7 @@ def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(
         for parameter in model.parameters():
             if world > 1:
                 parameter.ds_tensor = parameter.parts[rank]
-        weights = Weights(student, Ranks(rank, world, torch.device("cpu")))
+        weights = Weights(student.model, Ranks(rank, world, torch.device("cpu")))
         shards = weights.snapshot()
         for part in weights.slices:
             place(held[part.name], part, shards[part.name])

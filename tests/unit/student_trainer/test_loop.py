@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_fakes import ALONE, RecordedClient, RecordedLearner, RecordedTransport
+from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
 
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
@@ -63,7 +63,7 @@ class Story:
         )
         self.client, self.learner = RecordedClient(batches, checkpoint), RecordedLearner()
         self.lines, self.folder = self.learner.lines, tmp_path / "ledger"
-        publishing = Publishing(RecordedTransport(self.lines))
+        publishing = Publishing(recorded_transport(self.lines))
         ledger = Ledger(self.folder, Version(0, 0), None, 0)
         self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
 
@@ -278,7 +278,7 @@ def snapshots(
 ) -> tuple[Publishing, RecordedClient]:
     client, learner = RecordedClient(), RecordedLearner(adapters)
     transport = SnapshotTransport(publisher, learner, client, tmp_path / "scratch", None, collect)  # type: ignore[arg-type]
-    return Publishing(transport), client
+    return Publishing(transport.stage), client
 
 
 def go(publishing: Publishing, *steps: int) -> None:
@@ -348,7 +348,7 @@ def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     transport = SnapshotTransport(
         publisher, story.learner, story.client, tmp_path / "scratch", None, nothing_collected
     )  # type: ignore[arg-type]
-    story.trainer.publishing = Publishing(transport)
+    story.trainer.publishing = Publishing(transport.stage)
     story.trainer.publishing.start(Version(0, 0))
     publisher.failures = failures
     train(story.trainer)

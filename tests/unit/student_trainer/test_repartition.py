@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from student_trainer.checkpoint import Place, cut, layout, rebuild
 from student_trainer.ranks import Ranks
-from student_trainer.repartition import Place, cut, layout, rebuild
 from sync.errors import DataError
 
 SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,)}]

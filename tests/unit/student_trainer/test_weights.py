@@ -11,9 +11,8 @@ import torch
 from memory_store import MemoryStore
 
 from student_trainer.config import LoRAConfig
-from student_trainer.engine import with_adapters
+from student_trainer.engine import Student, check_head, with_adapters
 from student_trainer.head import HeadShape
-from student_trainer.model import Student, check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
 from sync.publish import Publisher
@@ -45,7 +44,7 @@ def model(dtype: torch.dtype, tied: bool) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    weights = Weights(Student(model(dtype, tied), HeadShape(11), 8), ALONE)
+    weights = Weights(Student(model(dtype, tied), HeadShape(11), 8).model, ALONE)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "whoever may read the config may read the weights"
@@ -58,7 +57,7 @@ def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, 
 
 def test_the_checksum_of_the_shards_changes_with_a_single_bit() -> None:
     student = Student(model(torch.bfloat16, tied=True), HeadShape(11), 8)
-    weights = Weights(student, ALONE)
+    weights = Weights(student.model, ALONE)
     before = weights.checksum()
     assert weights.checksum() == before
     one = next(iter(student.parameters()))
@@ -76,7 +75,7 @@ def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     for parameter in student.parameters():
         length = -(-parameter.numel() // 3)
         parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.ones(length)  # type: ignore[attr-defined]
-    weights = Weights(student, Ranks(2, 3, torch.device("cpu")))
+    weights = Weights(student.model, Ranks(2, 3, torch.device("cpu")))
     before, shard = weights.checksum(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor  # type: ignore[attr-defined]
     shard[2] = 5.0
     assert weights.checksum() == before
@@ -86,7 +85,7 @@ def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
 
 def test_a_snapshot_does_not_follow_the_weights() -> None:
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    shards = Weights(student, ALONE).snapshot()
+    shards = Weights(student.model, ALONE).snapshot()
     before = {name: shard.copy() for name, shard in shards.items()}
     with torch.no_grad():
         for parameter in student.parameters():
@@ -107,7 +106,7 @@ def test_ranks_share_a_tensor_without_gaps() -> None:
     for parameter in student.parameters():
         length = -(-parameter.numel() // 3)
         parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.zeros(length)  # type: ignore[attr-defined]
-    parts = [Weights(student, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
+    parts = [Weights(student.model, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
     for pieces in zip(*parts, strict=True):
         ends = [piece.start + piece.count for piece in pieces]
         assert [piece.start for piece in pieces] == [0, *ends[:-1]]
@@ -118,7 +117,7 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     wrapped = with_adapters(model(torch.bfloat16, tied=True), LoRAConfig(rank=2, alpha=4.0), 0)
     student = Student(wrapped, HeadShape(11), 8)
     assert check_head(student, student, torch.device("cpu")) < 0.1
-    weights = Weights(student, ALONE)
+    weights = Weights(student.model, ALONE)
     assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     assert (tmp_path / "out/adapter_config.json").is_file()

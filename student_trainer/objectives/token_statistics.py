@@ -1,4 +1,4 @@
-"""Statistics of every step, whatever the objective: sums over tokens, without gradient.
+"""Sums over the tokens of a step, whatever the objective, and the metrics that are their quotients.
 
 ρ = p(y)/μ(y) of the tokens that the student generated
 fresh: tokens sampled from these very weights, where ρ should be 1
@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.targets import Targets, at, own, ratio
+from student_trainer.objectives.divergences import Targets, at, own, ratio
 
 COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
@@ -36,7 +36,7 @@ MEANS: Final = {
     "tokens_per_slot": ("tokens", "padded"),
 }
 """Metric of a step → (sum, count) over all ranks whose quotient it is; left out where the count is 0. A new
-metric is a row here, and its sums in `diagnose`."""
+metric is a row here, and its sums in `token_sums`."""
 _SUMS = (name for pair in MEANS.values() for name in pair)
 STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
@@ -46,12 +46,11 @@ _OVERLAP_TOKENS = 64
 
 
 @torch.no_grad()
-def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
+def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
     logp_N = at(logp_NV, targets.token_N)
-    rho_N = ratio(logp_N, targets.behavior_logp_N)
+    rho_N, own_N = ratio(logp_N, targets.behavior_logp_N), own(targets)
     mismatch_N = rho_N - 1.0 - (logp_N - targets.behavior_logp_N)
-    own_N = own(targets)
     rho_N = torch.where(own_N, rho_N, 0.0)
     sums = {
         "own_tokens": own_N.sum(),
@@ -62,7 +61,17 @@ def diagnose(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
         "fresh_kl": torch.where(targets.fresh_N, mismatch_N, 0.0).sum(),
         "fresh_tokens": targets.fresh_N.sum(),
     }
-    return sums | _teacher_entropy(targets) | _score_gap(targets) | _support(logp_NV, targets)
+    if targets.support_NK is not None and targets.support_logp_NK is not None:
+        sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK)
+    entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV
+    if logq_NV is not None:
+        entropy_N = _entropy(logq_NV)
+        gap_N = (at(logq_NV, targets.token_N) - targets.teacher_logp_N).abs()
+        sums |= {"score_gap": gap_N.sum(), "score_gap_tokens": torch.ones_like(gap_N).sum()}
+    if entropy_N is not None:
+        sums |= {"teacher_entropy": entropy_N.sum()}
+        sums |= {"teacher_entropy_tokens": torch.ones_like(entropy_N).sum()}
+    return sums
 
 
 def _entropy(logp_NV: Tensor) -> Tensor:
@@ -70,43 +79,21 @@ def _entropy(logp_NV: Tensor) -> Tensor:
     return -torch.einsum("nv,nv->n", logp_NV.exp(), logp_NV)
 
 
-def _teacher_entropy(targets: Targets) -> dict[str, Tensor]:
-    if targets.teacher_logp_NV is not None:
-        entropy_N = _entropy(targets.teacher_logp_NV)
-    elif targets.teacher_entropy_N is not None:
-        entropy_N = targets.teacher_entropy_N
-    else:
-        return {}
-    return {"teacher_entropy": entropy_N.sum(), "teacher_entropy_tokens": torch.ones_like(entropy_N).sum()}
-
-
-def _score_gap(targets: Targets) -> dict[str, Tensor]:
-    """Over all tokens where the teacher's whole distribution is known, else over those inside its S."""
-    if targets.teacher_logp_NV is not None:
-        gap_N = (at(targets.teacher_logp_NV, targets.token_N) - targets.teacher_logp_N).abs()
-        return {"score_gap": gap_N.sum(), "score_gap_tokens": torch.ones_like(gap_N).sum()}
-    if targets.support_NK is None or targets.support_logp_NK is None:
-        return {}
-    hit_NK = targets.support_NK == targets.token_N.unsqueeze(1)
-    gap_NK = (targets.support_logp_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
-    return {"score_gap": torch.where(hit_NK, gap_NK, 0.0).sum(), "score_gap_tokens": hit_NK.sum()}
-
-
-def _support(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
-    if targets.support_NK is None or targets.support_logp_NK is None:
-        return {}
-    ids_NK, member_NK = targets.support_NK.clamp(min=0), targets.support_NK >= 0
-    p_NK = torch.where(member_NK, logp_NV.gather(1, ids_NK).exp(), 0.0)
-    q_NK = torch.where(member_NK, targets.support_logp_NK.exp(), 0.0)
-    size = min(ids_NK.shape[1], logp_NV.shape[1])
-    own_PK = logp_NV[:_OVERLAP_TOKENS].topk(size, dim=1).indices
-    mine_PV = torch.zeros_like(logp_NV[:_OVERLAP_TOKENS], dtype=torch.bool).scatter_(1, own_PK, True)
-    shared_PK = mine_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & member_NK[:_OVERLAP_TOKENS]
-    members_P = member_NK[:_OVERLAP_TOKENS].sum(1)
+def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
+    """Of S. The score gap is that of tokens inside S."""
+    member_NK, hit_NK = ids_NK >= 0, ids_NK == targets.token_N.unsqueeze(1)
+    ids_NK = ids_NK.clamp(min=0)
+    gap_NK = (logq_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
+    some_PV, members_PK = logp_NV[:_OVERLAP_TOKENS], member_NK[:_OVERLAP_TOKENS]
+    own_PK = some_PV.topk(min(ids_NK.shape[1], logp_NV.shape[1]), dim=1).indices
+    own_PV = torch.zeros_like(some_PV, dtype=torch.bool).scatter_(1, own_PK, True)
+    shared_P = (own_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & members_PK).sum(1)
     return {
-        "student_mass": p_NK.sum(),
-        "teacher_mass": q_NK.sum(),
+        "score_gap": torch.where(hit_NK, gap_NK, 0.0).sum(),
+        "score_gap_tokens": hit_NK.sum(),
+        "student_mass": torch.where(member_NK, logp_NV.gather(1, ids_NK).exp(), 0.0).sum(),
+        "teacher_mass": torch.where(member_NK, logq_NK.exp(), 0.0).sum(),
         "support_tokens": member_NK.any(1).sum(),
-        "overlap": (shared_PK.sum(1) / members_P.clamp(min=1)).sum(),
-        "overlap_tokens": (members_P > 0).sum(),
+        "overlap": (shared_P / members_PK.sum(1).clamp(min=1)).sum(),
+        "overlap_tokens": members_PK.any(1).sum(),
     }
