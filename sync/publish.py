@@ -21,7 +21,7 @@ import numpy as np
 from blake3 import blake3
 
 from sync.delta import file as delta_file
-from sync.delta.codec import Bits, Effort, apply, scanner
+from sync.delta.codec import Bits, Effort, apply, on_host
 from sync.delta.file import Header, Slice
 from sync.durable import until_disk_space
 from sync.errors import SnapshotError, StoreError
@@ -347,4 +347,4 @@ def _copy(bits: Bits) -> Bits:
 
 def _on_host(bits: Bits) -> np.ndarray:
     """`bits` themselves when they are an array; of a tensor, a copy."""
-    return bits if isinstance(bits, np.ndarray) else scanner(bits).host(bits).copy()
+    return bits if isinstance(bits, np.ndarray) else on_host(bits).copy()
