@@ -23,13 +23,12 @@ import msgspec
 
 from sync.claims import Claim
 from sync.delta.file import apply_chain
-from sync.download import Deltas, fetch_folder
 from sync.durable import write
 from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import digests
-from sync.snapshots.manifest import Manifest, dump, lease, load, read_chain, read_latest
+from sync.snapshots.manifest import Deltas, Manifest, dump, fetch_folder, load, read_chain, read_latest
 from sync.stores import Store, open_store
 from sync.wire import Version
 
@@ -136,8 +135,7 @@ class Mirror:
                 return deltas.bytes_read
             except (SnapshotError, StoreError) as error:
                 logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
-        with lease(self._store, self._run, version):
-            self._take(None, read_chain(self._store, self._run, version), deltas)
+        self._take(None, read_chain(self._store, self._run, version), deltas)
         return deltas.bytes_read
 
     def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:
