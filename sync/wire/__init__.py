@@ -18,73 +18,7 @@ Letters in shapes: T completion tokens of one rollout, L prompt + completion tok
 H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of a batch (sum of T).
 """
 
-# ruff: noqa: F401
-# mypy: implicit-reexport
-from __future__ import annotations
-
-from sync.wire.base import (
-    CONTENT_TYPE,
-    DTYPES,
-    SCHEMA,
-    Array,
-    Message,
-    RunIdentity,
-    Version,
-    VersionSpan,
-    decode,
-    encode,
-    frame,
-    pack,
-    unpack,
-)
-from sync.wire.student import (
-    BroadcastTicket,
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    ReplicaJoins,
-    ReplicaLeaves,
-    Replicas,
-    ReplicaState,
-    ReplicaStatus,
-    Sampling,
-    UpdateReply,
-    UpdateRequest,
-)
-from sync.wire.teacher import (
-    EvalReport,
-    EvalRequest,
-    Head,
-    ProbeReply,
-    ProbeRequest,
-    ReferenceScores,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherGenerateReply,
-    TeacherGenerateRequest,
-    TeacherInfo,
-    TeacherPrompt,
-    Want,
-)
-from sync.wire.trainer import (
-    Audience,
-    BatchRequest,
-    BroadcastMembers,
-    CheckpointSaved,
-    FinalDigests,
-    Heartbeat,
-    Ok,
-    Published,
-    Rows,
-    StepReport,
-    Stop,
-    TrainBatch,
-    TrainerHello,
-    TrainerWelcome,
-    Wait,
-)
+from sync.wire.base import *  # noqa: F403
+from sync.wire.student import *  # noqa: F403
+from sync.wire.teacher import *  # noqa: F403
+from sync.wire.trainer import *  # noqa: F403

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from sync.wire.base import Array, Message, Version, VersionSpan
+from sync.wire.base import Amount, Array, Count, Message, Version, VersionSpan
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -88,13 +88,13 @@ class UpdateReply(Message, frozen=True):
 
     version: Version
     """What the replica now serves."""
-    bytes_read: int
+    bytes_read: Count
     """Bytes fetched from the store, or received by broadcast, for this update."""
-    stage_seconds: float
+    stage_seconds: Amount
     """Download, decode, verify; generation went on."""
-    pause_seconds: float
+    pause_seconds: Amount
     """No token was generated: from the call to pause until resumed."""
-    apply_seconds: float
+    apply_seconds: Amount
     """The part of the pause that loaded weights."""
 
 
@@ -103,11 +103,11 @@ class ReplicaState(Message, frozen=True):
 
     version: Version | None
     """None: still the folder the engine was started with, no published version yet."""
-    requests: int
+    requests: Count
     """Completions in flight."""
     digests: dict[str, str] | None = None
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Tokens generated since the engine started, unfinished completions included; None: no statistics."""
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from sync.wire.base import Array, Message, Version
+from sync.wire.base import Amount, Array, Count, Message, Share, Version
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -176,15 +176,16 @@ class EvalReport(Message, frozen=True):
     """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
 
     version: Version
-    reverse_kl: float
-    """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS."""
-    pass_rate: float | None
+    reverse_kl: Annotated[float, msgspec.Meta(ge=-0.02, le=1e300)]
+    """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS.
+    Rounding may take it below 0."""
+    pass_rate: Share | None
     """Share of completions with the full reward; None: the run has no reward function."""
-    completions: int
-    tokens: int
-    truncated: float
+    completions: Count
+    tokens: Count
+    truncated: Share
     """Share of completions that ended at the token limit."""
-    seconds: float
+    seconds: Amount
 
 
 class ProbeRequest(Message, frozen=True):
