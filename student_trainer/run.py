@@ -34,7 +34,7 @@ from sync.errors import DataError
 from sync.publish import Publisher
 from sync.snapshots.admin import gc
 from sync.stores import open_store
-from sync.wire import Head, TrainerHello, TrainerWelcome, decode, encode, unpack
+from sync.wire import Head, RunIdentity, TrainerHello, TrainerWelcome, decode, encode, unpack
 
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
@@ -140,17 +140,9 @@ def open_transport(
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastTransport(sender, learner, client)
     store = open_store(settings.store, config.run_dir / "store")
+    run = RunIdentity(config.run, welcome.run.id, weights.fingerprint)
     publisher = Publisher(
-        store,
-        config.run,
-        weights.fingerprint,
-        weights.slices,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        codec=settings.codec,
-        anchor_share=settings.anchor_share,
-        timeout=settings.timeout_seconds,
-        run_id=welcome.run.id,
+        store, run, weights.slices, rank=ranks.rank, world_size=ranks.world_size, weights=settings
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
     return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)

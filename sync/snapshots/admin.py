@@ -97,7 +97,8 @@ def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verifie
     ):
         for version in versions(store, run):
             try:
-                mirror.promote(mirror.stage(version))
+                mirror.stage(version)
+                mirror.promote(version)
             except (SnapshotError, StoreError) as error:
                 yield Verified(version, str(error))
             else:

@@ -19,6 +19,5 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 """
 
 from sync.wire.base import *  # noqa: F403
-from sync.wire.student import *  # noqa: F403
-from sync.wire.teacher import *  # noqa: F403
+from sync.wire.servers import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

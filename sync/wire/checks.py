@@ -23,8 +23,16 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.student import Generated, Sampling, UpdateReply
-from sync.wire.teacher import EvalReport, Head, Scored, TeacherCompletion, Want
+from sync.wire.servers import (
+    EvalReport,
+    Generated,
+    Head,
+    Sampling,
+    Scored,
+    TeacherCompletion,
+    UpdateReply,
+    Want,
+)
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02

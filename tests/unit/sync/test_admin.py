@@ -13,7 +13,7 @@ from sync.errors import SnapshotError
 from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
 from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 RUN = "run"
 DAY = 86400.0
@@ -27,7 +27,9 @@ def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> 
     """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
     shapes = {"w": ((512,), "f4")}
     publisher = Publisher(
-        store, RUN, checkpoint.model_fingerprint(shapes), [Slice("w", (512,), "f4", 0, 512)]
+        store,
+        RunIdentity(RUN, model=checkpoint.model_fingerprint(shapes)),
+        [Slice("w", (512,), "f4", 0, 512)],
     )
     for step in range(steps):
         version, bits = Version(0, step), {"w": weights(step).view("u4")}

@@ -12,9 +12,10 @@ from memory_store import MemoryStore
 from sync.delta import codec
 from sync.delta.codec import Effort, Mode
 from sync.publish import Publisher, Slice
+from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import version_key
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "u1": "u1"}
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
@@ -124,7 +125,17 @@ def test_a_publisher_of_device_shards_writes_what_one_of_arrays_writes(effort: E
     slices = [Slice("a", (40, 50), "bf16", 0, 2000), Slice("b", (900,), "f4", 100, 300)]
     shards: dict[str, Any] = {"a": noise(random, 2000, "bf16"), "b": noise(random, 300, "f4")}
     stores = MemoryStore(), MemoryStore()
-    publishers = [Publisher(s, "run", "f", slices, rank=1, world_size=2, codec=effort) for s in stores]
+    publishers = [
+        Publisher(
+            s,
+            RunIdentity("run", model="f"),
+            slices,
+            rank=1,
+            world_size=2,
+            weights=WeightsConfig(codec=effort),
+        )
+        for s in stores
+    ]
     for step in range(4):
         tensors = {name: on(device, bits) for name, bits in shards.items()}
         for publisher, held in zip(publishers, (shards, tensors), strict=True):
@@ -150,7 +161,7 @@ def test_an_anchor_of_device_shards_is_compared_with_its_folder(tmp_path: Any) -
     tensor = torch.arange(64, dtype=torch.bfloat16)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     slices = [Slice("w", (64,), "bf16", 0, 64)]
-    publisher = Publisher(MemoryStore(), "run", checkpoint.fingerprint(tmp_path), slices)
+    publisher = Publisher(MemoryStore(), RunIdentity("run", model=checkpoint.fingerprint(tmp_path)), slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path, {"w": tensor.view(torch.int16)})
     assert report.kind == "full"
     with pytest.raises(SnapshotError, match="other bits"):

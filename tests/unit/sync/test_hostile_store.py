@@ -28,7 +28,7 @@ from sync.snapshots.manifest import manifest_key, read_manifest
 from sync.stores import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
 from sync.subscribe import Mirror
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def v(step: int) -> Version:
 
 
 def follow(mirror: Mirror, version: Version) -> None:
-    mirror.promote(mirror.stage(version))
+    mirror.promote(mirror.stage(version).version)
 
 
 def refusal(store: MemoryStore, folder: Path, version: Version) -> str:
@@ -285,7 +285,9 @@ def test_gc_removes_no_chain_of_a_manifest_that_it_cannot_read(store: MemoryStor
         safetensors(json.dumps({"w": entry(0, 16, [4])}).encode(), bytes(16))
     )
     slices = [Slice("w", (4,), "f4", 0, 4)]
-    Publisher(store, RUN, checkpoint.fingerprint(folder), slices).anchor(v(4), None, folder, bits)
+    Publisher(store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), slices).anchor(
+        v(4), None, folder, bits
+    )
     later = time.time() + 10
     sound = admin.gc(store, RUN, keep_anchors=1, grace_seconds=0, now=later, dry_run=True)
     assert sound.removed == [v(0), v(1), v(2), v(3)]
@@ -348,7 +350,9 @@ def test_a_publisher_leaves_code_out(tmp_path: Path) -> None:
     (folder / "x.py").write_text("raise SystemExit")
     slices = [Slice(n, p.shape, p.kind, 0, p.nbytes // 4) for n, p in checkpoint.tensors(folder).items()]
     bits = {name: array.copy() for name, array in checkpoint.bits(checkpoint.tensors(folder)).items()}
-    Publisher(store, RUN, checkpoint.fingerprint(folder), slices).anchor(v(0), None, folder, bits)
+    Publisher(store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), slices).anchor(
+        v(0), None, folder, bits
+    )
     assert not any(key.endswith(".py") for key in store.list(""))
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         staged = mirror.stage(v(0)).path
