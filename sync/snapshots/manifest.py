@@ -216,12 +216,8 @@ def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     store.fetch(key, path)
     if not _is(path, file):
-        size = path.stat().st_size
         path.unlink()
-        raise SnapshotError(
-            f"{key} has {size} bytes of which the digest is wrong, the manifest says {file.size}: "
-            "it was cut or altered"
-        )
+        raise SnapshotError(f"{key} has another digest than its manifest: it was cut or altered")
     return file.size
 
 
@@ -286,17 +282,14 @@ class Deltas:
             raise SnapshotError(
                 f"{path} has {len(header.ranges)} ranges, the model {len(places)} tensors: it was altered"
             )
-        stated = (header.run, header.version, header.base, header.fingerprint, header.rank, header.world_size)
-        expected = (
-            manifest.run,
-            manifest.version,
-            manifest.base,
-            manifest.fingerprint,
-            rank,
-            len(manifest.files),
+        version, base = manifest.version, manifest.base or manifest.version
+        expected = Header(
+            manifest.run, manifest.fingerprint, version, base, rank, len(manifest.files), header.ranges
         )
-        if stated != expected:
-            raise SnapshotError(f"{path} states {stated}, its manifest {expected}: files were mixed up")
+        if header != expected:
+            raise SnapshotError(
+                f"{path} is not rank {rank}'s file of {version} on {base}: files were mixed up"
+            )
         return header, blobs
 
 
