@@ -81,16 +81,17 @@ class Store(ABC):
             return path.read_bytes()
 
     @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
-        """The client's errors as StoreError."""
+    def _explained(self, verb: str, key: str = "") -> Iterator[None]:
+        """The client's errors as StoreError; without a key, of the store itself."""
         try:
             yield
         except self.absent:
             raise self._missing(key) from None
         except self.failures as error:
-            why = " ".join(str(error).splitlines())[:400]
+            why = " ".join(str(getattr(error, "strerror", None) or error).splitlines())[:400]
+            what = f"{key!r} in {self}" if key else str(self)
             remedy = _FULL if is_full(error) else self.remedy
-            raise StoreError(f"cannot {verb} {key!r} in {self}: {why}; {remedy}") from error
+            raise StoreError(f"cannot {verb} {what}: {why}; {remedy}") from error
 
     def _missing(self, key: str) -> StoreError:
         return StoreError(f"{self} has no {key!r}: it was never published, or garbage collection removed it")

@@ -52,7 +52,7 @@ class BucketStore(Store):
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._api = HfApi(endpoint=endpoint, token=token)
-        with self._explained("open", bucket):
+        with self._explained("open"):
             if create:
                 self._api.create_bucket(bucket, private=True, exist_ok=True)
             else:
@@ -126,6 +126,6 @@ class BucketStore(Store):
         return {name: file for name, file in files.items() if name == path or name.startswith(f"{path}@")}
 
     @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
+    def _explained(self, verb: str, key: str = "") -> Iterator[None]:
         with super()._explained(verb, key), disable_progress_bars():
             yield

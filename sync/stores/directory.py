@@ -26,7 +26,7 @@ class DirectoryStore(Store):
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
-        with self._explained("open", str(self.root)):
+        with self._explained("open"):
             make_folder(self.root / _PENDING)
 
     def create(self, key: str, data: bytes | Path) -> None:

@@ -47,7 +47,7 @@ class ObjectStore(Store):
         self._url = url
         plain = options.get("endpoint", "").startswith("http://")
         client: Any = {"allow_http": True} if plain else None
-        with self._explained("open", url):
+        with self._explained("open"):
             try:
                 self._store = from_url(url, config=options, client_options=client, retry_config=_RETRY)
             except ValueError as error:

@@ -40,7 +40,7 @@ def run_folder(folder: Path, store: str) -> Path:
         ('{type="object", url="other://place"}', 'Unable to recognise URL "other://place"'),
         ('{type="object", url="s3://b", options={colour="red"}}', "'colour' is not valid for store 'S3'"),
         ('{type="bucket", bucket="me/none", create=false}', "check HF_ENDPOINT, HF_TOKEN, the bucket's name"),
-        ('{type="directory", path="/dev/null/store"}', "cannot open /dev/null/store: Not a directory"),
+        ('{type="directory", path="/dev/null/store"}', "the store /dev/null/store: Not a directory"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_one_message(
