@@ -59,13 +59,15 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
             "both must be flat arrays of the same bits"
         )
-    if _equal(old, new):
-        return bytes([Mode.SAME])
-    if kind not in MANTISSA or new.itemsize not in (2, 4):
-        return _whole(on_host(new))
-    blob = _by_class(on_host(old), on_host(new), MANTISSA[kind]) if effort == "small" else None
-    blob = blob or _by_position(old, new)
-    return blob if len(blob) <= new.nbytes else _whole(on_host(new))
+    by_difference = kind in MANTISSA and new.itemsize in (2, 4)
+    blob = None
+    if effort == "small" or not by_difference or len(new) == 0:
+        if _equal(old, new):
+            return bytes([Mode.SAME])
+        blob = _by_class(on_host(old), on_host(new), MANTISSA[kind]) if by_difference else None
+    if blob is None and by_difference:
+        blob = _by_position(old, new)
+    return _whole(on_host(new)) if blob is None or len(blob) > new.nbytes else blob
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
@@ -124,6 +126,8 @@ def _by_position(old: Any, new: Any) -> bytes:
         gaps, wide_gaps, steps, wide_steps = kernels.scan(old, new)
     else:
         gaps, wide_gaps, steps, wide_steps = _scan_tensors(old, new)
+    if len(gaps) == 0:
+        return bytes([Mode.SAME])
     by_bytes = wide_steps.view(np.uint8).reshape(-1, new.itemsize).T.ravel()
     head, places = Mode.GAPS, [gaps, wide_gaps]
     if len(gaps) > _GAP_SHARE * len(new) + 64:

@@ -130,16 +130,15 @@ def _scan(
 
 
 @compiled
-def _step(bits: Any, i: int, width: int, steps: Any, k: int, wide_steps: Any, s: int) -> int:
-    """Move bits[i] by entry k of `steps`; returns the wide steps used so far, or -1 when they are too few."""
-    step: Any = np.int64(steps[k])
-    if step == ESCAPE:
-        if s >= wide_steps.size:
-            return -1
-        step = np.int64(wide_steps[s])
-        s += 1
-    bits[i] = moved(np.int64(bits[i]), step + 1, width)
-    return s
+def _take(narrow: Any, k: int, wide: Any, w: int) -> tuple[int, int]:
+    """Entry k of a stream of bytes, or -1, and the wide values used so far."""
+    value: Any = np.int64(narrow[k])
+    if value != ESCAPE:
+        return value, w
+    if w >= wide.size:
+        return -1, w
+    value = np.int64(wide[w])
+    return value, w + 1
 
 
 @compiled
@@ -147,18 +146,12 @@ def apply_gaps(bits: Any, width: int, gaps: Any, wide_gaps: Any, steps: Any, wid
     """Inverse of `scan`, in place; 0, or -1 when the streams do not fit `bits` or one another."""
     g, s, i = 0, 0, -1
     for k in range(gaps.size):
-        gap: Any = np.int64(gaps[k])
-        if gap == ESCAPE:
-            if g >= wide_gaps.size:
-                return -1
-            gap = np.int64(wide_gaps[g])
-            g += 1
-        if gap < 0 or gap >= bits.size - 1 - i:
+        gap, g = _take(gaps, k, wide_gaps, g)
+        step, s = _take(steps, k, wide_steps, s)
+        if gap < 0 or step < 0 or gap >= bits.size - 1 - i:
             return -1
         i += gap + 1
-        s = _step(bits, i, width, steps, k, wide_steps, s)
-        if s < 0:
-            return -1
+        bits[i] = moved(np.int64(bits[i]), step + 1, width)
     return 0 if g == wide_gaps.size and s == wide_steps.size else -1
 
 
@@ -170,9 +163,10 @@ def apply_bitmap(bits: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any
         if (bitmap[i >> 3] >> (i & 7)) & 1:
             if k >= steps.size:
                 return -1
-            s = _step(bits, i, width, steps, k, wide_steps, s)
-            if s < 0:
+            step, s = _take(steps, k, wide_steps, s)
+            if step < 0:
                 return -1
+            bits[i] = moved(np.int64(bits[i]), step + 1, width)
             k += 1
     return 0 if k == steps.size and s == wide_steps.size else -1
 

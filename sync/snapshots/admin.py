@@ -74,7 +74,7 @@ def ls(store: Store, run: str) -> list[Listed | Odd]:
     """Published versions, oldest first, then what is there and cannot be used."""
     held = _read(store, run)
     listed = [
-        Listed(*(getattr(manifest, name) for name in _OF_MANIFEST), latest=version == held.latest)
+        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == held.latest)
         for version, manifest in held.manifests.items()
     ]
     return [*listed, *held.odd]
