@@ -33,7 +33,7 @@ from sync.publish import Publisher, PublishReport
 from sync.snapshots.admin import Collected, gc
 from sync.snapshots.checkpoint import meta_of
 from sync.stores import open_store
-from sync.wire import Published, TrainerWelcome, Version
+from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
 Work = Callable[[], bool]
@@ -113,17 +113,9 @@ def open_transport(
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         return BroadcastTransport(sender, learner, client).stage
     store = open_store(settings.store, config.run_dir / "store")
+    run = RunIdentity(config.run, welcome.run.id, weights.fingerprint)
     publisher = Publisher(
-        store,
-        config.run,
-        weights.fingerprint,
-        weights.slices,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        codec=settings.codec,
-        anchor_share=settings.anchor_share,
-        timeout=settings.timeout_seconds,
-        run_id=welcome.run.id,
+        store, run, weights.slices, rank=ranks.rank, world_size=ranks.world_size, weights=settings
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
     return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect).stage

@@ -53,19 +53,13 @@ def url_problem(url: str) -> str | None:
 
 
 def checked_url(url: str, name: str = "URL") -> str:
-    """`url` as it is. Raises ConfigError that says `name` when no server can be there."""
+    """`url` itself. Raises ConfigError when no server can be there."""
     if problem := url_problem(url):
         raise ConfigError(f"{name} {url!r} is {problem}")
     return url
 
 
-def _in_settings(url: str) -> str:
-    if problem := url_problem(url):
-        raise ValueError(problem)
-    return url
-
-
-Url = Annotated[str, AfterValidator(_in_settings)]
+Url = Annotated[str, AfterValidator(checked_url)]
 """A field of a configuration that names a server."""
 
 
@@ -137,7 +131,7 @@ class _Bounded:
 
     def __init__(self, response: httpx.Response) -> None:
         """Raises RemoteError for an encoded answer, or one that announces too much."""
-        self._response, self._parts, self._seen = response, list[bytes](), 0
+        self._response, self._content = response, bytearray()
         self._most = MAX_ANSWER if response.status_code == 200 else MAX_REFUSAL
         check_plain(response)
         length = response.headers.get("content-length", "0")
@@ -151,14 +145,13 @@ class _Bounded:
 
     def add(self, part: bytes) -> None:
         """Take the next part. Raises RemoteError when the answer is too long."""
-        self._parts.append(part)
-        self._seen += len(part)
-        self._check(self._seen)
+        self._content += part
+        self._check(len(self._content))
 
     def answer(self) -> _Answer:
-        """What came, at the end."""
+        """All parts, at the end."""
         response = self._response
-        return _Answer(str(response.url), response.status_code, response.headers, b"".join(self._parts))
+        return _Answer(str(response.url), response.status_code, response.headers, bytes(self._content))
 
 
 def check_plain(response: httpx.Response) -> None:
@@ -168,6 +161,13 @@ def check_plain(response: httpx.Response) -> None:
         raise RemoteError(
             f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
         )
+
+
+async def _read(response: httpx.Response) -> _Answer:
+    bounded = _Bounded(response)
+    async for part in response.aiter_raw():
+        bounded.add(part)
+    return bounded.answer()
 
 
 def _headers(token: str | None) -> dict[str, str]:
@@ -270,10 +270,7 @@ class Peer:
             timeout=timeout,
         ) as response:
             self._check(response)
-            bounded = _Bounded(response)
-            async for part in response.aiter_raw():
-                bounded.add(part)
-            return bounded.answer()
+            return await _read(response)
 
     def _check(self, response: httpx.Response) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
@@ -300,10 +297,7 @@ class Peer:
                 "POST", path, content=content, headers=headers, timeout=endless
             ) as response:
                 if response.status_code != 200:
-                    bounded = _Bounded(response)
-                    async for part in response.aiter_raw():
-                        bounded.add(part)
-                    bounded.answer().body(retry=False)
+                    (await _read(response)).body(retry=False)
                 check_plain(response)
                 self._check(response)
                 buffer = bytearray()

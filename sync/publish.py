@@ -21,21 +21,23 @@ import numpy as np
 from blake3 import blake3
 
 from sync.delta import file as delta_file
-from sync.delta.codec import Bits, Effort, apply, scanner
+from sync.delta.codec import Bits, Effort, apply, on_host
 from sync.delta.file import Header, Slice
 from sync.durable import until_disk_space
 from sync.errors import SnapshotError, StoreError
 from sync.retry import Backoff
+from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import BITS, refused, without_code
-from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, manifest_key, version_key
+from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, version_key
 from sync.stores import Store, read_small
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 __all__ = ["PublishReport", "Publisher", "Slice"]
 
 logger = logging.getLogger(__name__)
-_POLL: Final = (0.005, 0.25)  # seconds between looks for a receipt: first, longest
+_POLL: Final = (0.005, 0.25)  # seconds between two looks for a receipt: first, longest
+_DEFAULTS: Final = WeightsConfig()
 
 
 @dataclass(frozen=True)
@@ -58,42 +60,36 @@ class Publisher:
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
-    copy of the shard (`BaseShard`) and codes `threads` tensors at once. After an error `anchor_due` is true:
-    publish an anchor next, under a new version.
+    copy of the shard (`BaseShard`). After an error `anchor_due` is true: publish an anchor next, under a new
+    version.
     """
 
     def __init__(
         self,
         store: Store,
-        run: str,
-        fingerprint: str,
+        run: RunIdentity,
         slices: Sequence[Slice],
         *,
         rank: int = 0,
         world_size: int = 1,
-        codec: Effort = "fast",
-        anchor_share: float = 4.0,
-        timeout: float = 300.0,
-        threads: int = 1,
-        run_id: str | None = None,
+        weights: WeightsConfig = _DEFAULTS,
     ) -> None:
-        """`run_id`: what readers of the run expect in every manifest; None: published outside a run."""
-        self._store, self._run, self._fingerprint, self._run_id = store, run, fingerprint, run_id
+        """`run`: with the model's fingerprint; its `id` is None for what is published outside a run."""
+        assert run.model is not None, "the fingerprint goes into every manifest"
+        self._store, self._run, self._fingerprint = store, run, run.model
         self._slices = [part for part in slices if part.count]
-        self._rank, self._world_size = rank, world_size
-        self._codec: Effort = codec
-        self._anchor_share, self._timeout, self._threads = anchor_share, timeout, threads
+        self._rank, self._world_size, self._config = rank, world_size, weights
         self._lock = threading.Lock()
         self._base: Version | None = None
         self._parent: Version | None = None
         self._held: BaseShard | None = None
         self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
-        self._shard_bytes = sum(part.count * checkpoint.BITS[part.dtype].itemsize for part in self._slices)
+        self._shard_bytes = sum(part.count * BITS[part.dtype].itemsize for part in self._slices)
 
     @property
     def anchor_due(self) -> bool:
         """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones."""
-        return self._base is None or self._delta_bytes >= self._anchor_share * self._full_bytes
+        return self._base is None or self._delta_bytes >= self._config.anchor_share * self._full_bytes
 
     def anchor(
         self,
@@ -152,8 +148,11 @@ class Publisher:
             if got is not None:
                 raise SnapshotError(
                     f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
-                    f"{part.dtype}: pass flat {checkpoint.BITS[part.dtype]} bits"
+                    f"{part.dtype}: pass flat {BITS[part.dtype]} bits"
                 )
+
+    def _key(self, version: Version, name: str) -> str:
+        return version_key(self._run.name, version, name)
 
     def _write(self, key: str, data: bytes | Path) -> None:
         """Create a key; while the store's disk is full, wait for room."""
@@ -163,14 +162,14 @@ class Publisher:
         self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]
     ) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""
-        header = Header(self._run, self._fingerprint, version, base, self._rank, self._world_size, [])
-        data = held.delta(header, self._slices, shards, self._codec, self._threads)
+        header = Header(self._run.name, self._fingerprint, version, base, self._rank, self._world_size, [])
+        data = held.delta(header, self._slices, shards, self._config.codec)
         name = f"delta-{self._rank:05d}.bin"
-        self._write(version_key(self._run, version, name), data)
+        self._write(self._key(version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())
         part = Part(rank=self._rank, base=base, file=file, shard_bytes=self._shard_bytes)
         if self._rank > 0:
-            self._write(version_key(self._run, version, _receipt(self._rank)), dump(part))
+            self._write(self._key(version, _receipt(self._rank)), dump(part))
         return part
 
     # --- rank 0 -------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class Publisher:
                 logger.info("%s is left out of %s: %s", path.name, version, why)
                 continue
             data = without_code(path)
-            self._write(version_key(self._run, version, name), data)
+            self._write(self._key(version, name), data)
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             size = len(data) if isinstance(data, bytes) else data.stat().st_size
             files.append(File(name, size, digest.hexdigest()))
@@ -223,7 +222,7 @@ class Publisher:
 
     def _publish_delta(self, version: Version, base: Version, own: Part) -> tuple[int, int]:
         """Wait for every rank's file and write the manifest; returns (bytes, bytes of a full snapshot)."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._config.timeout_seconds
         parts = [own] + [
             self._await_part(version, base, rank, deadline) for rank in range(1, self._world_size)
         ]
@@ -238,13 +237,13 @@ class Publisher:
         return sum(file.size for file in files), self._full_bytes
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
-        key = version_key(self._run, version, _receipt(rank))
+        key = self._key(version, _receipt(rank))
         pauses = Backoff(*_POLL)
         while not self._store.exists(key):
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"rank {rank} of {self._world_size} left no receipt of {version} within "
-                    f"{self._timeout:g} s: it died, or the store is slow (weights.timeout_seconds)"
+                    f"rank {rank} of {self._world_size} left no receipt of {version} within weights.timeout_"
+                    f"seconds = {self._config.timeout_seconds:g}: it died, or the store is slow"
                 )
             time.sleep(pauses.next())
         part = load(read_small(self._store, key), Part, key)
@@ -264,8 +263,8 @@ class Publisher:
         full: int,
     ) -> None:
         manifest = Manifest(
-            run=self._run,
-            run_id=self._run_id,
+            run=self._run.name,
+            run_id=self._run.id,
             version=version,
             kind=kind,
             parent=parent,
@@ -276,11 +275,9 @@ class Publisher:
             full_bytes=full,
             created=time.time(),
         )
-        self._write(manifest_key(self._run, version), dump(manifest))
-        latest = latest_key(self._run)
-        until_disk_space(
-            lambda: self._store.replace(latest, f"{version}\n".encode()), f"{latest} in {self._store}"
-        )
+        self._write(self._key(version, "manifest.json"), dump(manifest))
+        latest, text = latest_key(self._run.name), f"{version}\n".encode()
+        until_disk_space(lambda: self._store.replace(latest, text), f"{latest} in {self._store}")
         logger.info("published %s (%s, %d of %d bytes)", version, manifest.kind, manifest.bytes, full)
 
 
@@ -300,17 +297,16 @@ class BaseShard:
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:
         """Copies `shards`, for which `problem` found nothing."""
-        self._last: dict[str, Bits] = {part.name: _copy(shards[part.name]) for part in slices}
-        self.host: dict[str, np.ndarray] = {name: _on_host(bits) for name, bits in self._last.items()}
+        given = {part.name: shards[part.name] for part in slices}
+        self.host = {name: on_host(bits).copy() for name, bits in given.items()}
         """The same bits in host memory."""
+        self._last: dict[str, Bits] = {
+            name: self.host[name] if isinstance(bits, np.ndarray) else bits.clone()
+            for name, bits in given.items()
+        }
 
     def delta(
-        self,
-        header: Header,
-        slices: Sequence[Slice],
-        shards: Mapping[str, Bits],
-        effort: Effort,
-        threads: int,
+        self, header: Header, slices: Sequence[Slice], shards: Mapping[str, Bits], effort: Effort
     ) -> bytes:
         """This rank's file from what is held to `shards`; `advance` or a new anchor must follow."""
 
@@ -321,7 +317,7 @@ class BaseShard:
             apply(self.host[part.name], blob, part.dtype)
             return self.host[part.name]
 
-        return delta_file.build(header, slices, self._last, shards, effort, threads, after)
+        return delta_file.build(header, slices, self._last, shards, effort, after)
 
     def advance(self, shards: Mapping[str, Bits]) -> None:
         """Hold `shards`, to which `delta` was taken, from now on."""
@@ -339,12 +335,3 @@ def problem(part: Slice, bits: Bits | None) -> str | None:
     if exact and bits.itemsize == wanted.itemsize and tuple(bits.shape) == (part.count,):
         return None
     return f"{bits.dtype}{tuple(bits.shape)}"
-
-
-def _copy(bits: Bits) -> Bits:
-    return bits.copy() if isinstance(bits, np.ndarray) else bits.clone()
-
-
-def _on_host(bits: Bits) -> np.ndarray:
-    """`bits` themselves when they are an array; of a tensor, a copy."""
-    return bits if isinstance(bits, np.ndarray) else scanner(bits).host(bits).copy()

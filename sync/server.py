@@ -6,6 +6,7 @@ A bearer token guards every route but /health; headers name the run that asks an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import socket
@@ -178,20 +179,19 @@ def bind_alone(host: str, port: int) -> socket.socket:
 
     Raises OSError, or OverflowError for a number that is no port.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for reuse in (0, 1):
-        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        try:
-            bound.bind((host, port))
-        except OSError as error:
-            bound.close()
-            if reuse or error.errno != errno.EADDRINUSE:
-                raise
-        except OverflowError:
-            bound.close()
-            raise
-        else:
-            break
+        with contextlib.ExitStack() as closing:
+            bound = closing.enter_context(socket.socket(family))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            try:
+                bound.bind((host, port))
+            except OSError as error:
+                if reuse or error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                closing.pop_all()
+                break
     return bound
 
 

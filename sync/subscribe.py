@@ -1,6 +1,7 @@
 """A replica's local copy of the weights: one checkpoint folder is live while another is brought forward.
 
-    MIRROR/a/  b/          Hugging Face checkpoint folders (see `Slots`)
+    MIRROR/a/  b/          Hugging Face checkpoint folders
+           state.json      what each of them holds
            deltas/         verified downloads that the other slot will need as well
 
 The live folder is never written. The spare takes the first route that verifies: the deltas since the version
@@ -23,24 +24,21 @@ import msgspec
 
 from sync.claims import Claim
 from sync.delta.file import apply_chain
-from sync.download import Deltas, fetch_folder
 from sync.durable import write
 from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
-from sync.snapshots.checkpoint import digests
-from sync.snapshots.manifest import Manifest, dump, lease, load, read_chain, read_latest
+from sync.snapshots.manifest import Deltas, Manifest, dump, fetch_folder, load, read_chain, read_latest
 from sync.stores import Store, open_store
 from sync.wire import Version
 
-__all__ = ["Mirror", "Staged", "digests", "read_chain"]
-
 logger = logging.getLogger(__name__)
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A verified version in the spare slot."""
+    """A verified version in a slot."""
 
     version: Version
     path: Path
@@ -50,32 +48,44 @@ class Staged:
     seconds: float
 
 
-class Mirror:
-    """One per replica, in one process, one call at a time. Use it inside `with`, or `close()` it."""
+class _State(msgspec.Struct, frozen=True):
+    run: str
+    boot: str
+    """Boot id of the machine when this was written."""
+    fingerprint: str | None
+    """Of the model; None until a version was held."""
+    live: str | None = None
+    a: Version | None = None
+    b: Version | None = None
+    run_id: str | None = None
+    """`RunIdentity.id` of what the slots hold; None: of no run that is known."""
 
-    def __init__(
-        self, folder: Path, store: Store, run: str, fingerprint: str | None = None, threads: int = 1
-    ) -> None:
+
+class Mirror:
+    """One per replica, in one process, one call at a time. Use it inside `with`, or `close()` it.
+
+        dirty ──verified──▶ holds a version ──promote──▶ live ──other slot promoted──▶ spare ──stage──▶ dirty
+
+    `state.json` is replaced by an atomic rename. The spare is marked dirty before its first byte changes and
+    gets a version only after all of it was verified: at whatever instant the process dies, a slot that has a
+    version holds exactly that version. After a reboot, which may lose written pages, both count as dirty.
+    """
+
+    def __init__(self, folder: Path, store: Store, run: str, fingerprint: str | None = None) -> None:
         """Open or make the mirror of `run` in `folder`.
 
-        `fingerprint` is the model's; None: that of the first version that is staged. Staging decodes and
-        verifies `threads` tensors at once.
+        `fingerprint` is the model's; None: that of the first version that is staged.
         Raises SnapshotError when another process holds the folder, or it mirrors another run or model.
         """
-        self._store, self._run = store, run
-        self._slots = Slots(folder, run, fingerprint)
-        self._fingerprint, self._threads = fingerprint, threads
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._store, self._run, self._fingerprint = folder, store, run, fingerprint
         self._run_id: str | None = None
-
-    def follow(self, run_id: str | None) -> None:
-        """Take versions of the run with this id alone, and forget what is held of another; None: of any."""
-        self._run_id = run_id
-        if run_id is not None:
-            self._slots.follow(run_id)
-
-    def close(self) -> None:
-        """Let another process own the folder."""
-        self._slots.close()
+        self._lock = _own(folder / "lock")
+        try:
+            self._state = _read(folder / "state.json", run, fingerprint)
+        except SnapshotError:
+            self._lock.close()
+            raise
 
     def __enter__(self) -> Mirror:
         return self
@@ -83,52 +93,60 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Let another process own the folder."""
+        self._lock.close()
+
+    def follow(self, run_id: str | None) -> None:
+        """Take versions of the run with this id alone, and forget what is held of another; None: of any."""
+        self._run_id = run_id
+        if run_id is not None and self._state.run_id != run_id:
+            self._write(run_id=run_id, live=None, a=None, b=None, fingerprint=None)
+
     @property
     def version(self) -> Version | None:
         """Of the live slot; None before the first promotion."""
-        return self._slots.version(self._slots.live)
+        return self._held(self._state.live)
 
     @property
     def path(self) -> Path | None:
         """The live slot's checkpoint folder; None before the first promotion."""
-        return None if self._slots.live is None else self._slots.path(self._slots.live)
+        return None if self._state.live is None else self._folder / self._state.live
 
     def stage(self, version: Version) -> Staged:
         """Bring the spare slot to `version` and verify it; the live slot is only read.
 
-        Raises SnapshotError when the version is live already, is of another run or model, or verifies on no
-        route; StoreError when the store or the disk fails. The live slot is then as it was, and the next call
-        recovers.
+        A version that is live is returned as it is. Raises SnapshotError when the version is of another run
+        or model, or verifies on no route; StoreError when the store or the disk fails. The live slot is then
+        as it was, and the next call recovers.
         """
-        start = time.monotonic()
-        if version == self.version:
-            raise SnapshotError(f"{version} is live already: nothing is applied twice")
-        read = 0
-        if self._slots.version(self._slots.spare) != version:
+        start, read = time.monotonic(), 0
+        if version == self.version and self.path is not None:
+            return Staged(version, self.path, 0, 0.0)
+        if self._held(self._spare) != version:
             try:
                 read = self._bring_forward(version)
             except OSError as error:
                 raise StoreError(
-                    f"mirror {self._slots.folder} cannot be written: {error}; "
-                    "it needs room for two checkpoints"
+                    f"mirror {self._folder} cannot be written: {error}; it needs room for two checkpoints"
                 ) from error
-        return Staged(version, self._slots.path(self._slots.spare), read, time.monotonic() - start)
+        return Staged(version, self._folder / self._spare, read, time.monotonic() - start)
 
-    def promote(self, staged: Staged) -> None:
-        """Make the staged slot live; the other becomes the spare.
-
-        Raises SnapshotError unless `staged` is what the spare slot holds now.
-        """
-        held = self._slots.version(self._slots.spare)
-        if staged.version != held or staged.path != self._slots.path(self._slots.spare):
-            raise SnapshotError(f"{staged.version} was staged, the spare slot holds {held}: stage it again")
-        self._slots.promote()
+    def promote(self, version: Version) -> None:
+        """Make the spare live. Raises SnapshotError unless it holds `version`."""
+        if version == self.version:
+            return
+        if self._held(self._spare) != version:
+            raise SnapshotError(
+                f"the spare slot holds {self._held(self._spare)}, not {version}: stage it again"
+            )
+        self._write(live=self._spare)
 
     def _bring_forward(self, version: Version) -> int:
         """Take the first route to `version` that verifies; returns the bytes read from the store."""
-        deltas = Deltas(self._store, self._slots.folder / "deltas")
-        for slot in (self._slots.spare, self._slots.live):
-            chain = self._chain_from(self._slots.version(slot), version)
+        deltas = Deltas(self._store, self._folder / "deltas")
+        for slot in (self._spare, self._state.live):
+            chain = self._chain_from(self._held(slot), version)
             if slot is None or not chain:
                 continue
             try:
@@ -136,8 +154,7 @@ class Mirror:
                 return deltas.bytes_read
             except (SnapshotError, StoreError) as error:
                 logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
-        with lease(self._store, self._run, version):
-            self._take(None, read_chain(self._store, self._run, version), deltas)
+        self._take(None, read_chain(self._store, self._run, version), deltas)
         return deltas.bytes_read
 
     def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:
@@ -158,24 +175,24 @@ class Mirror:
         """
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
-        spare = self._slots.path(self._slots.spare)
+        spare = self._folder / self._spare
         if slot is None:
-            self._slots.spoil()
-            shutil.rmtree(spare, ignore_errors=True)
+            self._empty_spare()
             deltas.bytes_read += fetch_folder(self._store, chain[0], spare)
-        places = checkpoint.tensors(spare if slot is None else self._slots.path(slot))
+        places = checkpoint.tensors(spare if slot is None else self._folder / slot)
         if checkpoint.fingerprint_of(places) != chain[-1].fingerprint:
             raise SnapshotError(
                 f"the files of {chain[0].version} are of another model than its manifest says"
             )
         for link in links:
             deltas.fetch(link, places)
-        self._slots.spoil()
-        if slot is not None and slot == self._slots.live:
-            shutil.rmtree(spare, ignore_errors=True)
-            shutil.copytree(self._slots.path(slot), spare)
-        apply_chain(spare, (deltas.open(link, places) for link in links), self._threads)
-        self._slots.hold(chain[-1].version, chain[-1].fingerprint)
+        if slot is not None and slot == self._state.live:
+            self._empty_spare()
+            shutil.copytree(self._folder / slot, spare)
+        elif slot is not None:
+            self._write(**{self._spare: None})
+        apply_chain(spare, (deltas.open(link, places) for link in links))
+        self._write(**{self._spare: chain[-1].version}, fingerprint=chain[-1].fingerprint)
         deltas.keep(self._needed_again(chain))
 
     def _needed_again(self, chain: list[Manifest]) -> set[Version]:
@@ -185,7 +202,7 @@ class Mirror:
         return {link.version for link in chain[start:] if link.base is not None}
 
     def _check_model(self, chain: list[Manifest]) -> None:
-        known = self._slots.fingerprint or self._fingerprint or chain[0].fingerprint
+        known = self._state.fingerprint or self._fingerprint or chain[0].fingerprint
         for link in chain:
             if self._run_id is not None and link.run_id not in (None, self._run_id):
                 raise SnapshotError(
@@ -198,91 +215,20 @@ class Mirror:
                     "names, shapes or dtypes differ"
                 )
 
-
-# --- slots ----------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-
-
-class _State(msgspec.Struct, frozen=True):
-    run: str
-    boot: str
-    """Boot id of the machine when this was written."""
-    fingerprint: str | None
-    """Of the model; None until a version was held."""
-    live: str | None = None
-    a: Version | None = None
-    b: Version | None = None
-    run_id: str | None = None
-    """`RunIdentity.id` of what the slots hold; None: of no run that is known."""
-
-
-class Slots:
-    """Slots "a" and "b" under one folder, owned by one process, and what each of them holds.
-
-        dirty ──hold──▶ holds a version ──promote──▶ live ──the other is promoted──▶ spare ──spoil──▶ dirty
-
-    `state.json` is replaced by an atomic rename. The spare is marked dirty before its first byte changes and
-    gets a version only after all of it was verified: at whatever instant the process dies, a slot that has a
-    version holds exactly that version. After a reboot, which may lose written pages, both count as dirty.
-    """
-
-    def __init__(self, folder: Path, run: str, fingerprint: str | None) -> None:
-        """Raises SnapshotError when another process owns the folder, or it mirrors another run or model."""
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _own(folder / "lock")
-        try:
-            self._state = _read(folder / "state.json", run, fingerprint)
-        except SnapshotError:
-            self._lock.close()
-            raise
-
-    def close(self) -> None:
-        """Let another process own the folder."""
-        self._lock.close()
-
     @property
-    def fingerprint(self) -> str | None:
-        return self._state.fingerprint
-
-    @property
-    def live(self) -> str | None:
-        return self._state.live
-
-    @property
-    def spare(self) -> str:
+    def _spare(self) -> str:
         return "b" if self._state.live == "a" else "a"
 
-    def path(self, slot: str) -> Path:
-        return self.folder / slot
-
-    def version(self, slot: str | None) -> Version | None:
-        """What a slot holds; None: nothing usable."""
+    def _held(self, slot: str | None) -> Version | None:
         return {"a": self._state.a, "b": self._state.b, None: None}[slot]
 
-    def follow(self, run_id: str) -> None:
-        """Versions of another run are forgotten: this one will use their names again."""
-        if self._state.run_id != run_id:
-            self._write(run_id=run_id, live=None, a=None, b=None, fingerprint=None)
-
-    def spoil(self) -> None:
-        """The spare is about to change: until `hold` it holds nothing."""
-        self._write(**{self.spare: None})
-
-    def hold(self, version: Version, fingerprint: str) -> None:
-        """The spare holds `version`, verified."""
-        self._write(**{self.spare: version}, fingerprint=fingerprint)
-
-    def promote(self) -> None:
-        """The spare becomes live."""
-        self._write(live=self.spare)
+    def _empty_spare(self) -> None:
+        self._write(**{self._spare: None})
+        shutil.rmtree(self._folder / self._spare, ignore_errors=True)
 
     def _write(self, **changes: object) -> None:
         state = msgspec.structs.replace(self._state, **changes)
-        write(self.folder / "state.json", dump(state))
+        write(self._folder / "state.json", dump(state))
         self._state = state
 
 
@@ -339,7 +285,6 @@ class Subscriber:
     def folder(self, version: Version) -> Path:
         """A model or adapter folder that holds exactly `version`. Raises SnapshotError or StoreError."""
         self._mirror.follow(self._claim.run_id)
-        if self._mirror.version != version:
-            self._mirror.promote(self._mirror.stage(version))
-        assert self._mirror.path is not None, "a version was promoted"
-        return self._mirror.path
+        staged = self._mirror.stage(version)
+        self._mirror.promote(version)
+        return staged.path

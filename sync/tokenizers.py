@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id: fingerprints of tokenizers and where they differ.
+"""Whether two models mean the same by a token id: fingerprints of tokenizers and the parts that differ.
 
 A fingerprint has three parts of 32 hex digits (BLAKE3, 128 bits each): vocabulary, merges, special ids.
 Padded rows of a model, the padding token, truncation and padding settings are not part of it; the chat
@@ -102,30 +102,6 @@ def differing_parts(one: str, other: str) -> list[str]:
     if len(one) != len(other) or len(one) != _DIGITS * len(PARTS):
         return [] if one == other else list(PARTS)
     return [name for i, name in enumerate(PARTS) if _part(one, i) != _part(other, i)]
-
-
-def differences(
-    one: Tokenizer, other: Tokenizer, names: tuple[str, str] = ("student", "teacher")
-) -> list[str]:
-    """One line per part in which two tokenizers differ, with the first example; empty: they agree."""
-    return [
-        _explain(part, one, other, names) for part in differing_parts(fingerprint(one), fingerprint(other))
-    ]
-
-
-def _explain(part: str, one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> str:
-    if part == "merges":
-        return f"merges: {names[0]} and {names[1]} cut text into tokens by different rules"
-    if part == "special ids":
-        return f"special ids: {names[0]} has {special_ids(one)}, {names[1]} has {special_ids(other)}"
-    first = {id_: token for token, id_ in one.get_vocab().items()}
-    second = {id_: token for token, id_ in other.get_vocab().items()}
-    differ = [id_ for id_ in first.keys() | second.keys() if first.get(id_) != second.get(id_)]
-    id_ = min(differ, default=-1)
-    return (
-        f"vocabulary: {len(differ)} ids differ, the first is {id_}: "
-        f"{names[0]} has {first.get(id_)!r}, {names[1]} has {second.get(id_)!r}"
-    )
 
 
 def _merges(tokenizer: Tokenizer) -> Any:

@@ -29,7 +29,7 @@ from sync.stores import Store
 from sync.stores.directory import DirectoryStore
 from sync.stores.xet import XetStore
 from sync.subscribe import Mirror
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 log = logging.getLogger(__name__)
 RUN: Final = "bench"
@@ -134,7 +134,7 @@ class Versions:
         self._folder, self._random, self._step = folder, np.random.default_rng(0), 0
         self._arrays: dict[str, Any] = checkpoint.bits(places, writable=True)
         slices = [Slice(n, at.shape, at.kind, 0, self._arrays[n].size) for n, at in places.items()]
-        self._publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), slices)
+        self._publisher = Publisher(store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), slices)
 
     def publish(self, kind: Kind) -> PublishReport:
         """The next version; a delta needs a full one before it."""
@@ -262,7 +262,7 @@ def _measure(name: str, store: Store, work: Path, kinds: list[Kind], count: int)
             for _ in range(count):
                 report = versions.publish(kind)
                 staged = mirror.stage(report.version)
-                mirror.promote(staged)
+                mirror.promote(report.version)
                 taken.append((report, staged))
             columns = {column: median(of(*one) for one in taken) for column, of in _COLUMNS}
             yield {"store": name, "kind": kind, **columns}

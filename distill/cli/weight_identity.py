@@ -32,7 +32,7 @@ from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
+from sync.wire import ReplicaState, RunIdentity, UpdateReply, UpdateRequest, Version
 
 _RUN: Final = "proof"
 _LOCAL: Final = "127.0.0.1"
@@ -73,7 +73,9 @@ class Versions:
         self._places = checkpoint.tensors(self.folder)
         slices = [Slice(n, at.shape, at.kind, 0, len(self.arrays[n])) for n, at in self._places.items()]
         target = open_store(DirectoryStoreConfig(), store)
-        self._publisher = Publisher(target, _RUN, checkpoint.fingerprint(self.folder), slices)
+        self._publisher = Publisher(
+            target, RunIdentity(_RUN, model=checkpoint.fingerprint(self.folder)), slices
+        )
         self.step = 0
         self._publisher.anchor(Version(0, 0), None, self.folder, self.arrays)
 

@@ -140,7 +140,7 @@ class Evaluations:
             report = await self._evaluator.evaluate(version)
             if wrong := report_problem(report, version):
                 raise RemoteError(wrong)
-            if problem := checks.evaluation(report, version):
+            if problem := checks.same_version(report, version):
                 raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
         except WireError as error:
             if self._trust is not None:

@@ -186,10 +186,10 @@ def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
             continue
         theirs = load_tokenizer(teacher)
         both = f"student {config.student.path} and teacher {teacher.path} have different"
-        if lines := tokenizers.differences(tokenizer, theirs, ("student", f"teacher {name}")):
+        if parts := tokenizers.differing_parts(*map(tokenizers.fingerprint, (tokenizer, theirs))):
             raise DataError(
-                f"{both} tokenizers: {'; '.join(lines)}. Token ids must mean the same to both: choose models "
-                "of one family"
+                f"{both} {', '.join(parts)}: token ids must mean the same to both, "
+                "choose models of one family"
             )
         one, other = map(tokenizers.chat_template_fingerprint, (tokenizer, theirs))
         if shares_template(config, name) and one != other:

@@ -76,14 +76,6 @@ class HttpReplica:
 async def updated(engine: ReplicaEngine, request: UpdateRequest, timeout: float) -> UpdateReply:
     """`ReplicaEngine.update`; raises WireError for an answer that cannot be used."""
     reply = await engine.update(request, timeout)
-    if problem := checks.update(reply, request.version):
+    if problem := checks.same_version(reply, request.version):
         raise WireError(f"its answer to an update cannot be used: {problem}")
     return reply
-
-
-async def state_of(engine: ReplicaEngine) -> ReplicaState:
-    """`ReplicaEngine.state`; raises WireError for an answer that cannot be used."""
-    state = await engine.state()
-    if problem := checks.replica_state(state):
-        raise WireError(f"its state cannot be used: {problem}")
-    return state

@@ -21,7 +21,7 @@ from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Hung, Stranded
-from distill.rollout.replica_client import ReplicaEngine, state_of, updated
+from distill.rollout.replica_client import ReplicaEngine, updated
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
 from distill.run_log.validation import may_exist
@@ -270,7 +270,7 @@ class ReplicaPool:
         while not replica.excluded:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await state_of(replica.engine)).version
+                    replica.version = (await replica.engine.state()).version
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
@@ -337,7 +337,7 @@ class ReplicaPool:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, state_of(replica.engine), replica.name)
+            state = await unless(replica.lost, replica.engine.state(), replica.name)
             if state.version != replica.version:
                 raise Unreachable(
                     f"it serves {state.version} and should serve {replica.version}: it restarted"

@@ -4,7 +4,6 @@
     SAME                              nothing changed
     GAPS     changed, 4 streams       distances between changed elements and their ULP differences
     BITMAP   changed, 3 streams       one bit per element instead of distances
-    PLANES   a stream per byte        ULP differences of all elements, byte by byte
     CLASSES  the rest of the blob     ordered by the old exponent and entropy coded (effort "small")
     WHOLE    1 stream                 the new bits themselves
     stream = length, stored length, then bytes: zstd level 1, or as they are when both lengths are equal
@@ -18,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
 
 import numpy as np
 import zstandard
@@ -34,7 +33,6 @@ Effort = Literal["small", "fast"]
 MANTISSA: Final = {"bf16": 7, "f2": 10, "f4": 23}
 """Bits below the exponent of the kinds that are coded by difference; all others are sent whole."""
 _GAP_SHARE: Final = 0.2  # changed share above which a bitmap is smaller than gaps
-_PLANE_SHARE: Final = 0.25  # share of wide differences above which planes are smaller
 _BYTES: Final = np.dtype("u1")
 _WIDE_GAP: Final = np.dtype("<u8")
 _local = threading.local()
@@ -46,67 +44,30 @@ class Mode(IntEnum):
     SAME = 0
     GAPS = 1
     BITMAP = 2
-    PLANES = 3
-    CLASSES = 4
-    WHOLE = 5
-
-
-class Scanner(Protocol):
-    """Compares old with new where they lie: `diff` in host memory, `diff_torch` on a device.
-
-    What it returns is in host memory, and the same bytes from either.
-    """
-
-    def same(self, old: Any, new: Any) -> bool:
-        """Whether not one bit differs."""
-
-    def gaps(self, old: Any, new: Any, room: int) -> list[np.ndarray] | None:
-        """[distances, wide distances, steps, wide steps] as `kernels.scan_gaps` writes them.
-
-        None: more elements changed than `room` holds, to within the elements of one word of 64 bits.
-        """
-
-    def bitmap(self, old: Any, new: Any) -> list[np.ndarray]:
-        """[one bit per element, steps, wide steps] as `kernels.scan_bitmap` writes them."""
-
-    def planes(self, old: Any, new: Any) -> list[np.ndarray]:
-        """Differences of all elements, byte by byte, as `kernels.to_planes` writes them."""
-
-    def classes(self, old: Any, new: Any, mantissa: int) -> np.ndarray | None:
-        """Stream of `entropy.encode_classes`; None: it is longer than `new` and 512 bytes."""
-
-    def host(self, bits: Any) -> np.ndarray:
-        """The bits themselves."""
+    CLASSES = 3
+    WHOLE = 4
 
 
 def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`.
 
     numpy arrays of unsigned integers are read by the compiled loops. torch tensors of integers as wide are
-    read where they lie, on a GPU: only the streams of the blob leave the device, and the blob is the same.
+    compared where they lie, on a GPU; the blob is the same.
     """
     if old.dtype != new.dtype or old.shape != new.shape or old.ndim != 1:
         raise SnapshotError(
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
             "both must be flat arrays of the same bits"
         )
-    look = scanner(new)
-    if kind not in MANTISSA or new.itemsize not in (2, 4):
-        return bytes([Mode.SAME]) if look.same(old, new) else _whole(look.host(new))
-    small = effort == "small"
-    blob = _by_class(look, old, new, MANTISSA[kind]) if small else _by_position(look, old, new)
-    return blob if len(blob) <= new.nbytes else _whole(look.host(new))
-
-
-def scanner(bits: Bits) -> Scanner:
-    """What compares arrays like `bits` where they lie."""
-    if isinstance(bits, np.ndarray):
-        from sync.delta import diff
-
-        return diff
-    from sync.delta import diff_torch
-
-    return diff_torch
+    by_difference = kind in MANTISSA and new.itemsize in (2, 4)
+    blob = None
+    if effort == "small" or not by_difference or len(new) == 0:
+        if _equal(old, new):
+            return bytes([Mode.SAME])
+        blob = _by_class(on_host(old), on_host(new), MANTISSA[kind]) if by_difference else None
+    if blob is None and by_difference:
+        blob = _by_position(old, new)
+    return _whole(on_host(new)) if blob is None or len(blob) > new.nbytes else blob
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
@@ -116,16 +77,14 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
     """
     reader = _Reader(blob)
     mode = reader.byte()
-    width = bits.itemsize * 8
     if mode == Mode.WHOLE:
         bits.view(np.uint8)[:] = reader.stream(bits.nbytes, bits.nbytes)
     elif mode == Mode.CLASSES and kind in MANTISSA:
         from sync.delta import entropy
 
-        data = np.frombuffer(reader.rest(), np.uint8).copy()
-        _fits(entropy.apply_classes(bits, width, MANTISSA[kind], *entropy.fresh(), data))
-    elif mode in (Mode.GAPS, Mode.BITMAP, Mode.PLANES) and kind in MANTISSA:
-        _APPLY[Mode(mode)](reader, bits, width)
+        _fits(entropy.apply_classes(bits, MANTISSA[kind], np.frombuffer(reader.rest(), np.uint8).copy()))
+    elif mode in (Mode.GAPS, Mode.BITMAP) and kind in MANTISSA:
+        _apply_positions(reader, bits, Mode(mode))
     elif mode != Mode.SAME:
         raise SnapshotError(f"a range of kind {kind!r} has mode {mode}: the delta was altered or is newer")
     reader.end()
@@ -136,64 +95,61 @@ def mode_of(blob: bytes | memoryview) -> Mode:
     return Mode(blob[0])
 
 
-# --- one function per mode --------------------------------------------------------------------------------
+def on_host(bits: Bits) -> np.ndarray:
+    """The bits in host memory: the array itself, or a copy of a tensor as unsigned integers."""
+    return bits if isinstance(bits, np.ndarray) else bits.cpu().numpy().view(f"u{bits.itemsize}")
+
+
+# --- modes ------------------------------------------------------------------------------------------------
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return np.array_equal(old, new) if isinstance(new, np.ndarray) else old.equal(new)
 
 
 def _whole(new: np.ndarray) -> bytes:
     return bytes([Mode.WHOLE]) + _pack([new])
 
 
-def _by_class(look: Scanner, old: Bits, new: Bits, mantissa: int) -> bytes:
-    if look.same(old, new):
+def _by_class(old: np.ndarray, new: np.ndarray, mantissa: int) -> bytes | None:
+    """None: the result would be longer than `new`."""
+    from sync.delta import entropy
+
+    stream = entropy.encode_classes(old, new, mantissa)
+    return None if stream is None else bytes([Mode.CLASSES]) + stream.tobytes()
+
+
+def _by_position(old: Any, new: Any) -> bytes:
+    if isinstance(new, np.ndarray):
+        from sync.delta import kernels
+
+        gaps, wide_gaps, steps, wide_steps = kernels.scan(old, new)
+    else:
+        gaps, wide_gaps, steps, wide_steps = _scan_tensors(old, new)
+    if len(gaps) == 0:
         return bytes([Mode.SAME])
-    stream = look.classes(old, new, mantissa)
-    return _by_position(look, old, new) if stream is None else bytes([Mode.CLASSES]) + stream.tobytes()
+    by_bytes = wide_steps.view(np.uint8).reshape(-1, new.itemsize).T.ravel()
+    head, places = Mode.GAPS, [gaps, wide_gaps]
+    if len(gaps) > _GAP_SHARE * len(new) + 64:
+        differ: Any = old != new
+        differ = differ if isinstance(differ, np.ndarray) else differ.cpu().numpy()
+        head, places = Mode.BITMAP, [np.packbits(differ, bitorder="little")]
+    return bytes([head]) + _number(len(gaps)) + _pack([*places, steps, by_bytes])
 
 
-def _by_position(look: Scanner, old: Bits, new: Bits) -> bytes:
-    streams = look.gaps(old, new, int(len(old) * _GAP_SHARE) + 64)
-    if streams is None:
-        return _by_bitmap(look, old, new)
-    changed = len(streams[0])
-    return bytes([Mode.GAPS]) + _number(changed) + _pack(streams) if changed else bytes([Mode.SAME])
-
-
-def _by_bitmap(look: Scanner, old: Bits, new: Bits) -> bytes:
-    bitmap, steps, wide = look.bitmap(old, new)
-    if len(wide) > _PLANE_SHARE * len(steps):
-        return bytes([Mode.PLANES]) + _pack(look.planes(old, new))
-    return bytes([Mode.BITMAP]) + _number(len(steps)) + _pack([bitmap, steps, wide])
-
-
-def _apply_gaps(reader: _Reader, bits: np.ndarray, width: int) -> None:
+def _apply_positions(reader: _Reader, bits: np.ndarray, mode: Mode) -> None:
     from sync.delta import kernels
 
     changed = reader.number(bits.size)
-    gaps = reader.stream(changed, changed)
-    wide_gaps = reader.stream(0, changed, _WIDE_GAP)
+    if mode == Mode.GAPS:
+        places = [reader.stream(changed, changed), reader.stream(0, changed, _WIDE_GAP)]
+    else:
+        places = [reader.stream(-(-bits.size // 8), -(-bits.size // 8))]
     steps = reader.stream(changed, changed)
-    wide_steps = reader.stream(0, changed, bits.dtype)
-    _fits(kernels.apply_gaps(bits, width, gaps, wide_gaps, steps, wide_steps))
-
-
-def _apply_bitmap(reader: _Reader, bits: np.ndarray, width: int) -> None:
-    from sync.delta import kernels
-
-    changed = reader.number(bits.size)
-    bitmap = reader.stream(-(-bits.size // 8), -(-bits.size // 8))
-    steps = reader.stream(changed, changed)
-    wide = reader.stream(0, changed, bits.dtype)
-    _fits(kernels.apply_bitmap(bits, width, bitmap, steps, wide))
-
-
-def _apply_planes(reader: _Reader, bits: np.ndarray, width: int) -> None:
-    from sync.delta import kernels
-
-    planes = np.stack([reader.stream(bits.size, bits.size) for _ in range(bits.itemsize)])
-    kernels.apply_planes(bits, width, planes)
-
-
-_APPLY: Final = {Mode.GAPS: _apply_gaps, Mode.BITMAP: _apply_bitmap, Mode.PLANES: _apply_planes}
+    by_bytes = reader.stream(0, changed, bits.dtype).view(np.uint8).reshape(bits.itemsize, -1)
+    wide_steps = np.ascontiguousarray(by_bytes.T).ravel().view(bits.dtype)
+    work = kernels.apply_gaps if mode == Mode.GAPS else kernels.apply_bitmap
+    _fits(work(bits, bits.itemsize * 8, *places, steps, wide_steps))
 
 
 def _fits(result: int) -> None:
@@ -201,6 +157,43 @@ def _fits(result: int) -> None:
         raise SnapshotError(
             "a delta's streams do not fit its tensor: it was altered, or made for another one"
         )
+
+
+# --- tensors on a device ----------------------------------------------------------------------------------
+
+ESCAPE: Final = 255
+"""Byte that refers to the next value of the wide stream beside it."""
+_CHUNK: Final = 1 << 24
+"""Elements compared at once, to bound the device memory that it takes."""
+
+
+def _scan_tensors(old: Tensor, new: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """`kernels.scan` by operations on the device; c: changed elements."""
+    places, codes = [], []
+    for start in range(0, len(new), _CHUNK):
+        a, b = old[start : start + _CHUNK], new[start : start + _CHUNK]
+        at_c = (a != b).nonzero().flatten()
+        places.append(at_c.cpu().numpy() + start)
+        codes.append(_zigzag(a[at_c], b[at_c]).cpu().numpy())
+    distance_c = np.diff(np.concatenate(places), prepend=-1) - 1
+    return *_escaped(distance_c, "u8"), *_escaped(np.concatenate(codes) - 1, f"u{new.itemsize}")
+
+
+def _zigzag(old: Tensor, new: Tensor) -> Tensor:
+    """`kernels.zigzag` of every element, int64."""
+    width = 8 * new.itemsize
+    top, mask = 1 << (width - 1), (1 << width) - 1
+    step = ((_ordered(new, top, mask) - _ordered(old, top, mask) + top) & mask) - top
+    return (step << 1) ^ (step >> 63)
+
+
+def _ordered(bits: Tensor, top: int, mask: int) -> Tensor:
+    wide = bits.long() & mask
+    return (~wide & mask).where(wide & top != 0, wide | top)
+
+
+def _escaped(value_c: np.ndarray, wide: str) -> tuple[np.ndarray, np.ndarray]:
+    return np.minimum(value_c, ESCAPE).astype(np.uint8), value_c[value_c >= ESCAPE].astype(wide)
 
 
 # --- streams ----------------------------------------------------------------------------------------------

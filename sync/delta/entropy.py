@@ -130,13 +130,18 @@ def finish(low: Any, span: Any, pos: int, out: Any) -> int:
     return -1
 
 
+@typed("uint64(uint64, uint8[::1], int64)")
+def _shift_in(code: Any, data: Any, pos: int) -> Any:
+    """Append byte `pos` of `data` to `code`; zeros follow its end."""
+    byte = np.uint64(data[pos]) if pos < data.size else _ZERO
+    return (code << _BYTE) | byte
+
+
 @typed(f"{WRITER}({CODER})")
 def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
     while span < _LEAST:
-        code <<= _BYTE
+        code = _shift_in(code, data, pos)
         span <<= _BYTE
-        if pos < data.size:
-            code |= np.uint64(data[pos])
         pos += 1
     return code, span, pos
 
@@ -144,13 +149,10 @@ def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
 @typed(f"{WRITER}(uint8[::1])")
 def opening(data: Any) -> tuple[Any, Any, int]:
     """State of a reader at the start of `data`."""
-    code, pos = _ZERO, 0
-    for _ in range(8):
-        code <<= _BYTE
-        if pos < data.size:
-            code |= np.uint64(data[pos])
-        pos += 1
-    return code, FULL, pos
+    code = _ZERO
+    for pos in range(8):
+        code = _shift_in(code, data, pos)
+    return code, FULL, 8
 
 
 @typed(f"{READER}({CODER}, {MODELS}, int64)")
@@ -286,33 +288,28 @@ def fresh() -> tuple[np.ndarray, np.ndarray]:
     return models, means
 
 
-@compiled
-def encode_classes(old: Any, new: Any, width: int, mantissa: int, models: Any, means: Any, out: Any) -> int:
-    """Code all changes from `old` to `new` into `out`; returns the length, or -1 when `out` is too short."""
-    size = min(BLOCK, old.size)
-    classes, found = np.empty(size, np.uint8), np.empty((2, size), np.uint32)
-    gaps, codes = np.empty(size, np.uint32), np.empty(size, np.uint32)
-    low, span, pos = _ZERO, FULL, 0
-    for begin in range(0, old.size, BLOCK):
-        counts = np.zeros(CLASSES, np.int64)
-        end = begin + BLOCK
-        k = collect(old[begin:end], new[begin:end], width, mantissa, counts, classes, found[0], found[1])
-        slots = np.cumsum(counts) - counts
-        for j in range(k):
-            slot = slots[classes[j]]
-            gaps[slot], codes[slot] = found[0, j], found[1, j]
-            slots[classes[j]] += 1
-        low, span, pos = _put_block(low, span, pos, out, models, means, counts, gaps, codes)
-        if pos < 0:
-            return -1
-    return finish(low, span, pos, out)
+def encode_classes(
+    old: np.ndarray, new: np.ndarray, mantissa: int, room: int | None = None
+) -> np.ndarray | None:
+    """Stream of all changes from `old` to `new`; None: it takes more than `room` (None: `new`) bytes."""
+    counts = np.zeros((-(-old.size // BLOCK), CLASSES), np.int64)
+    listed: list[np.ndarray] = [np.empty((2, 0), np.uint32)]
+    for block, begin in enumerate(range(0, old.size, BLOCK)):
+        a, b = old[begin : begin + BLOCK], new[begin : begin + BLOCK]
+        classes, found = np.empty(a.size, np.uint8), np.empty((2, a.size), np.uint32)
+        k = collect(a, b, 8 * old.itemsize, mantissa, counts[block], classes, found)
+        listed.append(found[:, np.argsort(classes[:k], kind="stable")])
+    out = np.empty((new.nbytes if room is None else room) + 2 * MARGIN, np.uint8)
+    gaps, codes = np.ascontiguousarray(np.concatenate(listed, axis=1))
+    length = _encode(counts, gaps, codes, *fresh(), out)
+    return None if length < 0 else out[:length]
 
 
 @compiled
-def encode_listed(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, out: Any) -> int:
-    """`encode_classes` of changes that are already in the stream's order.
+def _encode(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, out: Any) -> int:
+    """Code changes in the stream's order: counts int64 [blocks, CLASSES], gaps and codes uint32.
 
-    counts: int64 [blocks, CLASSES]; gaps and codes: uint32, by block, class and position.
+    Returns the length, or -1 when `out` is too short.
     """
     low, span, pos, start = _ZERO, FULL, 0, 0
     for block in range(counts.shape[0]):
@@ -356,14 +353,18 @@ def _put_block(
     return low, span, pos
 
 
-@compiled
-def apply_classes(bits: Any, width: int, mantissa: int, models: Any, means: Any, data: Any) -> int:
+def apply_classes(bits: np.ndarray, mantissa: int, data: np.ndarray) -> int:
     """Inverse of `encode_classes`, in place. Returns 0, or -1 when the stream does not fit `bits`."""
-    found = np.empty((2, min(BLOCK, bits.size) + 1), np.int64)
+    return int(_apply(bits, 8 * bits.itemsize, mantissa, BLOCK, *fresh(), data))
+
+
+@compiled
+def _apply(bits: Any, width: int, mantissa: int, block: int, models: Any, means: Any, data: Any) -> int:
+    found = np.empty((2, min(block, bits.size) + 1), np.int64)
     first = np.zeros(CLASSES + 1, np.int64)
     code, span, pos = opening(data)
-    for begin in range(0, bits.size, BLOCK):
-        part = bits[begin : begin + BLOCK]
+    for begin in range(0, bits.size, block):
+        part = bits[begin : begin + block]
         code, span, pos = _take_block(code, span, pos, data, models, means, part.size, first, found)
         if pos < 0 or place(part, width, mantissa, first, found[0], found[1]) != 0:
             return -1

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -30,8 +29,6 @@ _RANGE_BYTES: Final = 96
 """A header's entry for one range, without its name, is no longer."""
 _BLOB_BYTES: Final = 64
 """A blob is no longer than the range's new bits and its own lengths."""
-P = TypeVar("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,6 @@ def build(
     old: Mapping[str, codec.Bits],
     new: Mapping[str, codec.Bits],
     effort: codec.Effort,
-    threads: int = 1,
     after: Callable[[Slice, bytes], np.ndarray] | None = None,
 ) -> bytes:
     """File of one rank; `header` comes without ranges, `old` and `new` hold this rank's flat bits by name.
@@ -97,7 +93,7 @@ def build(
         return blob, _digest(np.asarray(bits) if after is None else after(part, blob))
 
     parts = [part for part in slices if part.count]
-    coded = _each(encode, parts, threads)
+    coded = [encode(part) for part in parts]
     starts = accumulate((len(blob) for blob, _ in coded), initial=0)
     ranges = [
         Range(part.name, part.start, part.count, part.dtype, codec.mode_of(blob), start, len(blob), digest)
@@ -177,38 +173,31 @@ def check_cover(headers: Iterable[Header], places: Mapping[str, TensorAt]) -> No
             )
 
 
-def apply(header: Header, blobs: memoryview, arrays: Mapping[str, np.ndarray], threads: int = 1) -> None:
+def apply(header: Header, blobs: memoryview, arrays: Mapping[str, np.ndarray]) -> None:
     """Apply a file in place to the flat tensors of a checkpoint that holds its base (`check_cover` first)."""
-
-    def bring(part: Range) -> None:
+    for part in header.ranges:
         target = arrays[part.name][part.start : part.start + part.count]
         bits = np.require(target, requirements="A")
         codec.apply(bits, blobs[part.offset : part.offset + part.length], part.dtype)
         if bits is not target:
             target[:] = bits
 
-    _each(bring, header.ranges, threads)
 
-
-def verify(header: Header, arrays: Mapping[str, np.ndarray], threads: int = 1) -> None:
+def verify(header: Header, arrays: Mapping[str, np.ndarray]) -> None:
     """Raises SnapshotError, naming the tensor, unless the arrays hold what the trainer had."""
-
-    def check(part: Range) -> None:
+    for part in header.ranges:
         if _digest(arrays[part.name][part.start : part.start + part.count]) != part.digest:
             raise SnapshotError(
                 f"{part.name!r} from element {part.start} on is not what {header.version} holds: "
                 f"the base was not {header.base}"
             )
 
-    _each(check, header.ranges, threads)
 
-
-def apply_chain(folder: Path, links: Iterable[Sequence[tuple[Header, memoryview]]], threads: int = 1) -> None:
+def apply_chain(folder: Path, links: Iterable[Sequence[tuple[Header, memoryview]]]) -> None:
     """Apply versions' files one after the other to a checkpoint folder that holds the first one's base.
 
-    Each of `links` holds every rank's file of one version and is asked for when its turn comes. What comes
-    out is verified. Raises SnapshotError when a version does not cover the model, or the end is not what the
-    trainer had.
+    Each of `links` holds every rank's file of one version and is read when its turn comes. The result is
+    verified. Raises SnapshotError when a version does not cover the model, or the result differs.
     """
     places = checkpoint.tensors(folder)
     arrays = checkpoint.bits(places, writable=True)
@@ -216,17 +205,9 @@ def apply_chain(folder: Path, links: Iterable[Sequence[tuple[Header, memoryview]
     for files in links:
         check_cover((header for header, _ in files), places)
         for header, blobs in files:
-            apply(header, blobs, arrays, threads)
+            apply(header, blobs, arrays)
     for header, _ in files:
-        verify(header, arrays, threads)
-
-
-def _each(work: Callable[[P], R], parts: Sequence[P], threads: int) -> list[R]:
-    """work(part) of each part, in order; compiled loops, zstd and BLAKE3 leave the interpreter free."""
-    if threads == 1:
-        return [work(part) for part in parts]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, parts))
+        verify(header, arrays)
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -1,9 +1,9 @@
-"""Compiled loops of the codec: gaps, bitmaps, byte planes, exponent classes. Imported when a delta is coded.
+"""Compiled loops of the codec: gaps, bitmaps, exponent classes. Imported when a delta is coded.
 
 Arrays hold the integer bits of floating-point numbers: uint16 (bf16, f2) or uint32 (f4), `width` bits each.
 A difference is taken between sign-ordered integers and zigzagged, so that +1 and -1 unit in the last place
 (ULP) become 2 and 1; it wraps, and so is exact for every pattern. Streams of bytes hold `value` below 255;
-255 says that the real value is the next one of the wide stream beside it. Loops that read a peer's streams
+255 refers to the next value of the wide stream beside it. Loops that read a peer's streams
 check every bound and return -1 on nonsense, without having written outside of the array.
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-ESCAPE: Final = 255
+from sync.delta.codec import ESCAPE
+
 CLASSES: Final = 256
 """Exponents of the widest kind; f2 uses 32 of them."""
 _ONE: Final = np.uint64(1)
@@ -75,37 +76,22 @@ def _put(value: int, narrow: Any, k: int, wide: Any, w: int) -> int:
     return w + 1
 
 
-def scan_gaps(
-    old: np.ndarray,
-    new: np.ndarray,
-    gaps: np.ndarray,
-    wide_gaps: np.ndarray,
-    steps: np.ndarray,
-    wide_steps: np.ndarray,
-) -> tuple[int, int, int]:
-    """Compare, and write per changed element its distance from the last one and its ULP difference less 1.
+def scan(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(gaps, wide gaps, steps, wide steps) of the elements that changed.
 
-    Returns (changed elements, wide gaps, wide steps); changed is -1 when they are more than `gaps` holds.
+    A gap is the distance from the changed element before, a step the ULP difference, both less 1.
     """
     width = old.itemsize * 8
-    words = old.nbytes // 8
-    whole = words * 64 // width
-    return _scan_gaps(
-        old,
-        new,
-        old[:whole].view(np.uint64),
-        new[:whole].view(np.uint64),
-        _TOPS[width],
-        width,
-        gaps,
-        wide_gaps,
-        steps,
-        wide_steps,
-    )
+    whole = old.nbytes // 8 * 64 // width
+    words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    gaps, steps = np.empty(old.size, np.uint8), np.empty(old.size, np.uint8)
+    wide_gaps, wide_steps = np.empty(old.size // ESCAPE + 1, np.uint64), np.empty(old.size, new.dtype)
+    k, g, s = _scan(old, new, *words, _TOPS[width], width, gaps, wide_gaps, steps, wide_steps)
+    return gaps[:k], wide_gaps[:g], steps[:k], wide_steps[:s]
 
 
 @compiled
-def _scan_gaps(
+def _scan(
     old: Any,
     new: Any,
     old_words: Any,
@@ -119,14 +105,11 @@ def _scan_gaps(
 ) -> tuple[int, int, int]:
     lanes = 64 // width
     narrow_lanes = width // 32  # 0: four lanes of 16 bits, 1: two of 32
-    limit = gaps.size - lanes
     k, g, s, last = 0, 0, 0, -1
     for word in range(old_words.size):
         different = old_words[word] ^ new_words[word]
         if different == 0:
             continue
-        if k > limit:
-            return -1, 0, 0
         found = (((different & ~tops) + ~tops) | different) & tops  # the top bit of every lane that differs
         while found:
             low = found & (~found + _ONE)
@@ -139,8 +122,6 @@ def _scan_gaps(
             k += 1
     for i in range(old_words.size * lanes, old.size):
         if old[i] != new[i]:
-            if k >= gaps.size:
-                return -1, 0, 0
             g = _put(i - last - 1, gaps, k, wide_gaps, g)
             s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
             last = i
@@ -149,89 +130,52 @@ def _scan_gaps(
 
 
 @compiled
+def _take(narrow: Any, k: int, wide: Any, w: int) -> tuple[int, int]:
+    """Entry k of a stream of bytes, or -1, and the wide values used so far."""
+    value: Any = np.int64(narrow[k])
+    if value != ESCAPE:
+        return value, w
+    if w >= wide.size:
+        return -1, w
+    value = np.int64(wide[w])
+    return value, w + 1
+
+
+@compiled
 def apply_gaps(bits: Any, width: int, gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> int:
-    """Inverse of `scan_gaps`, in place; 0, or -1 when the streams do not fit `bits` or one another."""
+    """Inverse of `scan`, in place; 0, or -1 when the streams do not fit `bits` or one another."""
     g, s, i = 0, 0, -1
     for k in range(gaps.size):
-        gap: Any = np.int64(gaps[k])
-        if gap == ESCAPE:
-            if g >= wide_gaps.size:
-                return -1
-            gap = np.int64(wide_gaps[g])
-            g += 1
-        if gap < 0 or gap >= bits.size - 1 - i:
+        gap, g = _take(gaps, k, wide_gaps, g)
+        step, s = _take(steps, k, wide_steps, s)
+        if gap < 0 or step < 0 or gap >= bits.size - 1 - i:
             return -1
         i += gap + 1
-        step: Any = np.int64(steps[k])
-        if step == ESCAPE:
-            if s >= wide_steps.size:
-                return -1
-            step = np.int64(wide_steps[s])
-            s += 1
         bits[i] = moved(np.int64(bits[i]), step + 1, width)
     return 0 if g == wide_gaps.size and s == wide_steps.size else -1
 
 
 @compiled
-def scan_bitmap(old: Any, new: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any) -> tuple[int, int]:
-    """Compare, and write one bit per element (least significant first) and the differences less 1.
-
-    `bitmap` comes zeroed. Returns (changed elements, wide steps).
-    """
-    k, s = 0, 0
-    for i in range(old.size):
-        if old[i] != new[i]:
-            bitmap[i >> 3] |= 1 << (i & 7)
-            s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
-            k += 1
-    return k, s
-
-
-@compiled
 def apply_bitmap(bits: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any) -> int:
-    """Inverse of `scan_bitmap`, in place; `bitmap` covers `bits`. Returns 0, or -1 on nonsense."""
+    """`apply_gaps` with one bit per element, least significant first, instead of gaps."""
     k, s = 0, 0
     for i in range(bits.size):
         if (bitmap[i >> 3] >> (i & 7)) & 1:
             if k >= steps.size:
                 return -1
-            step: Any = np.int64(steps[k])
-            k += 1
-            if step == ESCAPE:
-                if s >= wide_steps.size:
-                    return -1
-                step = np.int64(wide_steps[s])
-                s += 1
+            step, s = _take(steps, k, wide_steps, s)
+            if step < 0:
+                return -1
             bits[i] = moved(np.int64(bits[i]), step + 1, width)
+            k += 1
     return 0 if k == steps.size and s == wide_steps.size else -1
 
 
 @compiled
-def to_planes(old: Any, new: Any, width: int, planes: Any) -> None:
-    """Byte p of every element's difference into planes[p]."""
-    for i in range(old.size):
-        code = zigzag(np.int64(old[i]), np.int64(new[i]), width)
-        for p in range(planes.shape[0]):
-            planes[p, i] = (code >> (8 * p)) & 255
-
-
-@compiled
-def apply_planes(bits: Any, width: int, planes: Any) -> None:
-    """Inverse of `to_planes`, in place."""
-    for i in range(bits.size):
-        code: Any = 0
-        for p in range(planes.shape[0]):
-            code |= np.int64(planes[p, i]) << (8 * p)
-        bits[i] = moved(np.int64(bits[i]), code, width)
-
-
-@compiled
-def collect(
-    old: Any, new: Any, width: int, mantissa: int, counts: Any, classes: Any, gaps: Any, codes: Any
-) -> int:
+def collect(old: Any, new: Any, width: int, mantissa: int, counts: Any, classes: Any, found: Any) -> int:
     """Changes in order of position, with the exponent class each belongs to; returns how many.
 
-    `gaps` are counted within a class; `counts` holds the number of changes of each class.
+    `found`: gaps, counted within a class, and ULP differences; `counts`: changes of each class.
     """
     seen = np.zeros(CLASSES, np.int64)
     last = np.full(CLASSES, -1, np.int64)
@@ -239,8 +183,8 @@ def collect(
     for i in range(old.size):
         c = (np.int64(old[i]) >> mantissa) & (CLASSES - 1)
         if old[i] != new[i]:
-            classes[k], gaps[k] = c, seen[c] - last[c] - 1
-            codes[k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
+            classes[k], found[0, k] = c, seen[c] - last[c] - 1
+            found[1, k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
             last[c] = seen[c]
             counts[c] += 1
             k += 1

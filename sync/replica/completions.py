@@ -5,7 +5,7 @@ Letters in shapes: T tokens of a completion, K ids asked for per position.
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,7 @@ ENGINE_LABEL: Final = "default"
 """vLLM's label for weights without a version."""
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
-_REASONS: Final[dict[str, Literal["stop", "length", "abort", "time"]]] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-    TIMED_OUT: "time",
-}
+_REASONS: Final = ("stop", "length", "abort", TIMED_OUT)
 
 
 class Limits(NamedTuple):
@@ -98,16 +93,16 @@ def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[Version
 def generated(id: str, completion: Completion, student_topk: int) -> Generated | GenerateFailed:
     """The answer for one finished completion; top-k ids without probability become -1."""
     length = len(completion.token_ids)
-    reason = _REASONS.get(completion.finish_reason or "")
-    if reason is None or (length == 0 and reason not in ("abort", "time")):
-        ended = repr(completion.finish_reason)
-        return GenerateFailed(id=id, error=f"the engine ended the completion after {length} tokens: {ended}")
+    reason = completion.finish_reason
+    if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
+        why = f"the engine ended the completion after {length} tokens: {reason!r}"
+        return GenerateFailed(id=id, error=why)
     return Generated(
         id=id,
         token_ids=pack(completion.token_ids),
         logprob=pack(completion.logprob[:, 0]),
         spans=parse_spans(completion.versions, length),
-        finish_reason=reason,
+        finish_reason=reason,  # type: ignore[arg-type]
         topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
     )
 

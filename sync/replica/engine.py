@@ -78,11 +78,11 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
         """Nothing to do: an update is one call, so that it cannot be left half made."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one update. Its failure is not raised here but kept for `distill_outcome` of all workers."""
+        """vLLM's own, without waiting for an accelerator: there may be none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """See `update_weights`."""
+        """Load one update. Its failure is not raised here but kept for `distill_outcome` of all workers."""
         self.swap.apply(self._source(update_info.path))
 
     def _source(self, path: str | None) -> Source:
@@ -150,8 +150,6 @@ class WorkerExtension:
 
         Raises ConfigError when the replica has more than one worker: a ticket is one rank.
         """
-        from sync.broadcast import Reception
-
         workers = self.vllm_config.parallel_config.world_size
         if workers != 1:
             raise ConfigError(

@@ -8,33 +8,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sync import wire
 from sync.claims import Claim
 from sync.errors import DistillError, SnapshotError, StoreError, WireError
-from sync.replica import vllm_compat
-from sync.replica.completions import Limits, generated, prompt_problem, sampling_problem
-from sync.replica.updates import Updater
+from sync.replica import completions, vllm_compat
 from sync.server import RunGuard, TokenGuard, read_message, refuse, reply
 from sync.settings import ReplicaConfig
-from sync.wire import (
-    CONTENT_TYPE,
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    ReplicaState,
-    RunIdentity,
-    UpdateRequest,
-    frame,
-)
+from sync.stores import open_store
+from sync.subscribe import Mirror
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
+_POLL_SECONDS: Final = 0.01
+"""Between two questions whether a broadcast has been received."""
+_request_numbers = itertools.count()
 
 
 class ReplicaMiddleware:
@@ -42,12 +37,12 @@ class ReplicaMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         config = ReplicaConfig.from_environment()
-        claim = Claim(RunIdentity(config.run))
+        claim = Claim(wire.RunIdentity(config.run))
         claiming = (PREFIX + "generate", PREFIX + "update")
         self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # nothing of ours speaks it, and the guard reads HTTP headers only
+        if scope["type"] == "websocket":  # the guard reads HTTP headers only
             await send({"type": "websocket.close", "code": 1008})
             return
         await self._guarded(scope, receive, send)
@@ -65,18 +60,17 @@ class _Routes:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return
-        key = (scope["method"], scope["path"].removeprefix(PREFIX))
-        request = Request(scope, receive)
-        if key == ("POST", "generate"):
-            await self._generate(request, send)
-            return
+        work = {
+            ("POST", "generate"): self._generate,
+            ("POST", "update"): self._update,
+            ("GET", "state"): self._state,
+        }.get((scope["method"], scope["path"].removeprefix(PREFIX)))
+        response: ASGIApp
         try:
-            if key == ("POST", "update"):
-                response = await self._update(request)
-            elif key == ("GET", "state"):
-                response = await self._state(request)
+            if work is None:
+                response = refuse(404, f"{scope['method']} {scope['path']} is no route of a replica")
             else:
-                response = refuse(404, f"{key[0]} {scope['path']} is no route of a replica")
+                response = await work(Request(scope, receive))
         except (SnapshotError, StoreError) as error:  # the old version goes on
             logger.warning("update refused: %s", error)
             response = refuse(409, str(error))
@@ -95,45 +89,36 @@ class _Routes:
                 vllm_compat.offer(request.app)
         return self._updater
 
-    async def _generate(self, request: Request, send: Send) -> None:
-        try:
-            wanted = await read_message(request, GenerateRequest)
-            problem = sampling_problem(wanted.sampling)
-        except WireError as error:
-            problem = str(error)
-        if problem is not None:
-            await refuse(400, problem)(request.scope, request.receive, send)
-            return
+    async def _generate(self, request: Request) -> ASGIApp:
+        wanted = await read_message(request, wire.GenerateRequest)
+        if problem := completions.sampling_problem(wanted.sampling):
+            raise WireError(problem)
         adapter = await self._following(request).adapter()
         generation = Generation(request.app.state.engine_client, wanted, adapter)
-        self._generations.add(generation)
-        try:
-            await generation.run(request.receive, send)
-        finally:
-            self._generations.remove(generation)
+
+        async def run(_: Scope, receive: Receive, send: Send) -> None:
+            self._generations.add(generation)
+            try:
+                await generation.run(receive, send)
+            finally:
+                self._generations.remove(generation)
+
+        return run
 
     async def _update(self, request: Request) -> Response:
-        wanted = await read_message(request, UpdateRequest)
-        return reply(await self._following(request).update(wanted))
+        return reply(await self._following(request).update(await read_message(request, wire.UpdateRequest)))
 
     async def _state(self, request: Request) -> Response:
         updater = self._following(request)
         digests = await updater.digests() if request.query_params.get("digests") == "1" else None
-        requests = sum(generation.open for generation in self._generations)
+        in_flight = sum(generation.open for generation in self._generations)
+        tokens = vllm_compat.tokens_written()
         return reply(
-            ReplicaState(
-                version=updater.version,
-                requests=requests,
-                digests=digests,
-                tokens=vllm_compat.tokens_written(),
-            )
+            wire.ReplicaState(version=updater.version, requests=in_flight, digests=digests, tokens=tokens)
         )
 
 
 # --- generation -----------------------------------------------------------------------------------------
-
-
-_request_numbers = itertools.count()
 
 
 async def left(receive: Receive) -> None:
@@ -145,20 +130,17 @@ async def left(receive: Receive) -> None:
 class Generation:
     """The completions of one request. `run` once; ends early, aborting them all, when the client leaves."""
 
-    def __init__(self, engine: Any, request: GenerateRequest, adapter: Any | None = None) -> None:
-        """`adapter`: what `Updater.adapter` says."""
-        self._engine = engine
-        self._adapter = adapter
-        self._request = request
-        self._limits: Limits = vllm_compat.limits(engine)
-        self._frames: list[bytes] = []
+    def __init__(self, engine: Any, request: wire.GenerateRequest, adapter: Any | None = None) -> None:
+        """`adapter`: of `Updater.adapter`."""
+        self._engine, self._request, self._adapter = engine, request, adapter
+        self._limits = vllm_compat.limits(engine)
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.open = len(request.prompts)
         """Prompts without an answer so far."""
-        self._news = asyncio.Event()
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Answer the request over ASGI. Raises EngineDead when the engine died on the way."""
-        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        headers = [(b"content-type", wire.CONTENT_TYPE.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with asyncio.TaskGroup() as group:
             gone = group.create_task(left(receive))
@@ -169,26 +151,21 @@ class Generation:
                 task.cancel()
 
     async def _write(self, send: Send, expected: int) -> None:
-        written = 0
-        while written < expected:
-            await self._news.wait()
+        while expected:
+            frames = [await self._frames.get()]
             await asyncio.sleep(0)  # completions of the same engine step join this write
-            frames, self._frames = self._frames, []
-            self._news.clear()
-            written += len(frames)
+            frames += [self._frames.get_nowait() for _ in range(self._frames.qsize())]
+            expected -= len(frames)
             await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _one(self, prompt: GeneratePrompt) -> None:
-        answer = await self._answer(prompt)  # before the list is looked up: the writer swaps it meanwhile
-        self._frames.append(frame(answer))
+    async def _one(self, prompt: wire.GeneratePrompt) -> None:
+        self._frames.put_nowait(wire.frame(await self._answer(prompt)))
         self.open -= 1
-        self._news.set()
 
-    async def _answer(self, prompt: GeneratePrompt) -> Generated | GenerateFailed:
-        problem = prompt_problem(prompt, self._limits)
-        if problem is not None:
-            return GenerateFailed(id=prompt.id, error=problem)
+    async def _answer(self, prompt: wire.GeneratePrompt) -> wire.Generated | wire.GenerateFailed:
+        if problem := completions.prompt_problem(prompt, self._limits):
+            return wire.GenerateFailed(id=prompt.id, error=problem)
         sampling = self._request.sampling
         params = vllm_compat.sampling_params(sampling, self._limits.vocab_size, prompt.seed)
         request_id = f"{prompt.id}#{next(_request_numbers)}"
@@ -197,5 +174,117 @@ class Generation:
                 self._engine, prompt.token_ids, params, request_id, self._adapter, sampling.max_seconds
             )
         except vllm_compat.RefusedPrompt as error:
-            return GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
-        return generated(prompt.id, completion, sampling.student_topk)
+            return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
+        return completions.generated(prompt.id, completion, sampling.student_topk)
+
+
+# --- updates --------------------------------------------------------------------------------------------
+
+
+class Updater:
+    """Brings one replica from version to version: stage while generating, then pause, swap, stamp, resume.
+
+    Updates wait for each other; one to the version that is served already returns at once.
+    """
+
+    def __init__(self, engine: Any, config: ReplicaConfig, claim: Claim) -> None:
+        """`claim`: the run that updates are made for."""
+        self._engine, self._config, self._claim = engine, config, claim
+        store = open_store(config.store, config.store_path)
+        self._mirror = Mirror(config.mirror, store, config.run, config.fingerprint)
+        self._turn = asyncio.Lock()
+        self.version: wire.Version | None = None
+        """What the engine serves; None: the folder it was started with."""
+        self._bare = False
+        """The empty adapter is in place; only for a replica that follows adapters."""
+
+    async def adapter(self) -> Any | None:
+        """What every completion must name to run through the adapter that is followed, those before the first
+        version too: they are in flight when it comes. None: whole checkpoints are followed."""
+        if self._config.lora_rank is None:
+            return None
+        if self.version is None and not self._bare:  # asked twice: an update holds the lock for long
+            async with self._turn:
+                if self.version is None and not self._bare:
+                    await vllm_compat.call_workers(self._engine, "distill_revert")
+                    self._bare = True
+        return vllm_compat.ADAPTER
+
+    async def digests(self) -> dict[str, str] | None:
+        """Digests of the bytes last given to the loader, equal in all workers; None: nothing was loaded yet.
+
+        Raises SnapshotError when workers differ.
+        """
+        async with self._turn:
+            answers = await vllm_compat.call_workers(self._engine, "distill_digests")
+        if any(answer != answers[0] for answer in answers):
+            raise SnapshotError("the workers of this replica hold different weights: restart it")
+        return answers[0]
+
+    async def update(self, request: wire.UpdateRequest) -> wire.UpdateReply:
+        """Serve `request.version`. Raises SnapshotError when it must not be applied; the old one goes on."""
+        async with self._turn:
+            started = staged = time.perf_counter()
+            path, bytes_read, load, ended = None, 0, 0.0, started
+            if request.version != self.version:
+                self._check_cache(request)
+                path, bytes_read = await self._stage(request)
+                staged = time.perf_counter()
+                load = await self._swap(request, {} if path is None else {"path": path})
+                ended = time.perf_counter()
+                if path is not None:
+                    await asyncio.to_thread(self._mirror.promote, request.version)
+        return wire.UpdateReply(
+            version=request.version,
+            bytes_read=bytes_read,
+            stage_seconds=staged - started,
+            pause_seconds=ended - staged,
+            apply_seconds=load,
+        )
+
+    def _check_cache(self, request: wire.UpdateRequest) -> None:
+        """With `keep`, KV of old weights stays, and a prefix cache would hand it to requests of new ones."""
+        if request.kv_on_swap == "keep" and vllm_compat.prefix_caching(self._engine):
+            raise SnapshotError(
+                'kv_on_swap = "keep" would share prefixes between versions while prefix caching is on: start '
+                'the replica without enable-prefix-caching, or use kv_on_swap = "recompute"'
+            )
+
+    async def _stage(self, request: wire.UpdateRequest) -> tuple[str | None, int]:
+        """Folder of the mirror to load (None: a broadcast in the worker's memory) and bytes received."""
+        if request.broadcast is not None:
+            return None, await self._receive(request.broadcast)
+        self._mirror.follow(self._claim.run_id)
+        staged = await asyncio.to_thread(self._mirror.stage, request.version)
+        return str(staged.path), staged.bytes_read
+
+    async def _receive(self, ticket: wire.BroadcastTicket) -> int:
+        """Bytes of the broadcast, now in the worker's memory. Raises SnapshotError when it failed."""
+        timeout = self._config.timeout_seconds
+        await vllm_compat.call_workers(self._engine, "distill_receive", msgspec.to_builtins(ticket), timeout)
+        while True:
+            (answer,) = await vllm_compat.call_workers(self._engine, "distill_received")
+            if answer["error"] is not None:
+                raise SnapshotError(f"broadcast {ticket.group} failed: {answer['error']}")
+            if answer["done"]:
+                return int(answer["bytes"])
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _swap(self, request: wire.UpdateRequest, source: dict[str, str]) -> float:
+        """Seconds of loading. The engine resumes on the new version, or on the old one and SnapshotError is
+        raised; any other error leaves it paused, for its process is ending."""
+        await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
+        started = time.perf_counter()
+        await vllm_compat.apply(self._engine, source)
+        failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_outcome") if f]
+        if failures:
+            await vllm_compat.call_workers(self._engine, "distill_revert")
+            await vllm_compat.resume(self._engine)
+            raise SnapshotError(
+                f"{request.version} could not be loaded, the old weights are back: {failures[0]}"
+            )
+        seconds = time.perf_counter() - started
+        await vllm_compat.stamp(self._engine, str(request.version))
+        self.version = request.version
+        await vllm_compat.resume(self._engine)
+        return seconds

@@ -18,7 +18,7 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -45,9 +45,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.utils import CoreEngineProcManager
 
-from sync.errors import ConfigError, ended_by, how_it_ended
+from sync.errors import ConfigError
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.snapshots.checkpoint import NamedTensors
 from sync.tokenizers import never_sample_from, vocab_size
@@ -105,41 +104,24 @@ def serve_on_held_port() -> None:
     """vLLM's API server with the flags of this process, joining a port that its launcher holds."""
     from vllm.entrypoints.launchers.api_server import entry
 
-    entry.setup_server = functools.partial(_setup_server, entry.setup_server)
+    setup = entry.setup_server
+
+    def join_port(args: Any, **_: Any) -> Any:
+        address, listener = setup(args, reuse_port=True)
+        os.register_at_fork(after_in_child=listener.close)  # or the engine would hold the port on its own
+        return address, listener
+
+    entry.setup_server = join_port
     entry.main()
 
 
-def _setup_server(setup: Callable[..., Any], args: Any, **_: Any) -> Any:
-    address, listener = setup(args, reuse_port=True)
-    os.register_at_fork(after_in_child=listener.close)
-    return address, listener
-
-
 def fork_engine() -> None:
-    """Fork the engine process on CPUs, where vLLM spawns it and every import is paid for twice (8 s of one core).
+    """Fork the engine process on CPUs; vLLM would spawn it, and pay for every import twice (8 s of one core).
 
     Only with a single OpenMP thread: a pool of threads does not survive a fork.
     """
     if torch.get_num_threads() == 1:
         engine_processes.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
-
-
-# --- API process: the engine's end ------------------------------------------------------------------------
-
-
-def tell_engine_signals() -> None:
-    """Log which signal ended an engine process: vLLM says only that it ended. Again changes nothing."""
-    watch = CoreEngineProcManager.monitor_engine_liveness
-    if watch.__module__ == __name__:
-        return
-
-    def watch_and_tell(manager: Any) -> None:
-        watch(manager)
-        status = manager.finished_procs().get(manager.failed_proc_name)
-        if status is not None and ended_by(status):
-            logger.error("%s %s", manager.failed_proc_name, how_it_ended(status))
-
-    CoreEngineProcManager.monitor_engine_liveness = watch_and_tell
 
 
 # --- API process: generation ------------------------------------------------------------------------------
@@ -206,21 +188,14 @@ async def complete(
             timer.cancel()
     if output is None:
         raise EngineGenerateError("the engine ended the request without an output")
-    flat, length = output.logprobs, len(output.token_ids)
-    width = 1 + (params.logprobs or 0)
-    if length == 0:
-        logprob, ids = np.empty((0, width), np.float32), np.empty((0, width), np.int32)
-    else:
-        logprob = np.array(flat.logprobs, np.float32).reshape(length, width)
-        ids = np.array(flat.token_ids, np.int32).reshape(length, width)
+    flat, shape = output.logprobs, (len(output.token_ids), 1 + (params.logprobs or 0))
+    timed_out = late.is_set() and output.finish_reason == "abort"
     return Completion(
         token_ids=np.array(output.token_ids, np.int32),
-        logprob=logprob,
-        ids=ids,
+        logprob=np.array(flat.logprobs if shape[0] else [], np.float32).reshape(shape),
+        ids=np.array(flat.token_ids if shape[0] else [], np.int32).reshape(shape),
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or []],
-        finish_reason=TIMED_OUT
-        if late.is_set() and output.finish_reason == "abort"
-        else output.finish_reason,
+        finish_reason=TIMED_OUT if timed_out else output.finish_reason,
     )
 
 
@@ -234,10 +209,7 @@ async def _end_after(engine: Any, request_id: str, seconds: float, late: asyncio
 
 
 async def _answer(engine: Any, call: Awaitable[T]) -> T:
-    """The result of a call into the engine process; raises EngineDead when that process ends meanwhile.
-
-    vLLM answers generation when its engine dies, but leaves utility calls waiting for ever.
-    """
+    """Result of a call into the engine process. Raises EngineDead when that ends: vLLM lets the call wait."""
     task = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait({task}, timeout=_DEATH_WATCH_SECONDS))[0]:

@@ -7,20 +7,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from sync.errors import SnapshotError, StoreError
-from sync.snapshots.manifest import (
-    Manifest,
-    leased,
-    manifest_key,
-    named,
-    read_latest,
-    read_manifest,
-    versions,
-)
+from sync.snapshots.manifest import Manifest, manifest_key, named, read_latest, read_manifest, versions
 from sync.stores import Store
 from sync.subscribe import Mirror
 from sync.wire import Version
@@ -75,27 +67,21 @@ class Collected:
     """What could not be read or removed; nothing that may be built on it is removed."""
 
 
+_OF_MANIFEST: Final = ("version", "kind", "base", "parent", "bytes", "full_bytes", "created")
+
+
 def ls(store: Store, run: str) -> list[Listed | Odd]:
     """Published versions, oldest first, then what is there and cannot be used."""
     held = _read(store, run)
     listed = [
-        Listed(
-            version,
-            manifest.kind,
-            manifest.base,
-            manifest.parent,
-            manifest.bytes,
-            manifest.full_bytes,
-            manifest.created,
-            version == held.latest,
-        )
+        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == held.latest)
         for version, manifest in held.manifests.items()
     ]
     return [*listed, *held.odd]
 
 
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
-    """Read every version as a replica would, oldest first, and say how it went.
+    """Read every version as a replica would, oldest first.
 
     Takes room for two checkpoints in a temporary folder inside `work` (None: the system's).
     """
@@ -104,13 +90,14 @@ def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verifie
         Mirror(Path(folder) / "mirror", store, run) as mirror,
     ):
         for version in versions(store, run):
+            problem = None
             try:
-                mirror.promote(mirror.stage(version))
+                mirror.stage(version)
+                mirror.promote(version)
             except (SnapshotError, StoreError) as error:
-                yield Verified(version, str(error))
-            else:
-                yield Verified(version, None)
-    for odd in _odd_folders(store, run):
+                problem = str(error)
+            yield Verified(version, problem)
+    for odd in _folders(store, run)[1]:
         yield Verified(odd.name, odd.problem)
 
 
@@ -125,8 +112,9 @@ def gc(
     """Remove versions that no reader needs.
 
     Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
-    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
-    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
+    and what a newer anchor made superfluous less than `grace_seconds` ago, as it may still be read (a reader
+    that takes longer fails and begins again at the newest version). Removed is the rest, and files below
+    LATEST that never got a manifest.
     Manifests go first, so that no reader sets out on a chain whose files are going. `now` is Unix time in
     seconds; None: the clock.
     """
@@ -134,12 +122,11 @@ def gc(
     manifests = held.manifests
     now = time.time() if now is None else now
     needed = _needed(held, keep_anchors, now - grace_seconds)
-    leases, odd_leases = leased(store, run, now)
-    for version in leases | ({held.latest} if held.latest else set()):
-        needed |= _chain(manifests, version).keys()
+    if held.latest:
+        needed |= set(_chain(manifests, held.latest))
     removed = [version for version in manifests if version not in needed]
-    removed += _abandoned(store, run, held)
-    odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
+    removed += [version for version in held.bare if held.latest and version < held.latest]
+    odd = [*held.odd]
     if not dry_run:
         for version in removed:
             odd += _remove(store, run, version)
@@ -165,54 +152,51 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
         shutil.move(staged.path, folder)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
     """What a store holds of a run."""
 
-    latest: Version | None
-    manifests: dict[Version, Manifest]
-    """Oldest version first."""
-    unreadable: set[Version]
-    """With a manifest that cannot be read."""
+    bare: list[Version]
+    """With files and without a manifest."""
     odd: list[Odd]
+    latest: Version | None = None
+    manifests: dict[Version, Manifest] = field(default_factory=dict)
+    """Oldest version first."""
+    unreadable: set[Version] = field(default_factory=set)
+    """With a manifest that cannot be read."""
 
 
 def _read(store: Store, run: str) -> _Held:
-    held = _Held(None, {}, set(), _odd_folders(store, run))
-    for version in versions(store, run):
+    found, odd = _folders(store, run)
+    published = versions(store, run)
+    held = _Held(sorted(found - set(published)), odd)
+    for version in published:
         try:
             held.manifests[version] = read_manifest(store, run, version)
         except (SnapshotError, StoreError) as error:
             held.unreadable.add(version)
             held.odd.append(Odd(str(version), str(error)))
     try:
-        return replace(held, latest=read_latest(store, run))
+        held.latest = read_latest(store, run)
     except (SnapshotError, StoreError) as error:
         held.odd.append(Odd("LATEST", str(error)))
-        return held
+    return held
 
 
-def _odd_folders(store: Store, run: str) -> list[Odd]:
-    """Folders that look like versions and are none."""
-    return [
-        Odd(ascii(name), "it is no version's name, such as L000-v00000012: nothing here reads or removes it")
-        for name, version in named(_folders(store, run))
-        if version is None
-    ]
+def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
+    """Versions with a folder, and folders that look like versions and are none."""
+    names = sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
+    pairs = list(named(names))
+    why = "it is no version's name, such as L000-v00000012: nothing here reads or removes it"
+    odd = [Odd(ascii(name), why) for name, version in pairs if version is None]
+    return {version for _, version in pairs if version is not None}, odd
 
 
-def _folders(store: Store, run: str) -> list[str]:
-    """Names of all folders that may be versions'."""
-    return sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
-
-
-def _chain(manifests: dict[Version, Manifest], version: Version) -> dict[Version, Version | None]:
-    """`version` and all that it is built on, as far as it is there, each with its base."""
-    found: dict[Version, Version | None] = {}
-    link: Version | None = version
-    while link is not None and link in manifests and link not in found:
-        found[link] = manifests[link].base
-        link = found[link]
+def _chain(manifests: dict[Version, Manifest], version: Version) -> list[Version]:
+    """`version` and all that it is built on, newest first; the last one may be missing from `manifests`."""
+    found = [version]
+    while (link := manifests.get(found[-1])) and link.base is not None and link.base not in found:
+        found.append(link.base)
     return found
 
 
@@ -222,22 +206,7 @@ def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)
     kept = set(anchors[max(0, settled - keep_anchors) :]) | held.unreadable
-    return {version for version in manifests if _root(manifests, version) in kept}
-
-
-def _root(manifests: dict[Version, Manifest], version: Version) -> Version:
-    """Anchor at the start of a version's chain, or the version at which the chain is broken."""
-    oldest, base = list(_chain(manifests, version).items())[-1]
-    return base or oldest
-
-
-def _abandoned(store: Store, run: str, held: _Held) -> list[Version]:
-    """Versions older than LATEST with files and no manifest: their publisher failed, or a collector died."""
-    known = held.manifests.keys() | held.unreadable
-    found = (version for _, version in named(_folders(store, run)) if version is not None)
-    return sorted(
-        version for version in found if version not in known and held.latest and version < held.latest
-    )
+    return {version for version in manifests if _chain(manifests, version)[-1] in kept}
 
 
 def _remove(store: Store, run: str, version: Version) -> list[Odd]:

@@ -1,4 +1,4 @@
-"""What a published version is: its manifest, and where its files lie.
+"""What a published version is: its manifest, where its files lie, and how they are fetched and verified.
 
 RUN/LATEST                              name of the newest version; moves last
 RUN/L000-v00000000/manifest.json        created once, after every file it names
@@ -6,27 +6,28 @@ RUN/L000-v00000000/manifest.json        created once, after every file it names
 RUN/L000-v00000001/manifest.json
                   /delta-00000.bin      a delta: one file per trainer rank
                   /part-00001.json      receipt of rank 1 for rank 0
-RUN/leases/…                            what readers are reading
+
+Neither a store nor its manifests are trusted: sizes are compared before bytes move, no more is decoded than
+the model explains, and nothing that could run is taken.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
-from uuid import uuid4
 
 import msgspec
+import numpy as np
+from blake3 import blake3
 
+from sync.delta import file as delta_file
+from sync.delta.file import Header
 from sync.errors import SnapshotError, StoreError, WireError
-from sync.snapshots.checkpoint import model_fingerprint, refused
-from sync.stores import Store, read_small
+from sync.snapshots.checkpoint import TensorAt, check_no_code, refused
+from sync.stores import Store, check_key, read_small
 from sync.wire import Version
-
-__all__ = ["File", "Manifest", "model_fingerprint", "read_chain", "read_latest", "read_manifest", "versions"]
 
 LATEST: Final = "LATEST"
 _MOST_FILES: Final = 1 << 18
@@ -199,83 +200,100 @@ def read_chain(
     return chain
 
 
-# --- leases ---------------------------------------------------------------------------------------------
+# --- files, verified as they come ------------------------------------------------------------------------
 
 
-logger = logging.getLogger(__name__)
-SECONDS: Final = 3600.0
-"""A lease that is not renewed for so long has no effect."""
-_LONGEST: Final = 86400.0
-"""Seconds ahead of the collector's clock beyond which no reader's clock and lease are: it was altered."""
+def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
+    """Bring `path` to hold `file`; returns the bytes read from the store, 0 when it held them already.
 
-
-class Lease(msgspec.Struct, frozen=True):
-    """What a slow reader is reading, so that garbage collection (`sync.snapshots.admin.gc`) leaves it alone.
-
-    Written by readers, renewed while they live, ignored once expired. Readers and collector are on different
-    machines, so the time is the wall's. A clock that is wrong by more than a lease costs a reader its read (a
-    missing file is an error; it begins again at the newest version) or keeps files for longer. What LATEST
-    names is kept whatever the clocks say.
+    Raises SnapshotError when the store's bytes are not the manifest's; then there is no `path`.
     """
-
-    version: Version
-    """The chain to this version is being read."""
-    expires: float
-    """Unix time, seconds."""
-
-
-@contextmanager
-def lease(store: Store, run: str, version: Version, seconds: float = SECONDS) -> Iterator[None]:
-    """While inside, no file of the chain to `version` is collected; renewed three times in `seconds`."""
-    key, done = f"{run}/leases/{uuid4().hex}.json", threading.Event()
-
-    def write() -> None:
-        store.replace(key, dump(Lease(version, time.time() + seconds)))
-
-    def renew() -> None:
-        while not done.wait(seconds / 3):
-            _or_warn(write, f"the lease on {version} was not renewed")
-
-    write()
-    renewing = threading.Thread(target=renew, name="lease", daemon=True)
-    renewing.start()
-    try:
-        yield
-    finally:
-        done.set()
-        renewing.join()
-        _or_warn(lambda: store.delete(key), f"the lease on {version} stays until it expires")
+    if path.exists() and _is(path, file):
+        return 0
+    key = version_key(manifest.run, manifest.version, check_key(file.key))
+    if (size := store.size(key)) != file.size:
+        raise SnapshotError(f"{key} has {size} bytes, the manifest says {file.size}: it was cut or altered")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store.fetch(key, path)
+    if not _is(path, file):
+        path.unlink()
+        raise SnapshotError(f"{key} has another digest than its manifest: it was cut or altered")
+    return file.size
 
 
-def _or_warn(work: Callable[[], None], otherwise: str) -> None:
-    """A lease that fails is no fault of what is read."""
-    try:
-        work()
-    except StoreError as error:
-        logger.warning("%s: %s", otherwise, error)
+def fetch_folder(store: Store, manifest: Manifest, folder: Path) -> int:
+    """Write an anchor's files into the new `folder`; returns the bytes read from the store.
+
+    Raises StoreError, before anything is read, when the disk has no room for them, and SnapshotError when
+    they name code.
+    """
+    folder.mkdir(parents=True)
+    if (free := shutil.disk_usage(folder).free) < manifest.bytes:
+        raise StoreError(
+            f"{manifest.version} takes {manifest.bytes} bytes and {folder} has {free}: free some"
+        )
+    read = 0
+    for file in manifest.files:
+        read += fetch_file(store, manifest, file, folder / file.key.removeprefix("model/"))
+    check_no_code(folder)
+    return read
 
 
-def leased(store: Store, run: str, now: float) -> tuple[set[Version], dict[str, str]]:
-    """Versions leased at `now` (Unix time); keys of leases that cannot be read, and why."""
-    found, odd = set(), {}
-    for key in store.list(f"{run}/leases/"):
-        try:
-            entry = load(read_small(store, key), Lease, key)
-        except (SnapshotError, StoreError) as error:
-            if _there(store, key):  # not given back between the listing and now
-                odd[key] = str(error)
-            continue
-        if entry.expires > now + _LONGEST:
-            odd[key] = (
-                f"it would hold {entry.version} until {entry.expires:g}: it was altered, or a clock is wrong"
+class Deltas:
+    """Delta files on this machine: each is downloaded once, although both slots need it."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self._store, self._folder = store, folder
+        self.bytes_read = 0
+
+    def fetch(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> None:
+        """Download every rank's file. Raises SnapshotError when one is not what the manifest says, or all of
+        them are longer than a delta of the checkpoint with `places` can be."""
+        if manifest.bytes > (most := delta_file.most_bytes(places, len(manifest.files))):
+            raise SnapshotError(
+                f"{manifest.version} has {manifest.bytes} bytes of delta, the whole model would take {most}: "
+                "it was altered"
             )
-        elif entry.expires > now:
-            found.add(entry.version)
-    return found, odd
+        for rank, file in enumerate(manifest.files):
+            self.bytes_read += fetch_file(self._store, manifest, file, self._path(manifest, rank))
+
+    def open(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> list[tuple[Header, memoryview]]:
+        """Header and blobs of every rank's file that `fetch` brought. Raises SnapshotError when one is not
+        what it should be."""
+        return [self._open(manifest, rank, places) for rank in range(len(manifest.files))]
+
+    def keep(self, versions: set[Version]) -> None:
+        """Remove the files of all other versions."""
+        names = {str(version) for version in versions}
+        for folder in self._folder.iterdir() if self._folder.exists() else ():
+            if folder.name not in names:
+                shutil.rmtree(folder)
+
+    def _path(self, manifest: Manifest, rank: int) -> Path:
+        return self._folder / str(manifest.version) / f"{rank:05d}.bin"
+
+    def _open(
+        self, manifest: Manifest, rank: int, places: Mapping[str, TensorAt]
+    ) -> tuple[Header, memoryview]:
+        path = self._path(manifest, rank)
+        data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
+        header, blobs = delta_file.parse(data, delta_file.most_header(places))
+        if len(header.ranges) > len(places):
+            raise SnapshotError(
+                f"{path} has {len(header.ranges)} ranges, the model {len(places)} tensors: it was altered"
+            )
+        version, base = manifest.version, manifest.base or manifest.version
+        expected = Header(
+            manifest.run, manifest.fingerprint, version, base, rank, len(manifest.files), header.ranges
+        )
+        if header != expected:
+            raise SnapshotError(
+                f"{path} is not rank {rank}'s file of {version} on {base}: files were mixed up"
+            )
+        return header, blobs
 
 
-def _there(store: Store, key: str) -> bool:
-    try:
-        return store.exists(key)
-    except StoreError:
-        return True
+def _is(path: Path, file: File) -> bool:
+    if path.stat().st_size != file.size:
+        return False
+    return (blake3().update_mmap(path) if file.size else blake3()).hexdigest() == file.blake3

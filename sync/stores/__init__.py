@@ -7,58 +7,105 @@ for the few small keys that move (LATEST, leases). Readers verify what they fetc
 from __future__ import annotations
 
 import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
+from sync.durable import is_full
 from sync.errors import AlreadyPublished, StoreError
 from sync.secrets import HIDDEN
 from sync.settings import BucketStoreConfig, DirectoryStoreConfig, StoreConfig, XetStoreConfig
 
 MOST_SMALL: Final = 1 << 20
 """Bytes of a manifest, lease, receipt or LATEST; hundreds of files or ranks need a tenth of it."""
+_FULL: Final = "free space there, or lower weights.keep_anchors; nothing half-written was left behind"
 _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
 
-class Store(Protocol):
+class Store(ABC):
     """Bytes under keys. Every method is safe to call from several threads and processes.
 
     All raise StoreError when the store fails, and for a key that `check_key` refuses.
     """
 
+    absent: tuple[type[Exception], ...] = ()
+    """What the store's client raises for a key that is not there."""
+    failures: tuple[type[Exception], ...] = (OSError,)
+    """What it raises besides."""
+    remedy = "check the path, its permissions and the mount"
+
+    @abstractmethod
     def create(self, key: str, data: bytes | Path) -> None:
         """Write a new key, from memory or from a file; all of it or nothing becomes visible.
 
         Raises AlreadyPublished, changing nothing, when the key exists, whatever it holds.
         """
-        ...
 
+    @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
         """Write a small key, new or not; readers see the old bytes or the new ones."""
-        ...
 
-    def read(self, key: str) -> bytes:
-        """The bytes of a key. Raises StoreError when it is missing."""
-        ...
-
+    @abstractmethod
     def fetch(self, key: str, path: Path) -> None:
         """Write the bytes of a key to `path` (its folder exists). Raises StoreError when it is missing."""
-        ...
 
+    @abstractmethod
     def list(self, prefix: str) -> list[str]:
         """Every key that starts with `prefix` (any string, "" for all), sorted."""
-        ...
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a key; a missing one is no error."""
-        ...
+
+    @abstractmethod
+    def _size(self, key: str) -> int | None:
+        """Bytes that a key holds, without reading them; None: it is missing."""
 
     def exists(self, key: str) -> bool:
         """Whether the key is there."""
-        ...
+        return self._size(key) is not None
 
     def size(self, key: str) -> int:
         """Bytes that a key holds, without reading them. Raises StoreError when it is missing."""
-        ...
+        if (size := self._size(key)) is None:
+            raise self._missing(key)
+        return size
+
+    def read(self, key: str) -> bytes:
+        """The bytes of a key. Raises StoreError when it is missing."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.fetch(key, path := Path(folder) / "content")
+            return path.read_bytes()
+
+    @contextmanager
+    def _explained(self, verb: str, key: str = "") -> Iterator[None]:
+        """The client's errors as StoreError; without a key, of the store itself."""
+        try:
+            yield
+        except self.absent:
+            raise self._missing(key) from None
+        except self.failures as error:
+            why = " ".join(str(getattr(error, "strerror", None) or error).splitlines())[:400]
+            what = f"{key!r} in {self}" if key else str(self)
+            remedy = _FULL if is_full(error) else self.remedy
+            raise StoreError(f"cannot {verb} {what}: {why}; {remedy}") from error
+
+    def _missing(self, key: str) -> StoreError:
+        return StoreError(f"{self} has no {key!r}: it was never published, or garbage collection removed it")
+
+    def _taken(self, key: str) -> AlreadyPublished:
+        return AlreadyPublished(
+            f"{self} already has {key!r} and nothing is published twice under one name: "
+            "is another trainer writing this run? A restart opens a new lineage"
+        )
+
+
+def content(data: bytes | Path) -> bytes:
+    """What `Store.create` is given, in memory."""
+    return data.read_bytes() if isinstance(data, Path) else bytes(data)
 
 
 def read_small(store: Store, key: str) -> bytes:
@@ -78,22 +125,6 @@ def check_key(key: str) -> str:
             "none starting with '.'"
         )
     return key
-
-
-def missing(where: str, key: str) -> StoreError:
-    """Error of a key that is not there."""
-    return StoreError(f"{where} has no {key!r}: it was never published, or garbage collection removed it")
-
-
-def taken(where: str, key: str) -> AlreadyPublished:
-    """Error of a key that is there already."""
-    return AlreadyPublished(
-        f"{where} already has {key!r} and nothing is published twice under one name: "
-        "is another trainer writing this run? A restart opens a new lineage"
-    )
-
-
-__all__ = ["Store", "open_store"]
 
 
 def open_store(config: StoreConfig, default_path: Path) -> Store:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,19 +23,22 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
-from sync.errors import StoreError
-from sync.stores import check_key, missing, taken
+from sync.stores import Store, check_key
 
 _CLAIM_TIMEOUT: Final = 10.0
 """Seconds to wait for another writer's key before it counts as taken."""
 os.environ.setdefault("HF_XET_TELEMETRY_ENABLED", "0")
 
 
-class BucketStore:
+class BucketStore(Store):
     """Keys under `prefix` of `bucket` ("owner/name").
 
     `endpoint` and `token`: None takes HF_ENDPOINT and HF_TOKEN.
     """
+
+    absent = (EntryNotFoundError,)
+    failures = (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError)
+    remedy = "check HF_ENDPOINT, HF_TOKEN, the bucket's name and the network"
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class BucketStore:
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._api = HfApi(endpoint=endpoint, token=token)
-        with self._explained("open", bucket):
+        with self._explained("open"):
             if create:
                 self._api.create_bucket(bucket, private=True, exist_ok=True)
             else:
@@ -66,7 +68,7 @@ class BucketStore:
                 if self._try_create(path, data):
                     return
                 time.sleep(random.uniform(0.02, 0.3))
-        raise taken(str(self), key)
+        raise self._taken(key)
 
     def _try_create(self, path: str, data: bytes | Path) -> bool:
         """One attempt; False when another writer was seen, whose key may or may not come."""
@@ -81,12 +83,6 @@ class BucketStore:
     def replace(self, key: str, data: bytes) -> None:
         with self._explained("write", key):
             self._batch(add=[(bytes(data), self._path(key))])
-
-    def read(self, key: str) -> bytes:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "content"
-            self.fetch(key, path)
-            return path.read_bytes()
 
     def fetch(self, key: str, path: Path) -> None:
         with self._explained("read", key):
@@ -103,14 +99,6 @@ class BucketStore:
     def delete(self, key: str) -> None:
         with self._explained("delete", key):
             self._batch(delete=[self._path(key)])
-
-    def exists(self, key: str) -> bool:
-        return self._size(key) is not None
-
-    def size(self, key: str) -> int:
-        if (size := self._size(key)) is None:
-            raise missing(str(self), key)
-        return size
 
     def __str__(self) -> str:
         return f"the bucket {self._bucket}"
@@ -138,15 +126,6 @@ class BucketStore:
         return {name: file for name, file in files.items() if name == path or name.startswith(f"{path}@")}
 
     @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
-        """The client's errors as StoreError."""
-        try:
-            with disable_progress_bars():
-                yield
-        except EntryNotFoundError:
-            raise missing(str(self), key) from None
-        except (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError) as error:
-            raise StoreError(
-                f"cannot {verb} {key!r} in {self}: {str(error)[:400]}; "
-                "check HF_ENDPOINT, HF_TOKEN, the bucket's name and the network"
-            ) from error
+    def _explained(self, verb: str, key: str = "") -> Iterator[None]:
+        with super()._explained(verb, key), disable_progress_bars():
+            yield

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 from uuid import uuid4
 
 from sync.durable import force, make_folder
 from sync.errors import StoreError
-from sync.stores import check_key, missing, taken
+from sync.stores import Store, check_key
 
 _PENDING: Final = ".pending"
 """Folder of files that are being written; no key starts with a dot."""
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """One file per key under `root`, which is made when missing.
 
     A file is written aside and forced to disk, then linked (create) or renamed (replace) into place: a crash
@@ -28,25 +26,25 @@ class DirectoryStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
-        with _explained("open", self.root):
+        with self._explained("open"):
             make_folder(self.root / _PENDING)
 
     def create(self, key: str, data: bytes | Path) -> None:
         target = self._path(key)
         if target.exists():
-            raise taken(str(self), key)
-        self._write(target, data, os.link)
+            raise self._taken(key)
+        self._write(key, target, data, os.link)
 
     def replace(self, key: str, data: bytes) -> None:
-        self._write(self._path(key), data, os.replace)
+        self._write(key, self._path(key), data, os.replace)
 
     def read(self, key: str) -> bytes:
-        with _explained("read", source := self._file(key)):
-            return source.read_bytes()
+        with self._explained("read", key):
+            return self._file(key).read_bytes()
 
     def fetch(self, key: str, path: Path) -> None:
-        with _explained("copy", source := self._file(key)):
-            shutil.copyfile(source, path)
+        with self._explained("copy", key):
+            shutil.copyfile(self._file(key), path)
 
     def list(self, prefix: str) -> list[str]:
         start = self.root / prefix.rpartition("/")[0]
@@ -56,16 +54,13 @@ class DirectoryStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _explained("delete", path):
+        with self._explained("delete", key):
             path.unlink(missing_ok=True)
             _remove_empty(path.parent, self.root)
 
-    def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
-
-    def size(self, key: str) -> int:
-        with _explained("look for", source := self._file(key)):
-            return source.stat().st_size
+    def _size(self, key: str) -> int | None:
+        with self._explained("look for", key):
+            return self._file(key).stat().st_size if self._path(key).is_file() else None
 
     def __str__(self) -> str:
         return f"the store {self.root}"
@@ -83,12 +78,12 @@ class DirectoryStore:
         if path.is_symlink():
             raise StoreError(f"{key!r} in {self} is a link, and a store holds files: remove it")
         if not path.is_file():
-            raise missing(str(self), key)
+            raise self._missing(key)
         return path
 
-    def _write(self, target: Path, data: bytes | Path, place: Callable[[Path, Path], None]) -> None:
+    def _write(self, key: str, target: Path, data: bytes | Path, place: Callable[[Path, Path], None]) -> None:
         pending = self.root / _PENDING / uuid4().hex
-        with _explained("write", target):
+        with self._explained("write", key):
             try:
                 with pending.open("xb") as file:
                     _fill(file, data)
@@ -96,21 +91,9 @@ class DirectoryStore:
                 _place(pending, target, place)
                 force(target.parent)
             except FileExistsError:
-                raise taken(str(self), target.relative_to(self.root).as_posix()) from None
+                raise self._taken(key) from None
             finally:
                 pending.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explained(verb: str, path: Path) -> Iterator[None]:
-    """OSError as StoreError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "check the path, its permissions and the mount"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free space there, or lower weights.keep_anchors; nothing half-written was left behind"
-        raise StoreError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
 
 
 def _fill(file: BinaryIO, data: bytes | Path) -> None:

@@ -8,15 +8,14 @@ then uploaded in parts; it appears when the last part is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
 from sync.errors import ConfigError, StoreError
-from sync.stores import check_key, missing, taken
+from sync.stores import Store, check_key, content
 
 try:
     import obstore
@@ -37,14 +36,18 @@ _RETRY: Final[Any] = {
 }
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """Keys under a bucket's prefix; credentials come from the environment, `options` go to the client."""
+
+    absent = (exceptions.NotFoundError, FileNotFoundError)
+    failures = (exceptions.BaseError, OSError)
+    remedy = "check the address, the credentials and the network"
 
     def __init__(self, url: str, options: dict[str, str]) -> None:
         self._url = url
         plain = options.get("endpoint", "").startswith("http://")
         client: Any = {"allow_http": True} if plain else None
-        with self._explained("open", url):
+        with self._explained("open"):
             try:
                 self._store = from_url(url, config=options, client_options=client, retry_config=_RETRY)
             except ValueError as error:
@@ -57,10 +60,10 @@ class ObjectStore:
         check_key(key)
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         if size <= _ONE_PUT:
-            self._claim(key, key, data.read_bytes() if isinstance(data, Path) else bytes(data))
+            self._claim(key, key, content(data))
             return
         if self.exists(key):
-            raise taken(str(self), key)
+            raise self._taken(key)
         self._claim(key + _CLAIM, key, b"")
         with self._explained("write", key):
             obstore.put(self._store, key, data, use_multipart=True)
@@ -68,10 +71,6 @@ class ObjectStore:
     def replace(self, key: str, data: bytes) -> None:
         with self._explained("write", check_key(key)):
             obstore.put(self._store, key, bytes(data))
-
-    def read(self, key: str) -> bytes:
-        with self._explained("read", check_key(key)):
-            return bytes(obstore.get(self._store, key).bytes())
 
     def fetch(self, key: str, path: Path) -> None:
         with self._explained("read", check_key(key)), path.open("wb") as file:
@@ -88,51 +87,25 @@ class ObjectStore:
     def delete(self, key: str) -> None:
         with self._explained("delete", check_key(key)):
             for name in (key, key + _CLAIM):
-                with _ignore_missing():
+                with suppress(*self.absent):
                     obstore.delete(self._store, name)
-
-    def exists(self, key: str) -> bool:
-        with self._explained("look for", check_key(key)):
-            try:
-                obstore.head(self._store, key)
-            except (exceptions.NotFoundError, FileNotFoundError):
-                return False
-            return True
-
-    def size(self, key: str) -> int:
-        with self._explained("look for", check_key(key)):
-            return int(obstore.head(self._store, key)["size"])
 
     def __str__(self) -> str:
         return f"the store {self._url}"
 
-    def _claim(self, name: str, key: str, content: bytes) -> None:
+    def _claim(self, name: str, key: str, data: bytes) -> None:
         """Create `name`, or raise AlreadyPublished for `key`."""
         own = uuid4().hex
         with self._explained("write", key):
             try:
-                obstore.put(self._store, name, content, mode="create", attributes={_WRITER: own})
+                obstore.put(self._store, name, data, mode="create", attributes={_WRITER: own})
             except (exceptions.AlreadyExistsError, FileExistsError):
                 if obstore.get(self._store, name).attributes.get(_WRITER) != own:
-                    raise taken(str(self), key) from None
+                    raise self._taken(key) from None
 
-    @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
-        """obstore's errors as StoreError."""
-        try:
-            yield
-        except (exceptions.NotFoundError, FileNotFoundError):
-            raise missing(str(self), key) from None
-        except (exceptions.BaseError, OSError) as error:
-            raise StoreError(
-                f"cannot {verb} {key!r} in {self._url}: {str(error).splitlines()[0][:400]}; "
-                "check the address, the credentials and the network"
-            ) from error
-
-
-@contextmanager
-def _ignore_missing() -> Iterator[None]:
-    try:
-        yield
-    except (exceptions.NotFoundError, FileNotFoundError):
-        return
+    def _size(self, key: str) -> int | None:
+        with self._explained("look for", check_key(key)):
+            try:
+                return int(obstore.head(self._store, key)["size"])
+            except self.absent:
+                return None

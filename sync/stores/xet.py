@@ -21,7 +21,7 @@ import hf_xet
 import msgspec
 
 from sync.errors import StoreError
-from sync.stores import read_small
+from sync.stores import Store, content, read_small
 from sync.stores.directory import DirectoryStore
 
 _INLINE: Final = 1 << 14
@@ -40,7 +40,7 @@ class _Pointer(msgspec.Struct, frozen=True, omit_defaults=True):
     size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class XetStore:
+class XetStore(Store):
     """Keys as in a directory store, contents in Xet."""
 
     def __init__(self, root: Path) -> None:
@@ -52,8 +52,7 @@ class XetStore:
     def create(self, key: str, data: bytes | Path) -> None:
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         if size <= _INLINE:
-            content = data.read_bytes() if isinstance(data, Path) else bytes(data)
-            self._keys.create(key, msgspec.msgpack.encode(_Pointer(content)))
+            self._keys.create(key, msgspec.msgpack.encode(_Pointer(content(data))))
         elif self._keys.exists(key):
             self._keys.create(key, b"")  # refuses, before anything is stored
         else:
@@ -61,12 +60,6 @@ class XetStore:
 
     def replace(self, key: str, data: bytes) -> None:
         self._keys.replace(key, msgspec.msgpack.encode(_Pointer(bytes(data))))
-
-    def read(self, key: str) -> bytes:
-        pointer = self._pointer(key)
-        if pointer.content is not None:
-            return pointer.content
-        return self._alone(_read, pointer)
 
     def fetch(self, key: str, path: Path) -> None:
         pointer = self._pointer(key)
@@ -81,10 +74,9 @@ class XetStore:
     def delete(self, key: str) -> None:
         self._keys.delete(key)
 
-    def exists(self, key: str) -> bool:
-        return self._keys.exists(key)
-
-    def size(self, key: str) -> int:
+    def _size(self, key: str) -> int | None:
+        if not self._keys.exists(key):
+            return None
         pointer = self._pointer(key)
         return pointer.size if pointer.content is None else len(pointer.content)
 
@@ -124,14 +116,6 @@ def _upload(endpoint: str, data: bytes | Path) -> _Pointer:
     commit.wait_to_finish()
     info = upload.result().xet_info
     return _Pointer(hash=info.hash, size=info.file_size)
-
-
-def _read(endpoint: str, pointer: _Pointer) -> bytes:
-    group = hf_xet.XetSession().new_download_stream_group(endpoint=endpoint)
-    content = b"".join(group.download_stream(hf_xet.XetFileInfo(pointer.hash, pointer.size)))
-    if len(content) != pointer.size:
-        raise OSError(f"got {len(content)} of {pointer.size} bytes")
-    return content
 
 
 def _fetch(endpoint: str, pointer: _Pointer, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,12 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "f4": np.dtype("<f4"),
     "bf16": np.dtype("<u2"),  # numpy has no bfloat16: its bits travel and live as uint16
 }
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+"""Finite and at least 0; a decoder refuses NaN too."""
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -70,8 +76,8 @@ class Version(NamedTuple):
     starts in this run: resuming or rolling back opens a new lineage, so no name is ever published twice.
     """
 
-    lineage: int
-    step: int
+    lineage: Count
+    step: Count
 
     def __str__(self) -> str:
         return f"L{self.lineage:03d}-v{self.step:08d}"

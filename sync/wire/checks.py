@@ -8,6 +8,8 @@ log-probabilities  finite and at most 0. A sampled token had a probability above
 top-k              the ids of a row differ, and their probabilities add up to at most 1.
 diagnostics        entropy and tail are in no loss: where they cannot be used they become None.
 
+Ranges of single numbers are part of the message types: the decoder refuses others.
+
 Letters in shapes: see sync.wire.
 """
 
@@ -15,21 +17,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.student import Generated, ReplicaState, Sampling, UpdateReply
-from sync.wire.teacher import EvalReport, Head, Scored, TeacherCompletion, Want
-from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport, TrainerHello
+from sync.wire.servers import (
+    EvalReport,
+    Generated,
+    Head,
+    Sampling,
+    Scored,
+    TeacherCompletion,
+    UpdateReply,
+    Want,
+)
+from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
 """How far half precision may put a log-probability above 0, a mass above 1 or a divergence below 0."""
 ANY_ID: Final = 1 << 31
 """A vocabulary size that refuses no id: for callers that do not know theirs."""
-MOST_RANKS: Final = 1 << 16
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 
@@ -63,23 +72,6 @@ DIAGNOSTICS: Final = {
     "tail": Range(-ROUNDING, 1 + ROUNDING, "a probability"),
 }
 """Fields of Scored that no loss needs."""
-_UNBOUNDED: Final = (0.0, math.inf)
-_SHARE: Final = (0.0, 1.0)
-NUMBERS: Final[dict[type, dict[str, tuple[float, float]]]] = {
-    EvalReport: {
-        "reverse_kl": (-ROUNDING, math.inf),
-        "pass_rate": _SHARE,
-        "truncated": _SHARE,
-        "completions": _UNBOUNDED,
-        "tokens": _UNBOUNDED,
-        "seconds": _UNBOUNDED,
-    },
-    UpdateReply: dict.fromkeys(("bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"), _UNBOUNDED),
-    ReplicaState: dict.fromkeys(("requests", "tokens"), _UNBOUNDED),
-    TrainerHello: {"world_size": (1, MOST_RANKS)},
-    Published: dict.fromkeys(("bytes", "full_bytes", "seconds"), _UNBOUNDED),
-}
-"""Numbers of each message: the least and the most that each may be; None in the message is no problem."""
 
 
 def ids(vocab_size: int, low: int = 0) -> Range:
@@ -87,7 +79,7 @@ def ids(vocab_size: int, low: int = 0) -> Range:
     return Range(low, vocab_size - 1, f"ids of the vocabulary, {low} … {vocab_size - 1}")
 
 
-# --- arrays and numbers -----------------------------------------------------------------------------------
+# --- arrays -----------------------------------------------------------------------------------------------
 
 
 def array(
@@ -133,19 +125,6 @@ def _elements(field: str, found: Array, within: Range) -> Problem | None:
 
 def _text(shape: Sequence[int | None]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
-
-
-def _number(field: str, value: float, low: float = 0.0, high: float = math.inf) -> Problem | None:
-    if math.isfinite(value) and low <= value <= high:
-        return None
-    return Problem(field, f"{value}", f"finite and in {low:g} … {high:g}")
-
-
-def numbers(message: Any) -> Problem | None:
-    """The first number of a message that is out of its range in NUMBERS."""
-    limits = NUMBERS[type(message)].items()
-    given = ((name, getattr(message, name), bounds) for name, bounds in limits)
-    return first(*(_number(name, value, *bounds) for name, value, bounds in given if value is not None))
 
 
 def _same(field: str, found: object, asked: object) -> Problem | None:
@@ -206,7 +185,7 @@ def topk_ids(
 
 
 def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
-    """A completion of the student, without tokens too: what becomes of that is not for the checks to say."""
+    """A completion of the student; it may have no tokens."""
     if problem := tokens(answer.token_ids, answer.logprob, asked.max_tokens, vocab_size, least=0):
         return problem
     count = answer.token_ids.shape[0]
@@ -267,25 +246,9 @@ def head(found: Head) -> Problem | None:
 # --- the other reports ------------------------------------------------------------------------------------
 
 
-def evaluation(report: EvalReport, version: Version) -> Problem | None:
-    """An evaluation of `version`."""
-    return _same("version", report.version, version) or numbers(report)
-
-
-def update(reply: UpdateReply, version: Version) -> Problem | None:
-    """A replica's report of its update to `version`."""
-    return _same("version", reply.version, version) or numbers(reply)
-
-
-def replica_state(state: ReplicaState) -> Problem | None:
-    """A replica's state; its version is for the caller to compare."""
-    return numbers(state)
-
-
-def hello(message: TrainerHello) -> Problem | None:
-    """The first message of a trainer."""
-    step = message.checkpoint.step if message.checkpoint else 0
-    return numbers(message) or _number("checkpoint.step", step)
+def same_version(answer: EvalReport | UpdateReply, version: Version) -> Problem | None:
+    """An evaluation of `version`, or a replica's report of its update to it."""
+    return _same("version", answer.version, version)
 
 
 def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:
@@ -295,15 +258,11 @@ def event(message: Event, start: int, reached: int, newest: int) -> Problem | No
     that is not finite is no fault of the message: metrics may hold anything.
     """
     most = min(newest, reached + 1) if isinstance(message, StepReport) else newest
-    problem = _number("version.step", message.version.step, start, most)
-    if isinstance(message, StepReport):
-        seconds = (_number(f"seconds.{name}", value) for name, value in message.seconds.items())
-        return first(problem, *seconds)
-    if isinstance(message, Published):
+    if not start <= (step := message.version.step) <= most:
+        return Problem("version.step", f"{step}", f"in {start} … {most}")
+    if isinstance(message, Published) and (message.rendezvous is None) == (message.kind == "broadcast"):
         rule = '"host:port" for a broadcast, and for nothing else'
-        wrong = (message.rendezvous is None) == (message.kind == "broadcast")
-        address = Problem("rendezvous", f"{message.rendezvous}", rule) if wrong else None
-        return first(problem, numbers(message), address)
+        return Problem("rendezvous", f"{message.rendezvous}", rule)
     if isinstance(message, FinalDigests) and not message.digests:
-        return problem or Problem("digests", "empty", "the digest of every tensor")
-    return problem
+        return Problem("digests", "empty", "the digest of every tensor")
+    return None

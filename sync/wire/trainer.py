@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from sync.wire.base import Array, Message, RunIdentity, Version
+from sync.wire.base import Amount, Array, Count, Message, RunIdentity, Version
 
 
 class TrainerHello(Message, frozen=True):
     """Rank 0 → controller, once per start of the trainer, before its first batch."""
 
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     checkpoint: Version | None
     """The checkpoint it resumed from; None: it starts from the model folder at step 0."""
     fingerprint: str
@@ -130,7 +130,7 @@ class StepReport(Message, frozen=True):
     version: Version
     """After the step."""
     metrics: dict[str, float]
-    seconds: dict[str, float]
+    seconds: dict[str, Amount]
     """wait, train, publish, checkpoint: wall seconds of this step; `publish` only what the step waited for"""
 
 
@@ -139,10 +139,10 @@ class Published(Message, frozen=True):
 
     version: Version
     kind: Literal["full", "delta", "lora", "broadcast"]
-    bytes: int
-    full_bytes: int
+    bytes: Count
+    full_bytes: Count
     """What a full snapshot of the same weights takes."""
-    seconds: float
+    seconds: Amount
     rendezvous: str | None = None
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
 

@@ -20,7 +20,7 @@ from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ModelSource
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.wire import ReplicaState, Version, VersionSpan, unpack
+from sync.wire import ReplicaState, RunIdentity, Version, VersionSpan, unpack
 
 pytestmark = [
     pytest.mark.engine,
@@ -52,7 +52,9 @@ def publish(store: Path, adapters: list[Path]) -> None:
     places = checkpoint.tensors(adapters[0])
     slices = [Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape))) for n, at in places.items()]
     publisher = Publisher(
-        open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(adapters[0]), slices
+        open_store(DirectoryStoreConfig(), store),
+        RunIdentity("tests", model=checkpoint.fingerprint(adapters[0])),
+        slices,
     )
     for step, folder in enumerate(adapters, 1):
         bits = checkpoint.bits(checkpoint.tensors(folder))

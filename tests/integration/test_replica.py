@@ -41,6 +41,7 @@ from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
     ReplicaState,
+    RunIdentity,
     Sampling,
     UpdateReply,
     Version,
@@ -78,7 +79,9 @@ class Versions:
             for name, at in places.items()
         ]
         publisher = Publisher(
-            open_store(DirectoryStoreConfig(), store), "tests", checkpoint.fingerprint(folders[0]), slices
+            open_store(DirectoryStoreConfig(), store),
+            RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
+            slices,
         )
         for step, folder in enumerate(folders, 1):
             bits = checkpoint.bits(checkpoint.tensors(folder))

@@ -397,7 +397,7 @@ def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) 
     assert "lm_head.weight" not in final.digests
     store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
-        mirror.promote(mirror.stage(Version(0, 4)))
+        mirror.promote(mirror.stage(Version(0, 4)).version)
         assert mirror.path is not None
         assert folder_digests(mirror.path) == final.digests
     lineages = ledger.read(whole.run_dir / "ledger")

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import Manifest, manifest_key, version_key
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 RUN: Final = "run"
 SHAPES: Final = {"a": (40, 8), "b.weight": (300,), "c": (1,)}
@@ -35,7 +35,7 @@ def publish(store: MemoryStore, folder: Path, versions: int = 4) -> None:
     weights = {name: rng.standard_normal(shape).astype("f4") for name, shape in SHAPES.items()}
     fingerprint = checkpoint.model_fingerprint({name: (shape, "f4") for name, shape in SHAPES.items()})
     slices = [Slice(name, shape, "f4", 0, int(np.prod(shape))) for name, shape in SHAPES.items()]
-    publisher = Publisher(store, RUN, fingerprint, slices)
+    publisher = Publisher(store, RunIdentity(RUN, model=fingerprint), slices)
     for step in range(versions):
         bits = {name: value.ravel().view("u4").copy() for name, value in weights.items()}
         if step == 0:

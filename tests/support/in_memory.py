@@ -24,6 +24,8 @@ from sync.wire import (
     TeacherPrompt,
     Version,
     Want,
+    decode,
+    encode,
     pack,
 )
 
@@ -130,10 +132,11 @@ class MemoryEvaluator(plain.MemoryEvaluator):
     async def evaluate(self, version: Version) -> EvalReport:
         self.seen.append(version)
         await asyncio.sleep(0)
-        return EvalReport(
+        report = EvalReport(
             version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
             truncated=0.0, seconds=0.0,
         )  # fmt: skip
+        return decode(encode(report), EvalReport)
 
 
 @dataclass

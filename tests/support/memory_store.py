@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from sync.stores import check_key, missing, taken
+from sync.stores import Store, check_key, content
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Keys in a dictionary; threads of one process share it, nothing outlives it."""
 
     def __init__(self) -> None:
@@ -16,11 +16,11 @@ class MemoryStore:
         self._objects: dict[str, bytes] = {}
 
     def create(self, key: str, data: bytes | Path) -> None:
-        content = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        new = content(data)
         with self._lock:
             if check_key(key) in self._objects:
-                raise taken(str(self), key)
-            self._objects[key] = content
+                raise self._taken(key)
+            self._objects[key] = new
 
     def replace(self, key: str, data: bytes) -> None:
         with self._lock:
@@ -29,7 +29,7 @@ class MemoryStore:
     def read(self, key: str) -> bytes:
         with self._lock:
             if check_key(key) not in self._objects:
-                raise missing(str(self), key)
+                raise self._missing(key)
             return self._objects[key]
 
     def fetch(self, key: str, path: Path) -> None:
@@ -43,12 +43,10 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(check_key(key), None)
 
-    def exists(self, key: str) -> bool:
+    def _size(self, key: str) -> int | None:
         with self._lock:
-            return check_key(key) in self._objects
-
-    def size(self, key: str) -> int:
-        return len(self.read(key))
+            found = self._objects.get(check_key(key))
+            return None if found is None else len(found)
 
     def __str__(self) -> str:
         return "the store in memory"

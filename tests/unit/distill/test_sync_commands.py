@@ -40,7 +40,7 @@ def run_folder(folder: Path, store: str) -> Path:
         ('{type="object", url="other://place"}', 'Unable to recognise URL "other://place"'),
         ('{type="object", url="s3://b", options={colour="red"}}', "'colour' is not valid for store 'S3'"),
         ('{type="bucket", bucket="me/none", create=false}', "check HF_ENDPOINT, HF_TOKEN, the bucket's name"),
-        ('{type="directory", path="/dev/null/store"}', "cannot open /dev/null/store: Not a directory"),
+        ('{type="directory", path="/dev/null/store"}', "the store /dev/null/store: Not a directory"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_one_message(
@@ -83,7 +83,7 @@ def test_an_empty_store_is_no_success(
             ["L000-v00000000  full", "L000-v00000001  run/L000-v00000001/manifest.json is not a Manifest"],
         ),
         ("verify", ["L000-v00000000  whole", "'L9'  it is no version's name"]),
-        ("gc", ["kept 1, removed 0", "'run/leases/x.json'  run/leases/x.json is not a Lease"]),
+        ("gc", ["kept 1, removed 0", "'L9'  it is no version's name"]),
     ],
 )
 def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
@@ -94,7 +94,7 @@ def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
     hostile_store.publish(sound, tmp_path / "model", versions=1)
     for key in sound.list(""):
         store.create(key, sound.read(key))
-    for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json", "run/leases/x.json"):
+    for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json"):
         store.create(key, b"{")
     with pytest.raises(SystemExit) as leaving:
         main(["sync", command, str(folder), "--json", str(tmp_path / "figures.json")])

@@ -17,7 +17,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
 from sync.publish import Publisher
 from sync.snapshots.checkpoint import bits, fingerprint, tensors
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -121,6 +121,6 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
     assert (tmp_path / "out/adapter_config.json").is_file()
-    publisher = Publisher(MemoryStore(), "run", weights.fingerprint, weights.slices)
+    publisher = Publisher(MemoryStore(), RunIdentity("run", model=weights.fingerprint), weights.slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path / "out", weights.snapshot(), "lora")
     assert report.kind == "lora"

@@ -12,9 +12,8 @@ from safetensors.numpy import load_file, save_file
 from sync.errors import SnapshotError
 from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
-from sync.snapshots.manifest import SECONDS, dump, lease, manifest_key, read_manifest, versions
-from sync.subscribe import Mirror
-from sync.wire import Version
+from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.wire import RunIdentity, Version
 
 RUN = "run"
 DAY = 86400.0
@@ -28,7 +27,9 @@ def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> 
     """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
     shapes = {"w": ((512,), "f4")}
     publisher = Publisher(
-        store, RUN, checkpoint.model_fingerprint(shapes), [Slice("w", (512,), "f4", 0, 512)]
+        store,
+        RunIdentity(RUN, model=checkpoint.model_fingerprint(shapes)),
+        [Slice("w", (512,), "f4", 0, 512)],
     )
     for step in range(steps):
         version, bits = Version(0, step), {"w": weights(step).view("u4")}
@@ -94,17 +95,6 @@ def test_gc_spares_what_was_superseded_within_the_grace(store: MemoryStore, hour
     assert steps(done.kept)[0] == first
 
 
-def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> None:
-    import time
-
-    with lease(store, RUN, Version(0, 4)):
-        done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
-        assert steps(done.kept) == [3, 4, 6, 7, 8]
-        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + SECONDS + 1)
-        assert steps(done.kept) == [6, 7, 8]
-    assert store.list("run/leases/") == []
-
-
 @pytest.mark.parametrize("now", [-DAY, 0, 9 * DAY, 1e6 * DAY])
 def test_what_latest_names_stays_whatever_the_clock_says(store: MemoryStore, now: float) -> None:
     """The newest anchor is there, and LATEST has not moved to it yet."""
@@ -121,23 +111,6 @@ def test_gc_removes_files_that_never_got_a_manifest_unless_they_may_still_get_on
     assert steps(done.removed) == [5]
     assert store.exists("run/L000-v00000009/delta-00000.bin")
     assert store.exists("run/L000-v00000007/part-00009.json")
-
-
-def test_a_mirror_leases_what_it_reads_from_an_anchor(store: MemoryStore, tmp_path: Path) -> None:
-    """A collector that runs while the anchor is being downloaded takes nothing away."""
-
-    class Collecting(MemoryStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self._objects = store._objects
-
-        def fetch(self, key: str, path: Path) -> None:
-            admin.gc(self, RUN, keep_anchors=1, grace_seconds=0)
-            super().fetch(key, path)
-
-    with Mirror(tmp_path / "mirror", Collecting(), RUN) as mirror:
-        mirror.promote(mirror.stage(Version(0, 2)))
-        assert mirror.version == Version(0, 2)
 
 
 def test_export_writes_any_version_as_a_checkpoint_folder(store: MemoryStore, tmp_path: Path) -> None:

@@ -138,13 +138,11 @@ def test_the_cheapest_mode_is_chosen(share: float, effort: Effort, mode: Mode) -
     assert codec.mode_of(round_trip(old, nudged(random, old, share), "bf16", effort)) == mode
 
 
-def test_full_precision_weights_that_all_move_go_as_planes_and_noise_goes_whole() -> None:
+def test_full_precision_weights_that_all_move_take_half_of_their_bytes_and_noise_goes_whole() -> None:
     random = np.random.default_rng(6)
     old = weights(random, 50_000, "f4")
     moved = old + random.integers(300, 3000, old.size).astype("u4")
-    blob = round_trip(old, moved, "f4", "fast")
-    assert codec.mode_of(blob) == Mode.PLANES
-    assert len(blob) < 0.5 * old.nbytes
+    assert len(round_trip(old, moved, "f4", "fast")) < 0.5 * old.nbytes
     assert codec.mode_of(round_trip(old, noise(random, old.size, "f4"), "f4", "fast")) == Mode.WHOLE
     assert codec.mode_of(round_trip(old, noise(random, old.size, "f4"), "f4", "small")) == Mode.WHOLE
 

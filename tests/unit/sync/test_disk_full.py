@@ -22,7 +22,7 @@ from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import read_latest
 from sync.stores.directory import DirectoryStore
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_publisher_waits_for_room_and_says_so_once(
     save_file({"w": np.zeros(4096, np.float32)}, folder / "model.safetensors")
     places = checkpoint.tensors(folder)
     slices = [Slice("w", (4096,), "f4", 0, 4096)]
-    publisher = Publisher(store, "run", checkpoint.fingerprint_of(places), slices)
+    publisher = Publisher(store, RunIdentity("run", model=checkpoint.fingerprint_of(places)), slices)
     fill(small)
     waits: list[float] = []
 

@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
+from sync.snapshots.checkpoint import digests
 from sync.stores.directory import DirectoryStore
-from sync.subscribe import Mirror, digests
-from sync.wire import Version
+from sync.subscribe import Mirror
+from sync.wire import RunIdentity, Version
 
 RUN = "run"
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -32,8 +33,7 @@ def published(tmp_path: Path) -> tuple[DirectoryStore, dict[Version, dict[str, s
     shapes = dict.fromkeys(values, ((SIZE,), "f2"))
     publisher = Publisher(
         store,
-        RUN,
-        checkpoint.model_fingerprint(shapes),
+        RunIdentity(RUN, model=checkpoint.model_fingerprint(shapes)),
         [Slice(name, (SIZE,), "f2", 0, SIZE) for name in values],
     )
     expected = {}
@@ -63,7 +63,7 @@ def follow_until_killed(folder: Path, store: DirectoryStore, seconds: float) -> 
                 while True:
                     for step in [*range(STEPS), 8, 3]:
                         if mirror.version != Version(0, step):
-                            mirror.promote(mirror.stage(Version(0, step)))
+                            mirror.promote(mirror.stage(Version(0, step)).version)
         finally:
             os._exit(1)
     time.sleep(seconds)
@@ -85,12 +85,12 @@ def test_whatever_a_killed_mirror_says_it_holds_it_holds(
         follow_until_killed(folder, store, patience * float(random.uniform(0.005, 0.06)))
         with Mirror(folder, store, RUN) as mirror:
             for slot in ("a", "b"):
-                version = mirror._slots.version(slot)
+                version = mirror._held(slot)
                 if version is not None:
                     assert digests(folder / slot) == expected[version]
             found.add(mirror.version)
     with Mirror(folder, store, RUN) as mirror:
         for step in (11, 10):
             if mirror.version != Version(0, step):
-                mirror.promote(mirror.stage(Version(0, step)))
+                mirror.promote(mirror.stage(Version(0, step)).version)
         assert digests(mirror.path or folder) == expected[Version(0, 10)]

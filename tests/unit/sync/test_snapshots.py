@@ -17,12 +17,14 @@ from safetensors.numpy import save_file
 
 from sync.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.publish import BaseShard, Publisher, PublishReport, Slice
+from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
-from sync.snapshots.manifest import read_latest, read_manifest, versions
+from sync.snapshots.checkpoint import digests
+from sync.snapshots.manifest import read_chain, read_latest, read_manifest, versions
 from sync.stores import Store
 from sync.stores.bucket import BucketStore
-from sync.subscribe import Mirror, digests, read_chain
-from sync.wire import Version
+from sync.subscribe import Mirror
+from sync.wire import RunIdentity, Version
 
 RUN = "run"
 SHAPES = {"embed": (40, 24), "layer.weight": (24, 24), "norm": (24,), "scalar": (1,), "empty": (0, 4)}
@@ -45,8 +47,13 @@ class Trainer:
         )
         self.publishers = [
             Publisher(
-                store, RUN, self.fingerprint, self.slices(rank), rank=rank, world_size=world_size, **options
-            )  # type: ignore[arg-type]
+                store,
+                RunIdentity(RUN, model=self.fingerprint),
+                self.slices(rank),
+                rank=rank,
+                world_size=world_size,
+                weights=WeightsConfig(**options),  # type: ignore[arg-type]
+            )
             for rank in range(world_size)
         ]
 
@@ -134,7 +141,7 @@ def mirror(store: MemoryStore, tmp_path: Path) -> Iterator[Mirror]:
 
 
 def follow(mirror: Mirror, version: Version) -> None:
-    mirror.promote(mirror.stage(version))
+    mirror.promote(mirror.stage(version).version)
 
 
 def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None:
@@ -155,16 +162,16 @@ def test_bytes_that_a_bucket_returns_flipped_are_refused(tmp_path: Path) -> None
             mirror.stage(v(0))
 
 
-@pytest.mark.parametrize(("world_size", "threads"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("codec", ["fast", "small"])
 def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
-    tmp_path: Path, world_size: int, threads: int, codec: str
+    tmp_path: Path, world_size: int, codec: str
 ) -> None:
     store = MemoryStore()
-    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec, threads=threads)
+    trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec)
     trainer.anchor(v(0))
     with (
-        Mirror(tmp_path / "one", store, RUN, threads=threads) as one,
+        Mirror(tmp_path / "one", store, RUN) as one,
         Mirror(tmp_path / "two", store, RUN) as two,
     ):
         for step in range(1, 12):
@@ -190,7 +197,7 @@ def test_a_replica_downloads_each_delta_once_although_it_has_two_slots(
         report = trainer.delta(v(step))
         staged = mirror.stage(v(step))
         assert staged.bytes_read == report.bytes == read_manifest(store, RUN, v(step)).bytes
-        mirror.promote(staged)
+        mirror.promote(staged.version)
 
 
 def test_staging_leaves_the_live_slot_alone_until_it_is_promoted(trainer: Trainer, mirror: Mirror) -> None:
@@ -202,18 +209,17 @@ def test_staging_leaves_the_live_slot_alone_until_it_is_promoted(trainer: Traine
     assert mirror.version == v(0)
     assert digests(mirror.path or Path()) == before
     assert digests(staged.path) == trainer.digests()
-    mirror.promote(staged)
+    mirror.promote(staged.version)
     assert (mirror.version, mirror.path) == (v(1), staged.path)
 
 
 def test_a_version_is_not_applied_twice(trainer: Trainer, mirror: Mirror) -> None:
     staged = mirror.stage(v(0))
     assert mirror.stage(v(0)).bytes_read == 0
-    mirror.promote(staged)
-    with pytest.raises(SnapshotError, match="live already"):
-        mirror.stage(v(0))
+    mirror.promote(staged.version)
+    assert mirror.stage(v(0)).bytes_read == 0
     with pytest.raises(SnapshotError, match="stage it again"):
-        mirror.promote(staged)
+        mirror.promote(v(1))
 
 
 def test_an_altered_file_is_refused_and_the_old_version_stays(
@@ -394,7 +400,7 @@ def test_an_anchor_folder_that_holds_other_bits_is_refused(store: MemoryStore, t
 
 
 def test_a_rank_that_leaves_no_receipt_is_named(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved", 2, timeout=0.05)
+    trainer = Trainer(store, tmp_path / "saved", 2, timeout_seconds=0.05)
     trainer.anchor(v(0))
     trainer.step()
     with pytest.raises(StoreError, match="rank 1 of 2 left no receipt of L000-v00000001"):
@@ -404,7 +410,7 @@ def test_a_rank_that_leaves_no_receipt_is_named(store: MemoryStore, tmp_path: Pa
 
 
 def test_ranks_that_disagree_about_the_base_are_found(store: MemoryStore, tmp_path: Path) -> None:
-    trainer = Trainer(store, tmp_path / "saved", 2, timeout=5)
+    trainer = Trainer(store, tmp_path / "saved", 2, timeout_seconds=5)
     trainer.anchor(v(0))
     trainer.step()
     trainer.publishers[1].delta(v(1), trainer.shards(1))
@@ -457,7 +463,7 @@ def test_a_chain_ends_at_the_newest_anchor_or_at_what_the_reader_has(
 
 def test_slices_that_leave_out_a_part_of_the_model_are_refused(store: MemoryStore, tmp_path: Path) -> None:
     trainer = Trainer(store, tmp_path / "saved")
-    publisher = Publisher(store, RUN, trainer.fingerprint, trainer.slices(0)[1:])
+    publisher = Publisher(store, RunIdentity(RUN, model=trainer.fingerprint), trainer.slices(0)[1:])
     publisher.anchor(v(0), None, trainer.save(), trainer.shards(0))
     with pytest.raises(SnapshotError, match="every element belongs to exactly one rank"):
         publisher.delta(v(1), trainer.shards(0))
@@ -497,7 +503,7 @@ def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
     content = len(text).to_bytes(8, "little") + text + old["odd"].tobytes() + old["w"].tobytes()
     (folder / "model.safetensors").write_bytes(content)
     slices = [Slice("odd", (1,), "u1", 0, 1), Slice("w", (3,), "bf16", 0, 3)]
-    publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), slices)
+    publisher = Publisher(store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), slices)
     publisher.anchor(v(0), None, folder, old)
     new = {"odd": np.array([8], "u1"), "w": np.array([1, 5, 3], "u2")}
     publisher.delta(v(1), new)
@@ -514,7 +520,9 @@ def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
     weights = np.arange(8, dtype="f4")
     save_file({"lora_A": weights}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
-    publisher = Publisher(store, RUN, checkpoint.fingerprint(folder), [Slice("lora_A", (8,), "f4", 0, 8)])
+    publisher = Publisher(
+        store, RunIdentity(RUN, model=checkpoint.fingerprint(folder)), [Slice("lora_A", (8,), "f4", 0, 8)]
+    )
     assert publisher.anchor(v(0), None, folder, {"lora_A": weights.view("u4")}, "lora").kind == "lora"
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         staged = mirror.stage(v(0))
@@ -528,7 +536,7 @@ def published(store: MemoryStore, folder: Path, run_id: str | None) -> Trainer:
         store.delete(key)
     trainer = Trainer(store, folder)
     for publisher in trainer.publishers:
-        publisher._run_id = run_id
+        publisher._run = RunIdentity(RUN, run_id, trainer.fingerprint)
     trainer.anchor(v(0))
     trainer.step()
     trainer.delta(v(1))

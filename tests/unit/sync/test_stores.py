@@ -298,7 +298,7 @@ def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
 
 
 def test_a_bucket_that_is_missing_and_may_not_be_made_is_said(hub: bucket_server.Hub) -> None:
-    with pytest.raises(StoreError, match="cannot open 'acme/none'"):
+    with pytest.raises(StoreError, match="cannot open the bucket acme/none"):
         BucketStore("acme/none", create=False, endpoint=hub.base, token="t")
 
 

@@ -26,7 +26,7 @@ def test_nothing_is_followed_before_a_run_claims_the_process_and_then_that_run_a
     folder.mkdir()
     save_file({"w": weights}, folder / "model.safetensors")
     store, slices = open_store(config.store, config.store_path), [Slice("w", (8,), "f4", 0, 8)]
-    publisher = Publisher(store, "toy", checkpoint.fingerprint(folder), slices, run_id="aa")
+    publisher = Publisher(store, RunIdentity("toy", "aa", checkpoint.fingerprint(folder)), slices)
     publisher.anchor(Version(0, 0), None, folder, {"w": weights.view("<u4")})
     claim = Claim(RunIdentity("toy"))
     followed = Subscriber(config, claim)

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from sync.tokenizers import (
     chat_template_fingerprint,
-    differences,
     differing_parts,
     fingerprint,
     vocab_size,
@@ -29,36 +28,29 @@ def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding() -> N
     one, other = tokenizer(), tokenizer(padding_side="left", pad_token="c", model_max_length=7)
     assert fingerprint(one) == fingerprint(other)
     assert len(fingerprint(one)) == 96
-    assert differences(one, other) == []
     assert vocab_size(one) == 6
 
 
 def test_swapped_ids_are_a_different_vocabulary() -> None:
     other = tokenizer(VOCAB | {"a": 2, "b": 1})
     assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["vocabulary"]
-    assert differences(tokenizer(), other) == [
-        "vocabulary: 2 ids differ, the first is 1: student has 'a', teacher has 'b'"
-    ]
 
 
 def test_an_added_token_is_a_different_vocabulary() -> None:
     other = tokenizer()
     other.add_tokens(["new"])
     assert vocab_size(other) == 7
-    assert "the first is 6: student has None, teacher has 'new'" in differences(tokenizer(), other)[0]
+    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["vocabulary"]
 
 
 def test_other_merges_are_told_apart() -> None:
     other = tokenizer(merges=MERGES[::-1])
     assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["merges"]
-    assert differences(tokenizer(), other)[0].startswith("merges: student and teacher")
 
 
 def test_another_end_of_sequence_is_told_apart() -> None:
     other = tokenizer(eos_token="c")
     assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["special ids"]
-    assert "'eos': 0" in differences(tokenizer(), other)[0]
-    assert "'eos': 3" in differences(tokenizer(), other)[0]
 
 
 def test_chat_templates_are_compared_apart_from_the_tokenizer() -> None:
@@ -66,7 +58,6 @@ def test_chat_templates_are_compared_apart_from_the_tokenizer() -> None:
     assert fingerprint(one) == fingerprint(other) == fingerprint(tokenizer())
     assert chat_template_fingerprint(tokenizer()) is None
     assert chat_template_fingerprint(one) != chat_template_fingerprint(other)
-    assert differences(one, other) == []
 
 
 def test_a_fingerprint_of_another_kind_differs_in_every_part() -> None:

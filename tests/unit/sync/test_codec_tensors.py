@@ -10,12 +10,12 @@ import torch
 from memory_store import MemoryStore
 
 from sync.delta import codec
-from sync.delta import diff_torch as scan_torch
 from sync.delta.codec import Effort, Mode
 from sync.publish import Publisher, Slice
+from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.manifest import version_key
-from sync.wire import Version
+from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "u1": "u1"}
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
@@ -106,30 +106,16 @@ def test_short_tensors_give_the_same_bytes(kind: str, size: int, effort: Effort,
         both(old, last, kind, effort, device)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "f4"])
-@pytest.mark.parametrize("tail", [0, 1, 3])
-def test_a_bitmap_begins_at_the_same_element(kind: str, tail: int) -> None:
-    """Around the number of changes from which gaps have no room, whichever word the last ones lie in."""
-    size, modes = 1000 + tail, set()
-    for changed in range(255, 272):
-        for last in range(1, 7):
-            new = np.zeros(size, KINDS[kind])
-            new[: changed - last] = 1
-            new[size - last :] = 1
-            modes.add(codec.mode_of(both(np.zeros_like(new), new, kind, "fast")))
-    assert modes == {Mode.GAPS, Mode.BITMAP}
-
-
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_chunks_leave_no_trace(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(7)
     size = (3 << 20) + 77
     old = ((random.standard_normal(size) * 0.02).astype("f4").view("u4") >> 16).astype("u2")
-    monkeypatch.setattr(scan_torch, "CHUNK", 1 << 20)
+    monkeypatch.setattr(codec, "_CHUNK", 1 << 20)
     for share in (0.0001, 0.5):
         new = np.where(random.random(size) < share, old + 1, old).astype("u2")
         both(old, new, "bf16", effort)
-    both(old, noise(random, size, "bf16"), "bf16", "fast")  # planes
+    both(old, noise(random, size, "bf16"), "bf16", "fast")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -139,7 +125,17 @@ def test_a_publisher_of_device_shards_writes_what_one_of_arrays_writes(effort: E
     slices = [Slice("a", (40, 50), "bf16", 0, 2000), Slice("b", (900,), "f4", 100, 300)]
     shards: dict[str, Any] = {"a": noise(random, 2000, "bf16"), "b": noise(random, 300, "f4")}
     stores = MemoryStore(), MemoryStore()
-    publishers = [Publisher(s, "run", "f", slices, rank=1, world_size=2, codec=effort) for s in stores]
+    publishers = [
+        Publisher(
+            s,
+            RunIdentity("run", model="f"),
+            slices,
+            rank=1,
+            world_size=2,
+            weights=WeightsConfig(codec=effort),
+        )
+        for s in stores
+    ]
     for step in range(4):
         tensors = {name: on(device, bits) for name, bits in shards.items()}
         for publisher, held in zip(publishers, (shards, tensors), strict=True):
@@ -165,7 +161,7 @@ def test_an_anchor_of_device_shards_is_compared_with_its_folder(tmp_path: Any) -
     tensor = torch.arange(64, dtype=torch.bfloat16)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     slices = [Slice("w", (64,), "bf16", 0, 64)]
-    publisher = Publisher(MemoryStore(), "run", checkpoint.fingerprint(tmp_path), slices)
+    publisher = Publisher(MemoryStore(), RunIdentity("run", model=checkpoint.fingerprint(tmp_path)), slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path, {"w": tensor.view(torch.int16)})
     assert report.kind == "full"
     with pytest.raises(SnapshotError, match="other bits"):
