@@ -1,5 +1,4 @@
-"""Events between the stages of a run. Each docstring starts with the emitters; controller.py subscribes the
-handlers.
+"""Events between the stages of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
 Some wire messages and records are emitted as they are: TrainerWelcome, StepReport, Published, Heartbeat and
 Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.

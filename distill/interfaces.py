@@ -12,20 +12,9 @@ from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
+from sync import wire
 from sync.claims import Claim
-from sync.wire import (
-    EvalReport,
-    Head,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherInfo,
-    TeacherPrompt,
-    TrainerWelcome,
-    Version,
-    Want,
-)
+from sync.wire import EvalReport, Scored, ScoreRefused, TeacherCompletion, TrainerWelcome, Version, Want
 from sync.wire.checks import ANY_ID
 from teacher_service.client import Counters
 
@@ -53,18 +42,18 @@ class Teacher(Protocol):
     def counters(self) -> Counters: ...
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        self, sequences: list[wire.ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]: ...
     async def generate(
         self,
-        prompts: list[TeacherPrompt],
+        prompts: list[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]: ...
-    async def head(self) -> Head: ...
-    async def first_info(self) -> TeacherInfo:
+    async def head(self) -> wire.Head: ...
+    async def first_info(self) -> wire.TeacherInfo:
         """What it is, from whichever of its processes answers first."""
         ...
 

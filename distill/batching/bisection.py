@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from distill.buffer import Batch
 from distill.run_log.records import LineageOpened
-from distill.run_log.state import Batch, RunState
+from distill.run_log.state import RunState
 from sync.wire import Version
 
 
@@ -35,7 +36,7 @@ def plan_lineage(
     checkpoint: Version | None,
     fingerprint: str,
     without: Collection[str] | None,
-    ranks: int | None,
+    ranks: int,
     usable: Callable[[Batch], bool],
 ) -> LineageOpened:
     """What a trainer starting from `checkpoint` opens; see `RunLog.open_lineage` and `first_anew`."""
@@ -43,7 +44,7 @@ def plan_lineage(
     origin, branch = state.lineages.origin_of(checkpoint), start
     if origin is not None and without is None:
         branch = first_anew(state, origin, start, usable)
-    batched = {rollout.id for batch in state.batches.values() for rollout in batch.rollouts}
+    batched = {one for batch in state.batches.values() for one in batch.ids}
     left = [rollout for rollout in without or () if rollout in batched]
     parts = parts_after(state, branch)
     return LineageOpened(
@@ -70,7 +71,7 @@ def parts_after(state: RunState, branch: int) -> list[list[str]]:
     """The parts from now on, where the batches from step `branch` on are formed anew."""
     suspected, parts = suspect(state), list[list[str]]()
     for _, batch in sorted(state.batches.items()):
-        ids = [rollout.id for rollout in batch.rollouts]
+        ids = batch.ids
         if batch is suspected and not is_single(state, batch):
             middle = -(-len(ids) // state.rules.group // 2) * state.rules.group
             parts += [ids[:middle], ids[middle:]]

@@ -1,12 +1,12 @@
 """What the journal holds: one type for everything that happens to a prompt, a batch or a version.
 
-The state of a run is these records applied in order (see `state`), live as well as after a restart.
+The state of a run is these records applied in order (see `state`), live as well as after a restart. Every
+subclass of Record is a kind of entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -47,6 +47,13 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of every journal entry."""
 
 
+class Location(msgspec.Struct, array_like=True):
+    """Where a record stands in the journal: known once it is committed, -1 until then."""
+
+    segment: int = -1
+    offset: int = -1
+
+
 class Opened(Record, frozen=True):
     """A controller started on this journal."""
 
@@ -66,7 +73,7 @@ class Opened(Record, frozen=True):
     rows: int | None = None
     """Prompts of an epoch; None: they have no end."""
     id: str | None = None
-    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
+    """`RunIdentity.id`: the same at every opening."""
 
 
 class Issued(Record, frozen=True):
@@ -198,7 +205,7 @@ class BatchFormed(Record, frozen=True):
 
 
 class LineageOpened(Record, frozen=True):
-    """A trainer started; see distill.buffer.staleness.Lineage."""
+    """A trainer started; see distill.buffer.Lineage."""
 
     lineage: int
     checkpoint: Version | None
@@ -208,8 +215,8 @@ class LineageOpened(Record, frozen=True):
     fingerprint: str
     without: list[str] = []
     """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
-    ranks: int | None = None
-    """Of the trainer; None: an earlier release did not note it."""
+    ranks: int = 1
+    """Of the trainer."""
     parts: list[list[str]] = []
     """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
 
@@ -281,13 +288,6 @@ class Concluded(Record, frozen=True):
     """What is wrong with the end of the run; empty: nothing."""
 
 
-class Location(msgspec.Struct, array_like=True):
-    """Where a record stands in the journal: known once it is committed, -1 until then."""
-
-    segment: int = -1
-    offset: int = -1
-
-
 class Held(NamedTuple):
     """What a snapshot holds on to."""
 
@@ -295,35 +295,6 @@ class Held(NamedTuple):
     """The one that it heads."""
     needed: frozenset[int]
     """Those that hold its prompts and rollouts."""
-
-
-@dataclass
-class Bisection:
-    """What trainers died on. `batching.bisection` decides; RunState applies it, as the records say."""
-
-    furthest: int = 0
-    """Highest step that any lineage could have reached."""
-    handed_out: int = -1
-    """Newest step whose batch the current trainer has."""
-    died_on: Version | None = None
-    """The batch that the last trainer died on."""
-    parts: list[list[str]] = field(default_factory=list)
-    """Buffered rollouts that each go into a batch of their own, before all others."""
-
-    def trainer_gone(self, held: Version | None) -> None:
-        """A trainer was followed by another one; `held`: the batch that it did not finish, if any."""
-        self.died_on, self.handed_out = held or self.died_on, -1
-
-    def take(self, ids: Collection[str]) -> bool:
-        """These rollouts are a batch now; whether it is a part."""
-        left = [part for part in self.parts if set(part).isdisjoint(ids)]
-        found, self.parts = len(left) < len(self.parts), left
-        return found
-
-    def next_part(self, buffered: Container[object]) -> list[str]:
-        """What is left of the next part; empty: there is none."""
-        parts = ([one for one in part if one in buffered] for part in self.parts)
-        return next((part for part in parts if part), [])
 
 
 class Snapshot(Record, frozen=True):
@@ -335,32 +306,12 @@ class Snapshot(Record, frozen=True):
     """Segment that a restart replays from, headed by the snapshot of the oldest kept checkpoint; None: this
     one."""
     state: bytes
-    """msgpack of distill.run_log.snapshot.Saved."""
+    """msgpack of a RunState, without the arrays of its rollouts."""
     where: dict[str, Location]
     """Places of its prompts and rollouts."""
 
 
-AnyRecord = (
-    Opened
-    | Issued
-    | Requeued
-    | Rollout
-    | Dropped
-    | BatchFormed
-    | LineageOpened
-    | HandedOut
-    | Stepped
-    | VersionPublished
-    | VersionApplied
-    | Checkpointed
-    | RolledBack
-    | Evaluated
-    | Concluded
-    | Snapshot
-)
-
-
-def compacted(record: AnyRecord) -> AnyRecord:
+def compacted(record: Record) -> Record:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
         return record.released()

@@ -1,4 +1,4 @@
-"""How old a rollout may be: versions, lineages, the capacity rule, and the policies for late rollouts. Pure.
+"""Which rollouts are trained on, and when: lineages and ages, the capacity rule, the choice of a batch. Pure.
 
 A lineage is one start of the trainer. A new one takes over the batches of an older one (its `origin`) up to
 its `branch`, the first step whose batch it forms anew; up to that step both hold the same weights, because
@@ -19,16 +19,24 @@ step s + 1. The capacity rule leaves at most one batch of those: whatever comes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distill.config import RunConfig, WaitForLate, WeighLate
+from distill.config import RunConfig, WeighLate
+from distill.prompts.stream import group_of
+from distill.run_log.records import Rollout
 from sync.errors import ConfigError
 from sync.wire import Version
 
+StepOf = Callable[[Version], int]
+"""A token's version as a step of the trainer's lineage."""
 _NEVER = 1 << 62
-_REMEMBERED = 1 << 14
+_CACHED = 1 << 14
 """Entries of the cache of `step_in`: more than the versions of a buffer."""
+
+
+# --- ages -------------------------------------------------------------------------------------------------
 
 
 class Lineage(NamedTuple):
@@ -43,32 +51,38 @@ class Lineage(NamedTuple):
     """First step whose batch is its own."""
 
 
+@dataclass
 class Lineages:
-    """The tree of lineages of a run, in the order in which they were opened."""
+    """The tree of lineages of a run."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[int, Lineage] = {}
-        self._shared: dict[int, dict[int, int]] = {}
+    nodes: list[Lineage] = field(default_factory=list)
+    """In the order in which they were opened; a lineage's id is its place."""
+
+    def __post_init__(self) -> None:
+        self._shared: list[dict[int, int]] = []  # by lineage: ancestor → step up to which they are the same
         self._steps: dict[tuple[Version, int], int] = {}
+        for lineage in self.nodes:
+            self._share(lineage)
 
     def __contains__(self, lineage: int) -> bool:
-        return lineage in self._nodes
+        return 0 <= lineage < len(self.nodes)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.nodes)
 
     def __getitem__(self, lineage: int) -> Lineage:
-        return self._nodes[lineage]
+        return self.nodes[lineage]
 
     def add(self, lineage: Lineage) -> None:
         """Add the newest lineage; its id is the number of those before it."""
-        assert lineage.id == len(self._nodes), "lineages are numbered in the order of their opening"
-        shared = {lineage.id: _NEVER}
-        if lineage.origin is not None:
-            for ancestor, until in self._shared[lineage.origin].items():
-                shared[ancestor] = min(until, lineage.branch)
-        self._nodes[lineage.id] = lineage
-        self._shared[lineage.id] = shared
+        assert lineage.id == len(self.nodes), "lineages are numbered in the order of their opening"
+        self.nodes.append(lineage)
+        self._share(lineage)
+
+    def _share(self, lineage: Lineage) -> None:
+        inherited = self._shared[lineage.origin] if lineage.origin is not None else {}
+        shared = {ancestor: min(until, lineage.branch) for ancestor, until in inherited.items()}
+        self._shared.append(shared | {lineage.id: _NEVER})
 
     def step_in(self, version: Version, lineage: int) -> int:
         """Step that `version` counts as in `lineage`: its own up to where they branch, that point after it.
@@ -77,29 +91,29 @@ class Lineages:
         """
         key = version, lineage
         if (found := self._steps.get(key)) is None:
-            if len(self._steps) > _REMEMBERED:
+            if len(self._steps) > _CACHED:
                 self._steps.clear()
-            ours, theirs = self._shared[lineage], self._shared.get(version.lineage, {})
+            ours = self._shared[lineage]
+            theirs = self._shared[version.lineage] if version.lineage in self else {}
             common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
             found = self._steps[key] = min(version.step, max(common, default=0))
         return found
 
-    def holds(self, version: Version, lineage: int) -> bool:
-        """Whether `version` lies on the path of `lineage` (the same batches led to it)."""
-        return self.step_in(version, lineage) == version.step
-
     def owner(self, lineage: int, step: int) -> int:
         """The lineage that formed the batch of `step` on the path of `lineage`."""
-        node = self._nodes[lineage]
+        node = self.nodes[lineage]
         while node.origin is not None and step < node.branch:
-            node = self._nodes[node.origin]
+            node = self.nodes[node.origin]
         return node.id
 
     def origin_of(self, checkpoint: Version | None) -> int | None:
         """The newest lineage that a trainer starting from `checkpoint` can take over; None: none yet."""
         at = checkpoint or Version(0, 0)
-        fits = [lineage for lineage in self._nodes if checkpoint is None or self.holds(at, lineage)]
+        fits = (node.id for node in self.nodes if not checkpoint or self.step_in(at, node.id) == at.step)
         return max(fits, default=None)
+
+
+# --- rules ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,7 @@ class Bound:
     """Versions beyond `limit` that halve the weight."""
 
     def weight(self, age: int) -> float:
-        """What a rollout of this age counts for: 1 up to `limit`, 2^(−(age − limit) / half_life) after it."""
+        """Loss weight of a rollout of this age."""
         return 1.0 if age <= self.limit else 2.0 ** ((self.limit - age) / self.half_life)
 
 
@@ -130,7 +144,7 @@ def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int,
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides how a run's rollouts are made and become batches."""
+    """How a run's rollouts become batches."""
 
     batch: int
     """Rollouts of a batch."""
@@ -143,12 +157,6 @@ class Rules:
     """Share of the prompts that the student completes; the teacher completes the others."""
 
 
-def seconds_of_waiting(config: RunConfig) -> float:
-    """How long a batch waits for late rollouts; 0: not at all."""
-    late = config.buffer.late
-    return late.seconds if isinstance(late, WaitForLate) else 0.0
-
-
 def rules(config: RunConfig) -> Rules:
     """The rules of a run. Raises ConfigError for a combination with which it would stall."""
     rollout, behind = config.rollout, config.weights.publish_every - 1
@@ -158,13 +166,8 @@ def rules(config: RunConfig) -> Rules:
             f"the replicas fall {behind} steps behind between two versions, too far for any rollout; "
             f"set max_staleness to at least {behind}, or publish more often"
         )
-    return Rules(
-        rollout.batch,
-        _bound(config),
-        _group(config),
-        rollout.max_attempts,
-        config.objective.on_policy,
-    )
+    on_policy = config.objective.on_policy
+    return Rules(rollout.batch, _bound(config), _group(config), rollout.max_attempts, on_policy)
 
 
 def _bound(config: RunConfig) -> Bound:
@@ -180,7 +183,6 @@ def _bound(config: RunConfig) -> Bound:
 
 
 def _group(config: RunConfig) -> int:
-    """Completions of a prompt that go into a batch together."""
     task, rollout = config.objective.task, config.rollout
     if task is None or task.baseline == "batch":
         return 1
@@ -191,3 +193,69 @@ def _group(config: RunConfig) -> int:
             "set per_prompt to 2 or more and batch to a multiple of it"
         )
     return rollout.per_prompt
+
+
+# --- the next batch ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
+
+    version: Version
+    """The weights it is trained on top of, under the lineage that formed it."""
+    rollouts: list[Rollout]
+    """In order; released once a step has trained on them."""
+    ages: list[int]
+    """Of each rollout, in versions."""
+    weights: list[float]
+    """Loss weight of each rollout; empty: 1 for all."""
+    is_part: bool = False
+    """It is a part of a batch that trainers died on."""
+    trained: bool = False
+    """A trainer has made its step."""
+
+    @property
+    def ids(self) -> list[str]:
+        return [rollout.id for rollout in self.rollouts]
+
+
+class Pick(NamedTuple):
+    """What the next batch would be."""
+
+    chosen: list[str]
+    """Exactly a batch, in order; empty: too few."""
+    too_old: list[str]
+    weights: list[float]
+    """Loss weight of each of `chosen`."""
+
+
+def pick(
+    buffer: Mapping[str, Rollout], rules: Rules, step: int, step_of: StepOf, among: Collection[str] = ()
+) -> Pick:
+    """The batch that would be trained on top of `step`, and what is too old for it.
+
+    First comes what would exceed the limit in the next batch, then what was issued first, so that nothing is
+    overtaken until it is too old, however long its generation took. The completions of a group are picked
+    together, once all are in `buffer` (rollouts by id). `among`: only these are considered, and all that are
+    young enough are the batch, however few; empty: everything is considered.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in [buffer[one] for one in among] or buffer.values():
+        name = rollout.id if rules.group == 1 else group_of(rollout.id)
+        groups.setdefault(name, []).append(rollout)
+    ready, too_old = list[tuple[bool, int, list[Rollout]]](), list[str]()
+    for members in groups.values():
+        age = max(rollout.age(step, step_of) for rollout in members)
+        if age > rules.bound.hard:
+            too_old += [rollout.id for rollout in members]
+        elif len(members) == rules.group:
+            members.sort(key=lambda rollout: rollout.number)
+            ready.append((age < rules.bound.limit, members[0].number, members))
+    count = len(ready) if among else rules.batch // rules.group
+    if len(ready) < count or not ready:
+        return Pick([], too_old, [])
+    ready.sort(key=lambda one: one[:2])
+    chosen = [rollout for *_, members in ready[:count] for rollout in members]
+    weights = [rules.bound.weight(rollout.age(step, step_of)) for rollout in chosen]
+    return Pick([rollout.id for rollout in chosen], too_old, weights)
