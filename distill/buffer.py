@@ -29,11 +29,9 @@ from distill.run_log.records import Rollout
 from sync.errors import ConfigError
 from sync.wire import Version
 
-StepOf = Callable[[Version], int]
-"""A token's version as a step of the trainer's lineage."""
+StepOf = Callable[[Version], int]  # a token's version as a step of the trainer's lineage
 _NEVER = 1 << 62
-_CACHED = 1 << 14
-"""Entries of the cache of `step_in`: more than the versions of a buffer."""
+_CACHED = 1 << 14  # entries of the cache of `step_in`: more than the versions of a buffer
 
 
 # --- ages -------------------------------------------------------------------------------------------------
@@ -43,12 +41,9 @@ class Lineage(NamedTuple):
     """One start of the trainer."""
 
     id: int
-    start: int
-    """Step it begins at: its checkpoint's, or 0."""
-    origin: int | None
-    """The lineage whose batches it takes over; None: the first."""
-    branch: int
-    """First step whose batch is its own."""
+    start: int  # step it begins at: its checkpoint's, or 0
+    origin: int | None  # the lineage whose batches it takes over; None: the first
+    branch: int  # first step whose batch is its own
 
 
 @dataclass
@@ -120,12 +115,9 @@ class Lineages:
 class Bound:
     """How old a rollout may be at the start of the step that trains on it, in versions."""
 
-    limit: int
-    """Oldest age at full weight; the capacity rule keeps to it."""
-    hard: int
-    """Oldest age at all; `limit` unless late rollouts are weighted by their freshness."""
-    half_life: float = 1.0
-    """Versions beyond `limit` that halve the weight."""
+    limit: int  # oldest age at full weight; the capacity rule keeps to it
+    hard: int  # oldest age at all; `limit` unless late rollouts are weighted by their freshness
+    half_life: float = 1.0  # versions beyond `limit` that halve the weight
 
     def weight(self, age: int) -> float:
         """Loss weight of a rollout of this age."""
@@ -146,11 +138,9 @@ def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int,
 class Rules:
     """How a run's rollouts become batches."""
 
-    batch: int
-    """Rollouts of a batch."""
+    batch: int  # rollouts of a batch
     bound: Bound
-    group: int = 1
-    """Completions of a prompt that go into a batch together; `batch` is a multiple of it."""
+    group: int = 1  # completions of a prompt that go into a batch together; `batch` is a multiple of it
     max_attempts: int = 5
     """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
     on_policy: float = 1.0
@@ -202,18 +192,12 @@ def _group(config: RunConfig) -> int:
 class Batch:
     """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
 
-    version: Version
-    """The weights it is trained on top of, under the lineage that formed it."""
-    rollouts: list[Rollout]
-    """In order; released once a step has trained on them."""
-    ages: list[int]
-    """Of each rollout, in versions."""
-    weights: list[float]
-    """Loss weight of each rollout; empty: 1 for all."""
-    is_part: bool = False
-    """It is a part of a batch that trainers died on."""
-    trained: bool = False
-    """A trainer has made its step."""
+    version: Version  # the weights it is trained on top of, under the lineage that formed it
+    rollouts: list[Rollout]  # in order; released once a step has trained on them
+    ages: list[int]  # of each rollout, in versions
+    weights: list[float]  # loss weight of each rollout; empty: 1 for all
+    is_part: bool = False  # it is a part of a batch that trainers died on
+    trained: bool = False  # a trainer has made its step
 
     @property
     def ids(self) -> list[str]:
@@ -223,11 +207,9 @@ class Batch:
 class Pick(NamedTuple):
     """What the next batch would be."""
 
-    chosen: list[str]
-    """Exactly a batch, in order; empty: too few."""
+    chosen: list[str]  # exactly a batch, in order; empty: too few
     too_old: list[str]
-    weights: list[float]
-    """Loss weight of each of `chosen`."""
+    weights: list[float]  # loss weight of each of `chosen`
 
 
 def pick(

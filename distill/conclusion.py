@@ -26,17 +26,17 @@ async def conclude(
     """
     version = None if final is None else final.version
     weights = {} if final is None else await compare_weights(pool, final, seconds or 0.0)
-    failure = None
+    counted, failure = weights, None
     if seconds is None:
-        weights_wrong = {name: equal for name, equal in weights.items() if equal is False}
-        problems = end_problems(version, weights_wrong, None, 0.0) if weights_wrong else []
-        return Concluded(version, weights, problems)
-    try:
-        if final is not None and evaluations is not None:
+        counted = {name: equal for name, equal in weights.items() if equal is False}
+        if not counted:
+            return Concluded(version, weights, [])
+    elif final is not None and evaluations is not None:
+        try:
             await evaluations.now(final.version)
-    except DistillError as error:
-        failure = str(error)
-    return Concluded(version, weights, end_problems(version, weights, failure, seconds))
+        except DistillError as error:
+            failure = str(error)
+    return Concluded(version, weights, end_problems(version, counted, failure, seconds or 0.0))
 
 
 async def compare_weights(

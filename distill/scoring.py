@@ -1,4 +1,4 @@
-"""What teachers are asked for: scores of completions, and completions of their own.
+"""Requests to the teachers: scores of completions, and completions of their own.
 
 `TeacherQueue` is the one queue before the teachers: batches of bounded size, retries, and isolation of a bad
 rollout. Two jobs use it, each with a queue of its own: Scoring, and TeacherGeneration for the prompts that
@@ -23,30 +23,18 @@ from distill.interfaces import Components
 from distill.metrics.timeline import REPLICAS, Timeline
 from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
+from sync import wire
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
-from sync.wire import (
-    Array,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherPrompt,
-    checks,
-    pack,
-    unpack,
-)
+from sync.wire import Array, Scored, ScoreRefused, TeacherCompletion, checks, pack
 from sync.wire.checks import Problem
 from teacher_service.isolate import isolate
 
 logger = logging.getLogger(__name__)
-PARALLEL = 2
-"""Requests in flight to one teacher: the second hides the latency between two."""
-_SAMPLES = 2
-"""Stream of random numbers of a run's seed, beside that of the prompts' order."""
+PARALLEL = 2  # requests in flight to one teacher: the second hides the latency between two
+_SAMPLES = 2  # stream of random numbers of a run's seed, beside that of the prompts' order
 
-Message = ScoreSequence | TeacherPrompt
-"""A rollout's part of a request."""
+Message = wire.ScoreSequence | wire.TeacherPrompt  # a rollout's part of a request
 Answer = Scored | TeacherCompletion
 Outcome = Answer | ScoreRefused
 
@@ -83,7 +71,7 @@ class Scoring:
         prompt, reward, reward_fn = rollout.source_prompt, None, self._parts.reward_fn
         if reward_fn is not None:
             try:
-                reward = float(reward_fn(prompt, unpack(rollout.tokens).tolist()))
+                reward = float(reward_fn(prompt, wire.unpack(rollout.tokens).tolist()))
             except DistillError as error:
                 return self._budget.function_failed("the reward_fn", rollout, error)
             self._budget.good("the reward_fn")
@@ -115,7 +103,7 @@ class TeacherGeneration:
         self._seed, self._rollout = config.run.seed, config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
-        return TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
+        return wire.TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
 
     async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
         engine, rollout, want = self._parts.teachers[teacher], self._rollout, self._parts.want
@@ -139,11 +127,11 @@ class TeacherGeneration:
         self._events.emit(TeacherCompleted(completed))
 
 
-def score_sequence(id: str, prompt: Array, tokens: Array, gather_ids: Array | None) -> ScoreSequence:
+def score_sequence(id: str, prompt: Array, tokens: Array, gather_ids: Array | None) -> wire.ScoreSequence:
     """Score request for prompt [P] followed by completion [T], both i4."""
     start = prompt.shape[0]
     together = Array("i4", (start + tokens.shape[0],), prompt.data + tokens.data)
-    return ScoreSequence(id, together, start, gather_ids)
+    return wire.ScoreSequence(id, together, start, gather_ids)
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -160,11 +148,9 @@ class _Queue:
 
     teacher: str
     waiting: deque[tuple[Rollout, Message]] = field(default_factory=deque)
-    bad: dict[str, int] = field(default_factory=dict)
-    """Rollout → unusable answers to it so far."""
+    bad: dict[str, int] = field(default_factory=dict)  # rollout → unusable answers to it so far
     changed: Signal = field(default_factory=Signal)
-    busy: int = 0
-    """Requests in flight."""
+    busy: int = 0  # requests in flight
 
 
 class TeacherQueue:
@@ -179,8 +165,7 @@ class TeacherQueue:
     at fault, which is rejected. So is a rollout after `rollout.max_attempts` unusable answers.
     """
 
-    linger = 0.005
-    """Seconds that an idle teacher waits for a batch to fill."""
+    linger = 0.005  # seconds that an idle teacher waits for a batch to fill
 
     def __init__(
         self,
@@ -195,8 +180,7 @@ class TeacherQueue:
         self._batch, self._attempts = config.buffer.score_batch, config.rollout.max_attempts
         self._timeline, self._budget, self._events = timeline, budget, events
         self._queues = {name: _Queue(name) for name in parts.teachers}
-        self.open = 0
-        """Rollouts queued or in flight."""
+        self.open = 0  # rollouts queued or in flight
 
     def put(self, rollout: Rollout) -> None:
         """Queue a rollout for the teacher of its source."""

@@ -12,8 +12,7 @@ from distill.run_log.run_log import RunLog
 from distill.scoring import TeacherQueue
 from distill.trainer_api.session import TrainerSession
 
-LATE_POLL_SECONDS = 0.2
-"""Between two looks whether a late rollout that a batch waits for has been lost."""
+LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch waits for has been lost
 
 
 class LateWait:
@@ -23,14 +22,12 @@ class LateWait:
         """`seconds`: for one batch; 0: not at all."""
         self._seconds, self._clock = seconds, clock
         self._step, self._until = -1, 0.0
-        self.waiting = False
-        """Whether the newest answer was to wait."""
+        self.waiting = False  # whether the newest answer was to wait
 
     def left(self, step: int, expiring: int) -> float:
-        """Seconds that the batch of `step` may wait from now on; 0: form it.
+        """Seconds that the batch of `step` may wait from its first call with any `expiring` on; 0: form it.
 
-        `expiring`: rollouts in flight that no later batch may take. The time of a step runs from the first
-        call with any.
+        `expiring`: rollouts in flight that no later batch may take.
         """
         if expiring and step != self._step:
             self._step, self._until = step, self._clock() + self._seconds

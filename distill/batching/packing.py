@@ -28,12 +28,10 @@ class Shape:
 
     micro_batch_tokens: int
     """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
-    teachers: Sequence[str]
-    """In the order in which Rows.teacher counts them."""
+    teachers: Sequence[str]  # in the order in which Rows.teacher counts them
     supervised: int | None = None
     """Tokens of each completion that are trained on, from its beginning; None: all."""
-    group: int = 1
-    """Completions of a prompt whose mean reward is the baseline; 1: that of the step."""
+    group: int = 1  # completions of a prompt whose mean reward is the baseline; 1: that of the step
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:

@@ -17,8 +17,7 @@ from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.run_log.records import DropReason, RequeueReason, Rollout
 from distill.run_log.run_log import GROUP_BROKEN, RunLog
-from distill.run_log.validation import Validator
-from distill.trainer_api.guard import repetitive
+from distill.run_log.validation import Validator, repetitive
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """A request times out after this multiple of rollout.completion_timeout_seconds. The replica ends completions
 at 1×, so one that exceeds the multiple is stuck."""
-PauseReason = Literal["disk", "guard", "end"]
-"""A disk that is nearly full, bad steps, the end of the run."""
+PauseReason = Literal["disk", "guard", "end"]  # a disk that is nearly full, bad steps, the end of the run
 
 
 @dataclass
@@ -36,10 +34,8 @@ class _Request:
     """A request in progress."""
 
     replica: Replica
-    missing: dict[str, Rollout]
-    """Not answered yet."""
-    reason: RequeueReason = "replica_lost"
-    """Why what is missing at the end was lost."""
+    missing: dict[str, Rollout]  # not answered yet
+    reason: RequeueReason = "replica_lost"  # why what is missing at the end was lost
 
 
 class Dispatcher:
@@ -64,8 +60,7 @@ class Dispatcher:
         self._requeued: deque[Rollout] = deque()
         self._blocked: set[str] = set()  # replicas that are blocked on the trainer
         self._closing = False
-        self.paused: set[PauseReason] = set()
-        """While there is a reason, no new request is sent."""
+        self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
 
     async def run(self) -> None:
         """Dispatch until cancelled."""
@@ -187,7 +182,7 @@ class Dispatcher:
             self._completed(rollout, answer)
 
     def _completed(self, rollout: Rollout, answer: Generated) -> None:
-        """Requeue or reject what was broken off or ended by a limit, as its policy says; screen the rest."""
+        """Requeue or reject what was broken off or ended by a limit, by its policy; screen the rest."""
         whole, count = rollout.completed(answer), answer.token_ids.shape[0]
         policy: AtLimit = "keep"
         reason: Literal["straggler", "over_long"] = "over_long"

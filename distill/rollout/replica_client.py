@@ -7,7 +7,6 @@ from typing import Protocol, cast
 
 from sync.claims import Claim
 from sync.client import Peer
-from sync.errors import WireError
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -15,7 +14,6 @@ from sync.wire import (
     ReplicaState,
     UpdateReply,
     UpdateRequest,
-    checks,
     decode,
     encode,
 )
@@ -71,19 +69,3 @@ class HttpReplica:
 
     async def aclose(self) -> None:
         await self._peer.aclose()
-
-
-async def updated(engine: ReplicaEngine, request: UpdateRequest, timeout: float) -> UpdateReply:
-    """`ReplicaEngine.update`; raises WireError for an answer that cannot be used."""
-    reply = await engine.update(request, timeout)
-    if problem := checks.update(reply, request.version):
-        raise WireError(f"its answer to an update cannot be used: {problem}")
-    return reply
-
-
-async def state_of(engine: ReplicaEngine) -> ReplicaState:
-    """`ReplicaEngine.state`; raises WireError for an answer that cannot be used."""
-    state = await engine.state()
-    if problem := checks.replica_state(state):
-        raise WireError(f"its state cannot be used: {problem}")
-    return state

@@ -21,13 +21,13 @@ from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Hung, Stranded
-from distill.rollout.replica_client import ReplicaEngine, state_of, updated
+from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
 from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
 from sync.settings import WeightsConfig
-from sync.wire import BroadcastTicket, Replicas, ReplicaStatus, UpdateReply, UpdateRequest, Version
+from sync.wire import BroadcastTicket, Replicas, ReplicaStatus, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,10 @@ class Replica:
         self.server = f"replica {name} at {engine.url}"
         self.founding = founding  # it belongs to the run's configuration
         self.phase = Phase.ABSENT
-        self.version: Version | None = None
-        """What it serves; None: the folder it was started with."""
+        self.version: Version | None = None  # what it serves; None: the folder it was started with
         self.in_flight = 0  # completions it works on
         self.joined = 0  # how often it has begun to serve
-        self.streams: set[asyncio.Task[None]] = set()
-        """Tasks that read completions from it."""
+        self.streams: set[asyncio.Task[None]] = set()  # tasks that read completions from it
         self.backoff = Backoff(1.0, 30.0)  # after requests that it refused
         self.rests_until = 0.0  # monotonic time before which it is sent nothing
         self.lost = asyncio.Event()
@@ -67,10 +65,8 @@ class ReplicaPool:
     Follows `state.target`, the newest version in the store. Out: VersionApplied, Hung.
     """
 
-    poll_seconds = 2.0
-    """Between two looks at a serving replica."""
-    retry_seconds = 1.0
-    """Longest pause before an absent replica is tried again."""
+    poll_seconds = 2.0  # between two checks of a serving replica
+    retry_seconds = 1.0  # longest pause before an absent replica is tried again
 
     def __init__(
         self,
@@ -88,8 +84,7 @@ class ReplicaPool:
         self._published = Signal()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = False
-        self.by_broadcast = False
-        """Versions come by broadcast: a replica without one waits for the next."""
+        self.by_broadcast = False  # versions come by broadcast: a replica without one waits for the next
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -268,7 +263,7 @@ class ReplicaPool:
         while not replica.excluded:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await state_of(replica.engine)).version
+                    replica.version = await self._version_of(replica)
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
@@ -330,10 +325,16 @@ class ReplicaPool:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, state_of(replica.engine), replica.name)
-            if state.version != replica.version:
-                told = f"it serves {state.version} and should serve {replica.version}: it restarted"
+            found = await unless(replica.lost, self._version_of(replica), replica.name)
+            if found != replica.version:
+                told = f"it serves {found} and should serve {replica.version}: it restarted"
                 raise Unreachable(told)
+
+    async def _version_of(self, replica: Replica) -> Version | None:
+        state = await replica.engine.state()
+        if problem := checks.replica_state(state):
+            raise WireError(f"its state cannot be used: {problem}")
+        return state.version
 
     def request_for(self, version: Version, broadcast: BroadcastTicket | None = None) -> UpdateRequest:
         """The request that brings a replica to `version`, from the store or as member of a broadcast."""
@@ -345,8 +346,10 @@ class ReplicaPool:
             if replica.version == request.version and request.broadcast is None:
                 return None
             began = time.monotonic()
-            work = updated(replica.engine, request, self._weights.timeout_seconds)
+            work = replica.engine.update(request, self._weights.timeout_seconds)
             reply = await unless(replica.lost, work, replica.name)
+            if problem := checks.update(reply, request.version):
+                raise WireError(f"its answer to an update cannot be used: {problem}")
             replica.version = reply.version
             parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
             seconds = time.monotonic() - began

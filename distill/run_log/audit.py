@@ -28,12 +28,11 @@ from sync.errors import DataError
 from sync.wire import Version
 
 Records = Iterable[tuple[Location, Record]]
-Ledger = Mapping[int, Lineage]
-"""Lineage → what its ranks trained on."""
+Ledger = Mapping[int, Lineage]  # lineage → what its ranks trained on
 
 
 class Evidence:
-    """What the checks look at: the journal's records, applied in order, and the ledger."""
+    """Input of the checks: the journal's records, applied in order, and the ledger."""
 
     def __init__(
         self, records: Records, before: Ledger, after: Callable[[], Ledger], checkpoints: Path | None = None
@@ -165,13 +164,12 @@ class Evidence:
 
 
 Find = Callable[[Evidence], Iterable[str]]
-VIOLATIONS: Final[dict[str, str]] = {}
-"""Name → what its entries are. The documentation lists them."""
+VIOLATIONS: Final[dict[str, str]] = {}  # name → what its entries are. The documentation lists them
 _CHECKS: Final[dict[str, Find]] = {}
 
 
 def _check(find: Find) -> Find:
-    """Register a check; the first line of its docstring says what the entries are."""
+    """Register a check; the first line of its docstring describes the entries."""
     first = (find.__doc__ or "").splitlines()[0].rstrip(".")
     VIOLATIONS[find.__name__] = first[0].lower() + first[1:]
     _CHECKS[find.__name__] = find
@@ -184,24 +182,17 @@ class AuditReport:
 
     prompts: int = 0
     scored: int = 0
-    trained: int = 0
-    """Rollouts in the ancestry of the last lineage."""
-    tokens: int = 0
-    """Completion tokens of scored rollouts."""
-    tokens_by_teacher: int = 0
-    """Of them, those that teachers generated."""
+    trained: int = 0  # rollouts in the ancestry of the last lineage
+    tokens: int = 0  # completion tokens of scored rollouts
+    tokens_by_teacher: int = 0  # of them, those that teachers generated
     open_prompts: list[str] = field(default_factory=list)
     """r.Issued, neither scored nor dropped: a resumed run requeues them."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rollouts by reason."""
-    late: int = 0
-    """Rollouts of batches at a weight below 1, because of their age."""
-    again: int = 0
-    """Steps that were trained again on the same rows of the same ranks."""
+    dropped: dict[str, int] = field(default_factory=dict)  # rollouts by reason
+    late: int = 0  # rollouts of batches at a weight below 1, because of their age
+    again: int = 0  # steps that were trained again on the same rows of the same ranks
     differing: list[str] = field(default_factory=list)
     """Of them, those that gave other weights than the first time."""
-    oldest: int = 0
-    """Greatest age of a trained rollout, in versions."""
+    oldest: int = 0  # greatest age of a trained rollout, in versions
     violations: dict[str, list[str]] = field(default_factory=dict)
     """Name in `VIOLATIONS` → what was found; checks that found nothing are left out."""
 
@@ -229,7 +220,8 @@ def check(records: Records, lines: Mapping[int, Mapping[int, list[str]]]) -> Aud
     """Audit records against what all ranks trained on: lineage → step after it → ids. Pure."""
     records = list(records)
     ranks = max((one.ranks for _, one in records if isinstance(one, LineageOpened)), default=1)
-    shown = dict.fromkeys(range(ranks), ((), ""))
+    nothing: tuple[tuple[str, ...], str] = (), ""
+    shown = dict.fromkeys(range(ranks), nothing)
     ledger = {n: Lineage(steps=dict(one), shown=dict.fromkeys(one, shown)) for n, one in lines.items()}
     return _report(Evidence(records, ledger, lambda: ledger))
 

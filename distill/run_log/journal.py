@@ -175,7 +175,7 @@ class Journal:
         self._written += len(data)
 
     def _open(self, segment: int) -> None:
-        """Switch to another segment; the one before is synced first, whatever `fsync` says."""
+        """Switch to another segment; the one before is synced first, whatever `fsync` is."""
         self._close_file()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -246,7 +246,7 @@ def _base(folder: Path, number: int) -> int | None:
     """First segment to replay, from the snapshot that heads segment `number`; None: it has none."""
     try:
         record = _read_entry(segment_path(folder, number), len(SEGMENT_MAGIC))
-    except DataError:  # torn by a crash, or damaged: `scan` tells which
+    except DataError:  # torn by a crash, or damaged: `scan` decides
         return None
     if not isinstance(record, Snapshot):
         return None

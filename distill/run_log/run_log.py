@@ -13,24 +13,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from distill.batching.bisection import is_single, plan_lineage, suspect
 from distill.buffer import Batch, Rules, pick
 from distill.events import Events, Quarantined
 from distill.prompts.stream import Cursor, Prompt, PromptStream
+from distill.run_log import records as r
 from distill.run_log.journal import Journal
-from distill.run_log.records import (
-    BatchFormed,
-    Dropped,
-    DropReason,
-    Issued,
-    LineageOpened,
-    Opened,
-    Record,
-    Requeued,
-    RequeueReason,
-    Rollout,
-    Snapshot,
-)
+from distill.run_log.records import DropReason, LineageOpened, Opened, Record, RequeueReason, Rollout
 from distill.run_log.snapshot import base, cover, restore, take
 from distill.run_log.state import RunState
 from distill.run_log.validation import Validator
@@ -39,8 +27,7 @@ from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
 
 GROUP_BROKEN = "another completion of its prompt was dropped"
-_TEACHER_TURNS = 1
-"""Stream of random numbers of a run's seed, beside that of the prompts' order."""
+_TEACHER_TURNS = 1  # stream of random numbers of a run's seed, beside that of the prompts' order
 logger = logging.getLogger(__name__)
 
 
@@ -70,7 +57,7 @@ class RunLog:
         limits = bound.limit, bound.hard, bound.half_life
         now = Opened(run, seed, rules.batch, *limits, rules.group, per_prompt, rows)
         for number, (location, record) in enumerate(journal.replay()):
-            if isinstance(record, Snapshot) and number == 0:
+            if isinstance(record, r.Snapshot) and number == 0:
                 self.state = restore(record, rules, journal.read)
             self.state.replay(record, location)
         if self.state.opened is not None:
@@ -107,7 +94,7 @@ class RunLog:
             for place in range(count)
             if is_teacher_turn(first + place, seed, rules.batch, rules.on_policy)
         ]
-        self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
+        self.write(r.Issued(prompts, *self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]
 
     def requeue(self, lost: Iterable[Rollout], reason: RequeueReason, tokens: int = 0) -> list[Rollout]:
@@ -118,7 +105,7 @@ class RunLog:
         ids, pending = [rollout.id for rollout in lost], self.state.pending
         if not ids:
             return []
-        self.write(Requeued(ids, reason, tokens))
+        self.write(r.Requeued(ids, reason, tokens))
         most = self.state.rules.max_attempts
         if spent := [i for i in ids if pending[i].attempts >= most]:
             why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
@@ -132,12 +119,12 @@ class RunLog:
 
         With groups, the buffered members of theirs are dropped too.
         """
-        self.write(Dropped(ids, reason, tokens, detail))
+        self.write(r.Dropped(ids, reason, tokens, detail))
         self._drop_broken()
 
     def _drop_broken(self) -> None:
         if self.state.broken and (ids := [i for i in self.state.buffer if self.state.is_broken(i)]):
-            self.write(Dropped(ids, "group_broken", 0, GROUP_BROKEN))
+            self.write(r.Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
     def admit(self, rollouts: Iterable[Rollout]) -> None:
         """Journal scored rollouts and put them into the buffer."""
@@ -161,7 +148,7 @@ class RunLog:
         if not chosen:
             return None
         version = Version(state.lineage, state.next_step)
-        self.write(BatchFormed(version, chosen, weights if min(weights) < 1 else []))
+        self.write(r.BatchFormed(version, chosen, weights if min(weights) < 1 else []))
         await self.journal.commit(durable=True)
         return state.batches.get(version)
 
@@ -176,8 +163,15 @@ class RunLog:
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        suspected = suspect(self.state)
-        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._usable)
+        state, suspected = self.state, self.state.suspect
+        start = branch = checkpoint.step if checkpoint else 0
+        origin = state.lineages.origin_of(checkpoint)
+        while origin is not None and without is None and self._is_handed_out_again(origin, branch):
+            branch += 1
+        batched = {one for batch in state.batches.values() for one in batch.ids}
+        left, parts = [one for one in without or () if one in batched], _parts_from(state, branch)
+        number = len(state.lineages)
+        record = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
         self.write(record)
         self._drop_broken()
         if suspected is not None:
@@ -185,9 +179,17 @@ class RunLog:
         await self.journal.commit(durable=True)
         return record
 
+    def _is_handed_out_again(self, origin: int, step: int) -> bool:
+        """Not a batch that is gone, that trainers died on, or that none has trained and that is unusable."""
+        version = Version(self.state.lineages.owner(origin, step), step)
+        if not self.state.available(version):
+            return False
+        batch = self.state.batches[version]
+        return batch is not self.state.suspect and (batch.trained or self._usable(batch))
+
     def _bisect(self, batch: Batch) -> None:
         """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
-        if not is_single(self.state, batch):
+        if len(batch.rollouts) > self.state.rules.group:
             logger.error(
                 "trainers died on the batch of %s: its %d rollouts are trained in parts, until the one that "
                 "cannot be trained is found", batch.version, len(batch.rollouts),
@@ -197,11 +199,16 @@ class RunLog:
         rollouts = self.rollouts(batch)
         self.drop([rollout.id for rollout in rollouts], "poisoned", detail)
         for rollout in rollouts:
-            self._quarantined(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
+            self._quarantined(Prompt(rollout.id, []), "poisoned", detail, unpack(rollout.tokens).tolist())
 
-    def _quarantined(self, rollout: str, reason: DropReason, detail: str, tokens: list[int]) -> None:
-        logger.error("rollout %s of the journal is quarantined, %s: %s", rollout, reason, detail)
-        self._events.emit(Quarantined(Prompt(rollout, []), reason, detail, tokens))
+    def reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
+        """Drop and quarantine a rollout that is not on record."""
+        self.drop([rollout.id], reason, detail, rollout.length)
+        self._quarantined(rollout.source_prompt, reason, detail, unpack(rollout.tokens).tolist())
+
+    def _quarantined(self, prompt: Prompt, reason: DropReason, detail: str, tokens: list[int]) -> None:
+        logger.warning("rollout %s is quarantined, %s: %s", prompt.id, reason, detail)
+        self._events.emit(Quarantined(prompt, reason, detail, tokens))
 
     def _usable(self, batch: Batch) -> bool:
         """Whether it can be handed out again; one that was trained once can be."""
@@ -231,7 +238,7 @@ class RunLog:
                 self.state.buffer[rollout] = found
                 continue
             self.drop([rollout], "unusable", str(found))
-            self._quarantined(rollout, "unusable", str(found), [])
+            self._quarantined(Prompt(rollout, []), "unusable", str(found), [])
             count += 1
         return count
 
@@ -275,6 +282,21 @@ def _teacher_turns(seed: int, block: int, batch: int, on_policy: float) -> froze
     count = math.floor((block + 1) * share + 1e-6) - math.floor(block * share + 1e-6)
     order = np.random.default_rng([seed, block, _TEACHER_TURNS]).permutation(batch)
     return frozenset(order[:count].tolist())
+
+
+def _parts_from(state: RunState, branch: int) -> list[list[str]]:
+    """The parts of batches that trainers died on, where batches are formed anew from step `branch` on."""
+    suspected, group, parts = state.suspect, state.rules.group, list[list[str]]()
+    for _, batch in sorted(state.batches.items()):
+        if batch is suspected and len(batch.ids) > group:
+            middle = -(-len(batch.ids) // group // 2) * group
+            parts += [batch.ids[:middle], batch.ids[middle:]]
+        elif batch is not suspected and batch.is_part and batch.version.step >= branch:
+            parts.append(batch.ids)
+    parts += state.bisection.parts
+    if suspected is not None and len(suspected.ids) <= group:  # most likely the only one: the rest at once
+        return [[one for part in parts for one in part]] if parts else []
+    return parts
 
 
 def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:

@@ -15,31 +15,11 @@ import msgspec
 
 from distill.buffer import Batch, Lineage, Lineages, Rules, capacity
 from distill.prompts.stream import Cursor, group_of
-from distill.run_log.records import (
-    SPENDS_ATTEMPT,
-    BatchFormed,
-    Checkpointed,
-    Dropped,
-    Evaluated,
-    HandedOut,
-    Held,
-    Issued,
-    LineageOpened,
-    Location,
-    Opened,
-    Record,
-    Requeued,
-    RolledBack,
-    Rollout,
-    Snapshot,
-    Stepped,
-    VersionApplied,
-    VersionPublished,
-)
+from distill.run_log import records as r
+from distill.run_log.records import SPENDS_ATTEMPT, LineageOpened, Location, Record, Rollout
 from sync.wire import EvalReport, Version, VersionSpan
 
-RECENT = 256
-"""Newest publications, updates of replicas and checkpoints that are remembered one by one."""
+RECENT = 256  # newest publications, updates of replicas and checkpoints that are remembered one by one
 
 
 @dataclass
@@ -47,37 +27,35 @@ class Counters:
     """Sums over the whole run, restarts included. By teacher: those of them that teachers generated."""
 
     issued: int = 0
-    generated_tokens: int = 0
-    """Completion tokens of scored and of dropped rollouts."""
+    generated_tokens: int = 0  # completion tokens of scored and of dropped rollouts
     by_teacher_tokens: int = 0
     scored: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts by reason
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     requeued: Counter[str] = field(default_factory=Counter)
-    age_sum: int = 0
-    """Over rollouts of batches."""
+    age_sum: int = 0  # over rollouts of batches
     age_max: int = 0
-    composed: int = 0
-    """Rollouts that went into batches."""
-    late: int = 0
-    """Of them, those older than the limit, at a weight below 1."""
-    published: int = 0
-    """Versions."""
-    applied: int = 0
-    """Updates of replicas."""
+    composed: int = 0  # rollouts that went into batches
+    late: int = 0  # of them, those older than the limit, at a weight below 1
+    published: int = 0  # versions
+    applied: int = 0  # updates of replicas
 
 
 @dataclass
 class Bisection:
-    """What trainers died on. `batching.bisection` decides; RunState applies it, as the records say."""
+    """What trainers died on, until the rollouts that cannot be trained on are found.
 
-    furthest: int = 0
-    """Highest step that any lineage could have reached."""
-    handed_out: int = -1
-    """Newest step whose batch the current trainer has."""
-    died_on: Version | None = None
-    """The batch that the last trainer died on."""
+        batch ──a trainer dies with it──▶ handed out again ──the next one dies too──▶ two parts
+        part  ──trained──▶ done
+          └────a trainer dies with it──▶ two parts … ──▶ one rollout: quarantined, the rest is one part
+
+    Each part is a batch. While there are parts, the next batch is formed only when the one before it was
+    trained, so that a death is the fault of one part. A group of completions of one prompt is never split.
+    """
+
+    furthest: int = 0  # highest step that any lineage could have reached
+    handed_out: int = -1  # newest step whose batch the current trainer has
+    died_on: Version | None = None  # the batch that the last trainer died on
     parts: list[list[str]] = field(default_factory=list)
     """Buffered rollouts that each go into a batch of their own, before all others."""
 
@@ -87,40 +65,34 @@ class RunState(msgspec.Struct):
 
     rules: Rules
     cursor: Cursor = Cursor(0, 0)
-    pending: dict[str, Rollout] = {}
-    """Not scored yet, in the order of issue."""
+    pending: dict[str, Rollout] = {}  # not scored yet, in the order of issue
     buffer: dict[str, Rollout] = {}
     """Scored and in no batch yet, in the order of admission. The capacity rule bounds it."""
     broken: dict[str, set[str]] = {}
     """Groups that can no longer be whole → members that are gone; forgotten when all are."""
-    batches: dict[Version, Batch] = {}
-    """By the version they were formed for."""
+    batches: dict[Version, Batch] = {}  # by the version they were formed for
     lineages: Lineages = msgspec.field(default_factory=Lineages)
     lineage: int | None = None  # the current one; None: no trainer has started
     fingerprint: str | None = None
-    next_step: int = 0
-    """First step of the current lineage without a batch."""
-    reached: Version | None = None
-    """By the trainer; None: it has not started."""
+    next_step: int = 0  # first step of the current lineage without a batch
+    reached: Version | None = None  # by the trainer; None: it has not started
     trained_tokens: dict[int, int] = {}
     """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
     trained_by_teacher: dict[int, int] = {}  # those of them that teachers generated
     bisection: Bisection = msgspec.field(default_factory=Bisection)
-    target: VersionPublished | None = None
+    target: r.VersionPublished | None = None
     """The version in the store that replicas follow; None: nothing published."""
-    published: list[VersionPublished] = []
+    published: list[r.VersionPublished] = []
     newest: dict[int, int] = {}  # lineage → newest step that was published, by any transport
-    applied: list[VersionApplied] = []
-    checkpoints: list[Version] = []
-    """The newest ones, in the order of their saving."""
-    opened: Opened | None = None  # by the newest controller
+    applied: list[r.VersionApplied] = []
+    checkpoints: list[Version] = []  # the newest ones, in the order of their saving
+    opened: r.Opened | None = None  # by the newest controller
     evaluations: list[EvalReport] = []
     rollbacks: int = 0
-    rolled_back: RolledBack | None = None  # the one that no trainer has followed yet
+    rolled_back: r.RolledBack | None = None  # the one that no trainer has followed yet
     counters: Counters = msgspec.field(default_factory=Counters)
-    where: dict[str, Location] = {}
-    """Journal place of every prompt and rollout that a restart could need."""
-    snapshots: dict[Version, Held] = {}
+    where: dict[str, Location] = {}  # journal place of every prompt and rollout that a restart could need
+    snapshots: dict[Version, r.Held] = {}
     """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
     archived: dict[str, Rollout] = {}
     """Of batches that were left, what only the archive holds: a replay meets its later records."""
@@ -173,6 +145,13 @@ class RunState(msgspec.Struct):
             return None
         return self.batch_of(self.reached.step)
 
+    @property
+    def suspect(self) -> Batch | None:
+        """What the last trainer died on, where it was not the first to, or where that is a part already."""
+        batch = self.held_by_last_trainer
+        again = batch is not None and (batch.is_part or batch.version == self.bisection.died_on)
+        return batch if again else None
+
     def available(self, version: Version) -> bool:
         """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
@@ -206,17 +185,17 @@ class RunState(msgspec.Struct):
     # --- changes ------------------------------------------------------------------------------------------
 
     def apply(self, record: Record, location: Location | None = None) -> None:
-        """Change the state as `record` says; `location` is where the journal holds it."""
+        """Apply a record; `location` is where the journal holds it."""
         self._change(record)
         if location is None:
             return
-        if isinstance(record, Issued):
+        if isinstance(record, r.Issued):
             self.where.update((prompt.id, location) for prompt in record.prompts)
         elif isinstance(record, Rollout):
             self.where[record.id] = location
-        elif isinstance(record, Snapshot):
+        elif isinstance(record, r.Snapshot):
             needed = frozenset(place.segment for place in record.where.values())
-            self.snapshots[record.checkpoint] = Held(location.segment, needed)
+            self.snapshots[record.checkpoint] = r.Held(location.segment, needed)
 
     def replay(self, record: Record, location: Location) -> None:
         """As `apply`, of a record that was read back: the arrays of rollouts stay in the journal."""
@@ -235,12 +214,12 @@ class RunState(msgspec.Struct):
         """Of a kind that changes nothing."""
 
     @_change.register
-    def _opened(self, record: Opened) -> None:
+    def _opened(self, record: r.Opened) -> None:
         self.opened = record
         self.bisection.handed_out = -1  # a trainer that ends with its controller died of that
 
     @_change.register
-    def _issued(self, record: Issued) -> None:
+    def _issued(self, record: r.Issued) -> None:
         by_teacher = set(record.by_teacher)
         for place, prompt in enumerate(record.prompts):
             number, self.counters.issued = self.counters.issued, self.counters.issued + 1
@@ -249,7 +228,7 @@ class RunState(msgspec.Struct):
         self.cursor = Cursor(record.epoch, record.position)
 
     @_change.register
-    def _requeued(self, record: Requeued) -> None:
+    def _requeued(self, record: r.Requeued) -> None:
         spent = record.reason in SPENDS_ATTEMPT
         for rollout in record.ids:
             one = self.pending[rollout]
@@ -273,7 +252,7 @@ class RunState(msgspec.Struct):
         self.buffer[rollout.id] = rollout
 
     @_change.register
-    def _dropped(self, record: Dropped) -> None:
+    def _dropped(self, record: r.Dropped) -> None:
         tokens = record.tokens
         for rollout in record.ids:
             if found := self.buffer.pop(rollout, None) or self.archived.pop(rollout, None):
@@ -295,7 +274,7 @@ class RunState(msgspec.Struct):
                 del self.broken[group_of(rollout)]
 
     @_change.register
-    def _batch_formed(self, record: BatchFormed) -> None:
+    def _batch_formed(self, record: r.BatchFormed) -> None:
         assert record.version == (self.lineage, self.next_step), f"the next step is {self.next_step}"
         rollouts = [self.archived.pop(i) if i in self.archived else self.buffer.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
@@ -313,7 +292,7 @@ class RunState(msgspec.Struct):
         self.counters.age_max = max([self.counters.age_max, *ages])
 
     @_change.register
-    def _handed_out(self, record: HandedOut) -> None:
+    def _handed_out(self, record: r.HandedOut) -> None:
         if record.version.lineage == self.lineage:
             self.bisection.handed_out = record.version.step
 
@@ -335,7 +314,7 @@ class RunState(msgspec.Struct):
                 del tokens[step]
         self._take_back_lost_batches(record.lineage)
         if record.without:
-            self._dropped(Dropped(record.without, "rolled_back", 0))
+            self._dropped(r.Dropped(record.without, "rolled_back", 0))
 
     def _take_back_lost_batches(self, lineage: int) -> None:
         """Rollouts of batches that are not on the path of `lineage` wait in the buffer again."""
@@ -348,7 +327,7 @@ class RunState(msgspec.Struct):
                     self._break_group(rollout.id)
 
     @_change.register
-    def _stepped(self, record: Stepped) -> None:
+    def _stepped(self, record: r.Stepped) -> None:
         self.reached = record.version
         step = record.version.step - 1
         if (batch := self.batch_of(step)) is not None:
@@ -358,7 +337,7 @@ class RunState(msgspec.Struct):
             batch.rollouts = [rollout.released() for rollout in batch.rollouts]
 
     @_change.register
-    def _version_published(self, record: VersionPublished) -> None:
+    def _version_published(self, record: r.VersionPublished) -> None:
         self.published = [*self.published, record][-RECENT:]
         self.counters.published += 1
         lineage, step = record.version
@@ -369,21 +348,21 @@ class RunState(msgspec.Struct):
             self.target = record
 
     @_change.register
-    def _version_applied(self, record: VersionApplied) -> None:
+    def _version_applied(self, record: r.VersionApplied) -> None:
         self.applied = [*self.applied, record][-RECENT:]
         self.counters.applied += 1
 
     @_change.register
-    def _checkpointed(self, record: Checkpointed) -> None:
+    def _checkpointed(self, record: r.Checkpointed) -> None:
         self.checkpoints = [*self.checkpoints, record.version][-RECENT:]
 
     @_change.register
-    def _rolled_back(self, record: RolledBack) -> None:
+    def _rolled_back(self, record: r.RolledBack) -> None:
         self.rollbacks += 1
         self.rolled_back = record
 
     @_change.register
-    def _evaluated(self, record: Evaluated) -> None:
+    def _evaluated(self, record: r.Evaluated) -> None:
         self.evaluations.append(record.report)
 
     def forget_unavailable(self) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from distill.config import RolloutConfig
 from distill.run_log.records import Rollout
 from distill.run_log.state import RunState
-from sync.wire import EvalReport, Generated, Sampling, Scored, TeacherCompletion, Version, Want, checks
+from sync import wire
+from sync.wire import Array, Generated, Sampling, Scored, TeacherCompletion, Version, Want, checks, unpack
 from sync.wire.checks import Problem
+
+LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,22 @@ class Validator:
         return msgspec.structs.replace(rollout, scored=scored)
 
 
-def report_problem(report: EvalReport, requested: Version) -> str | None:
+def repetitive(tokens: Array, repeats: int | None) -> str | None:
+    """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
+    period = repetition(unpack(tokens), repeats) if repeats else None
+    return f"ends in {repeats} or more copies of {period} tokens" if period else None
+
+
+def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
+    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
+    for period in range(1, LONGEST_PATTERN + 1):
+        tail = tokens_T[-period * repeats :]
+        if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
+            return period
+    return None
+
+
+def report_problem(report: wire.EvalReport, requested: Version) -> str | None:
     """Why a report is not one of the version that was requested; None: it is."""
     if report.version == requested:
         return None

@@ -1,4 +1,4 @@
-"""Health of the training: bad steps, degenerate completions, and ranks without a heartbeat.
+"""Health of the training: bad steps, and ranks without a heartbeat.
 
 step's metrics ─▶ Guard.look ─▶ None | what is wrong, after `patience` consecutive bad steps
 """
@@ -10,19 +10,15 @@ import logging
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from distill.aio import look_seconds
 from distill.config import GuardConfig
 from distill.events import Events, Hung
 from distill.metrics.timeline import TRAINER
 from distill.run_log.records import RolledBack
 from distill.run_log.state import RunState
-from sync.wire import Array, Heartbeat, unpack
+from sync.wire import Heartbeat
 
 logger = logging.getLogger(__name__)
-LONGEST_PATTERN = 8
-"""Tokens of a pattern whose repetition is looked for."""
 
 
 class Guard:
@@ -78,21 +74,6 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
     entropy = metrics.get("student_entropy", math.inf)
     if config.min_entropy is not None and entropy < config.min_entropy:
         return f"student_entropy is {entropy:.4g}, below guard.min_entropy = {config.min_entropy:g}"
-    return None
-
-
-def repetitive(tokens: Array, repeats: int | None) -> str | None:
-    """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
-    period = repetition(unpack(tokens), repeats) if repeats else None
-    return f"ends in {repeats} or more copies of {period} tokens" if period else None
-
-
-def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
-    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
-    for period in range(1, LONGEST_PATTERN + 1):
-        tail = tokens_T[-period * repeats :]
-        if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
-            return period
     return None
 
 

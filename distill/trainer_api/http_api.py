@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,42 +18,30 @@ from starlette.routing import Route
 from distill.interfaces import Components
 from distill.rollout.replica_pool import ReplicaPool
 from distill.trainer_api.session import Event, TrainerSession
+from sync import wire
 from sync.client import url_problem
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.server import RunGuard, TokenGuard, bind_alone, check_bind, read_message, refuse, reply
-from sync.wire import (
-    CONTENT_TYPE,
-    BatchRequest,
-    BroadcastMembers,
-    Message,
-    ReplicaJoins,
-    ReplicaLeaves,
-    Replicas,
-    TrainerHello,
-    checks,
-    encode,
-)
+from sync.wire import Message, checks
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def application(
-    session: TrainerSession,
-    pool: ReplicaPool,
-    parts: Components,
-    metrics: Callable[[], dict[str, float]],
-    token: str | None,
+    session: TrainerSession, pool: ReplicaPool, parts: Components, token: str | None
 ) -> Starlette:
-    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
+    """The ASGI application; `token` None: no guard."""
     teachers = parts.teachers
     heads: dict[str, bytes] = {}
 
     async def batch(request: Request) -> Response:
-        body = await session.batch(await read_message(request, BatchRequest))
-        return Response(body, media_type=CONTENT_TYPE)
+        body = await session.batch(await read_message(request, wire.BatchRequest))
+        return Response(body, media_type=wire.CONTENT_TYPE)
 
     async def broadcast(request: Request) -> Response:
-        return reply(BroadcastMembers(lost=session.broadcasts.lost_members(request.path_params["group"])))
+        return reply(
+            wire.BroadcastMembers(lost=session.broadcasts.lost_members(request.path_params["group"]))
+        )
 
     async def head(request: Request) -> Response:
         name = request.path_params["name"]
@@ -65,41 +51,37 @@ def application(
             found = await teachers[name].head()
             if problem := checks.head(found):
                 raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
-            heads[name] = encode(found)
-        return Response(heads[name], media_type=CONTENT_TYPE)
+            heads[name] = wire.encode(found)
+        return Response(heads[name], media_type=wire.CONTENT_TYPE)
 
     async def replicas(_: Request) -> Response:
         return reply(pool.listing())
 
-    async def join(wanted: ReplicaJoins) -> Replicas:
+    async def join(wanted: wire.ReplicaJoins) -> wire.Replicas:
         url = wanted.url.rstrip("/")
         if parts.connect is None or url_problem(url):
             raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
         await pool.join(url, parts.connect(url), wanted.name)
         return pool.listing()
 
-    async def leave(wanted: ReplicaLeaves) -> Replicas:
+    async def leave(wanted: wire.ReplicaLeaves) -> wire.Replicas:
         await pool.remove(wanted.name)
         return pool.listing()
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
-    async def prometheus(_: Request) -> Response:
-        return PlainTextResponse(exposition(metrics()))
-
     return Starlette(
         routes=[
-            Route("/v1/hello", _messages(TrainerHello, session.hello), methods=["POST"]),
+            Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
             Route("/v1/batch", answered(batch), methods=["POST"]),
             Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
             Route("/v1/replicas", answered(replicas)),
-            Route("/v1/replicas/join", _messages(ReplicaJoins, join), methods=["POST"]),
-            Route("/v1/replicas/leave", _messages(ReplicaLeaves, leave), methods=["POST"]),
+            Route("/v1/replicas/join", _messages(wire.ReplicaJoins, join), methods=["POST"]),
+            Route("/v1/replicas/leave", _messages(wire.ReplicaLeaves, leave), methods=["POST"]),
             Route("/health", health),
-            Route("/metrics", prometheus),
         ],
         middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
     )
@@ -129,14 +111,6 @@ def answered(handler: Handler) -> Handler:
             return refuse(status, str(error))
 
     return guarded
-
-
-def exposition(values: dict[str, float]) -> str:
-    """Prometheus text of name → value."""
-    registry = CollectorRegistry()
-    for name, value in values.items():
-        Gauge(f"distill_{re.sub('[^A-Za-z0-9]', '_', name)}", name, registry=registry).set(value)
-    return generate_latest(registry).decode()
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:

@@ -28,14 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSession:
-    """Bound to one controller; hands out the batches of `steps`, cut as `shape` says.
+    """Bound to one controller; hands out the batches of `steps`, cut by `shape`.
 
     Out: TrainerWelcome, StepReport, Published, Checkpointed, each once, after it is recorded: what was sent
     twice, or comes from a trainer that is over, changes nothing. And Heartbeat.
     """
 
-    poll_seconds = 20.0
-    """Longest wait of a request for a batch."""
+    poll_seconds = 20.0  # longest wait of a request for a batch
 
     def __init__(
         self, run_log: RunLog, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
@@ -49,16 +48,11 @@ class TrainerSession:
         self._stop: Stop | None = None
         self._handed_out = -1  # newest step of this lineage whose batch a rank has
         self._retreat: RolledBack | None = None  # what the next trainer must begin with
-        self.live = False
-        """A trainer of the current lineage said hello to this controller."""
-        self.ready = -1
-        """Newest step whose batch is safe on disk."""
-        self.requested = -1
-        """Newest step that a rank requested."""
-        self.withheld = False
-        """No batch is handed out while set."""
-        self.final: FinalDigests | None = None
-        """The trainer's last message."""
+        self.live = False  # a trainer of the current lineage said hello to this controller
+        self.ready = -1  # newest step whose batch is safe on disk
+        self.requested = -1  # newest step that a rank requested
+        self.withheld = False  # no batch is handed out while set
+        self.final: FinalDigests | None = None  # the trainer's last message
 
     @property
     def run(self) -> wire.RunIdentity:
@@ -66,7 +60,7 @@ class TrainerSession:
         return self._run_log.run
 
     def wake(self) -> None:
-        """Have waiting requests, and the batcher, look at the state again."""
+        """Wake waiting requests and the batcher after a change of the state."""
         self._changed.wake()
         self._events.changed.wake()
 
@@ -77,7 +71,7 @@ class TrainerSession:
             self.wake()
 
     def roll_back(self, retreat: RolledBack) -> None:
-        """Send the present trainer away; the next one must begin as `retreat` says."""
+        """Send the present trainer away; the next one must begin at `retreat`."""
         self.live, self._retreat = False, retreat
         self.wake()
 

@@ -19,7 +19,8 @@ from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.run_log.audit import check
 from distill.run_log.journal import read_all
-from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
+from distill.run_log.validation import repetition, repetitive
+from distill.trainer_api.guard import Guard, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
 
