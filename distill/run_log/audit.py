@@ -72,9 +72,7 @@ class Evidence:
             raise DataError("the journal does not begin with the opening of a run: it is not whole")
         try:
             if isinstance(record, r.Snapshot) and differs(record, self.state):
-                raise ValueError(
-                    f"the snapshot of {record.checkpoint} holds other prompts, rollouts or counts"
-                )
+                raise ValueError(f"{record.checkpoint} has other prompts, rollouts or counts")
             self.state.replay(record, at)
             self._note(record, self.state)
         except (LookupError, ValueError, AssertionError) as error:
