@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from sync.errors import Unreachable
 
 T = TypeVar("T")
-LOOK_SECONDS = 5.0
-"""Longest pause between two looks of `until_stalled`; of a short limit a quarter."""
+LOOK_SECONDS = 5.0  # longest pause between two looks of `until_stalled`; of a short limit a quarter
 
 
 async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
@@ -54,7 +53,7 @@ def look_seconds(limit: float) -> float:
 
 
 async def until_stalled(progresses: Callable[[], Awaitable[bool]], seconds: float) -> None:
-    """Return when `progresses`, polled, has said no for `seconds` without a break; 0: never.
+    """Return when `progresses`, polled, was false for `seconds` without a break; 0: never.
 
     The time of an answer counts, up to as much as a pause: a time-out is a stall, a stop of this process is
     not.

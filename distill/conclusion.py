@@ -26,16 +26,17 @@ async def conclude(
     """
     version = None if final is None else final.version
     weights = {} if final is None else await compare_weights(pool, final, seconds or 0.0)
+    counted, failure = weights, None
     if seconds is None:
-        differing = {name: equal for name, equal in weights.items() if equal is False}
-        return Concluded(version, weights, end_problems(version, differing, None, 0.0) if differing else [])
-    failure = None
-    try:
-        if final is not None and evaluations is not None:
+        counted = {name: equal for name, equal in weights.items() if equal is False}
+        if not counted:
+            return Concluded(version, weights, [])
+    elif final is not None and evaluations is not None:
+        try:
             await evaluations.now(final.version)
-    except DistillError as error:
-        failure = str(error)
-    return Concluded(version, weights, end_problems(version, weights, failure, seconds))
+        except DistillError as error:
+            failure = str(error)
+    return Concluded(version, weights, end_problems(version, counted, failure, seconds or 0.0))
 
 
 async def compare_weights(
@@ -48,42 +49,31 @@ async def compare_weights(
     deadline, members = time.monotonic() + seconds, list(pool.replicas.values())
     compared = await asyncio.gather(*(_compared(pool, one, final, deadline) for one in members))
     found = zip(members, compared, strict=True)
-    return {one.name: equal for one, equal in found if _is_member(pool, one)}
-
-
-def _is_member(pool: ReplicaPool, replica: Replica) -> bool:
-    return pool.replicas.get(replica.name) is replica and not replica.excluded
+    return {one.name: equal for one, equal in found if pool.has(one)}
 
 
 async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, deadline: float) -> bool | None:
-    while _is_member(pool, replica):
+    while pool.has(replica):
         pool.raise_failure()
-        equal = await _equal(pool, replica, final) if replica.phase is Phase.SERVING else None
+        if replica.phase is Phase.SERVING:
+            try:
+                if replica.version != final.version:
+                    await pool.update(replica, pool.request_for(final.version))
+                state = await replica.engine.state(digests=True)
+                if state.version == final.version:
+                    return state.digests == final.digests
+            except DistillError as error:
+                logger.warning("replica %s cannot show its weights: %s", replica.name, error)
         left = deadline - time.monotonic()
         unable = pool.by_broadcast and replica.version != final.version  # the trainer has left
-        if equal is not None or left <= 0 or unable:
-            return equal
+        if left <= 0 or unable:
+            return None
         await pool.changed.wait(min(left, pool.retry_seconds))
     return None
 
 
-async def _equal(pool: ReplicaPool, replica: Replica, final: FinalDigests) -> bool | None:
-    """Whether a serving replica holds exactly these weights; None: it cannot show them now."""
-    try:
-        if replica.version != final.version:
-            await pool.update(replica, pool.request_for(final.version))
-        state = await replica.engine.state(digests=True)
-    except DistillError as error:
-        logger.warning("replica %s cannot show its weights: %s", replica.name, error)
-        return None
-    return state.digests == final.digests if state.version == final.version else None
-
-
 def end_problems(
-    version: Version | None,
-    compared: Mapping[str, bool | None],
-    failure: str | None,
-    waited: float,
+    version: Version | None, compared: Mapping[str, bool | None], failure: str | None, waited: float
 ) -> list[str]:
     """In sentences: value, rule, remedy.
 

@@ -18,26 +18,15 @@ from typing import Any
 
 import msgspec
 
+from distill import events
 from distill.aio import cancel, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
-from distill.buffer.staleness import rules
+from distill.buffer import rules
 from distill.conclusion import conclude
 from distill.config import RunConfig
 from distill.evaluation.schedule import Evaluations
-from distill.events import (
-    CompletionReady,
-    ErrorBudget,
-    Events,
-    Hung,
-    NoServerLeft,
-    Quarantined,
-    RolloutRejected,
-    RolloutScored,
-    Stranded,
-    TeacherCompleted,
-    TeacherTurn,
-)
+from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
 from distill.metrics.summary import digest_of_all, gauges, identity, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
@@ -46,14 +35,12 @@ from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Checkpointed, Concluded, VersionApplied
 from distill.run_log.run_log import RunLog
-from distill.run_log.validation import validator
-from distill.scoring.on_policy_mix import TeacherGeneration
-from distill.scoring.scorer import Scoring
-from distill.scoring.teacher_queue import TeacherQueue
+from distill.run_log.validation import Validator
+from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
-from sync.wire import Heartbeat, Published, StepReport, TrainerWelcome, unpack
+from sync.wire import Heartbeat, Published, StepReport, TrainerWelcome
 
 logger = logging.getLogger(__name__)
 
@@ -68,37 +55,43 @@ class Controller:
     def __init__(
         self, config: RunConfig, parts: Components, hooks: Hooks = Hooks(), token: str | None = None
     ) -> None:
-        self.config, self._parts, self._hooks = config, parts, hooks
-        self.events = events = Events()
+        self.config, self._parts, self._hooks, run = config, parts, hooks, config.run
+        self.events = bus = Events()
         self.timeline = timeline = Timeline(hooks.span)
-        budget = ErrorBudget(config.guard.bad_answers, events)
-        checks = validator(config.rollout, parts, lambda: self.run_log.state)
-        run, stall = config.run, config.rollout.stall_timeout_seconds
-        self.run_log = run_log = RunLog.open(
+        budget = ErrorBudget(config.guard.bad_answers, bus)
+        checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size)
+        self.run_log = run_log = RunLog(
             parts.journal,
             parts.prompts,
             run=run.name,
             seed=run.seed,
             rules=rules(config),
-            sift=checks.journaled,
-            events=events,
+            validator=checks,
+            events=bus,
         )
-        self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, events)
+        stall, group = config.rollout.stall_timeout_seconds, run_log.state.rules.group
+        self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, bus)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
-        self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, events)
-        generation = TeacherGeneration(parts, config, checks, events)
-        self.generation = TeacherQueue(generation, parts, config, timeline, budget, events)
-        scoring = Scoring(parts, checks, budget, events)
-        self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, events)
-        self.session = TrainerSession(run_log, self._shape(), self.broadcasts, run.steps, events)
-        self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, events)
+        self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
+        generation = TeacherGeneration(parts, config, checks, bus)
+        self.generation = TeacherQueue(generation, parts, config, timeline, budget, bus)
+        scoring = Scoring(parts, checks, budget, bus)
+        self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, bus)
+        supervised = config.objective.max_supervised_tokens
+        shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group)
+        self.session = TrainerSession(run_log, shape, self.broadcasts, run.steps, bus)
+        self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, bus)
         self.guard = Guard(config.guard)
-        self.heartbeats = Heartbeats(run.health_timeout_seconds, events)
-        self.evaluations = self._make_evaluations(budget)
+        self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
+        self.evaluations: Evaluations | None = None
+        if (evaluator := parts.evaluator) is not None and (section := config.evaluation) is not None:
+            self.evaluations = Evaluations(
+                evaluator, section, run_log, timeline, hooks.evaluated, self._stop, trust=budget
+            )
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.session, self.pool, parts, self.metrics, token)
+        self._app = application(self.session, self.pool, parts, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None
@@ -108,16 +101,16 @@ class Controller:
         self._roll_back_trainer()
 
     def _subscribe(self) -> None:
-        """The flow of a run: which stage handles which event. events.py says who emits each."""
+        """The flow of a run: which stage handles which event. events.py names the emitters."""
         on = self.events.on
         # a rollout: Dispatcher → (TeacherGeneration →) Scoring → RunLog
-        on(TeacherTurn, lambda event: self.generation.put(event.rollout))
-        on(TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
-        on(CompletionReady, lambda event: self.scoring.put(event.rollout))
-        on(RolloutScored, lambda event: self.run_log.admit([event.rollout]))
+        on(events.TeacherTurn, lambda event: self.generation.put(event.rollout))
+        on(events.TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
+        on(events.CompletionReady, lambda event: self.scoring.put(event.rollout))
+        on(events.RolloutScored, lambda event: self.run_log.admit([event.rollout]))
         # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
-        on(RolloutRejected, self._rejected)
-        on(Quarantined, self._hooks.quarantined)
+        on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
+        on(events.Quarantined, self._hooks.quarantined)
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
         on(StepReport, self._step_reported)
@@ -126,12 +119,11 @@ class Controller:
         on(Heartbeat, self.heartbeats.heard)
         # replicas and servers
         on(VersionApplied, self.run_log.write, self._note_update)
-        on(Stranded, lambda _: self.session.wake())
-        on(Hung, lambda event: self._hooks.stuck(event.role))
-        on(NoServerLeft, lambda event: self._fail(event.problem))
+        on(events.Stranded, lambda _: self.session.wake())
+        on(events.Hung, lambda event: self._hooks.stuck(event.role))
+        on(events.NoServerLeft, lambda event: self._fail(event.problem))
 
     def _tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """The long-running coroutines of all stages; `run` cancels them at the end."""
         return [
             self.pool.run(),
             self.dispatcher.run(),
@@ -164,12 +156,10 @@ class Controller:
         return self.summary()
 
     async def _trainer_done(self) -> None:
-        """Until the trainer sent its last message, or has left without one."""
         while self.session.final is None and not self._left:
             await self.events.changed.wait()
 
     async def _tidy(self) -> None:
-        """Snapshot and archive after each checkpoint."""
         while True:
             await self._checkpoint_saved.wait()
             self._checkpoint_saved.clear()
@@ -223,13 +213,6 @@ class Controller:
 
     # --- handlers -----------------------------------------------------------------------------------------
 
-    def _rejected(self, event: RolloutRejected) -> None:
-        rollout, reason, detail = event
-        logger.warning("rollout %s is quarantined, %s: %s", rollout.id, reason, detail)
-        self.run_log.drop([rollout.id], reason, detail, rollout.length)
-        tokens = unpack(rollout.tokens).tolist()
-        self.events.emit(Quarantined(rollout.source_prompt, reason, detail, tokens))
-
     def _trainer_opened(self, welcome: TrainerWelcome) -> None:
         self.guard.forget()
         self._parts.claim.run = welcome.run
@@ -261,7 +244,7 @@ class Controller:
         self._roll_back_trainer()
 
     def _roll_back_trainer(self) -> None:
-        """Have the next trainer begin where the last rollback said, unless one has; after a restart too."""
+        """Send the trainer back to the last rollback, unless one has begun there; after a restart too."""
         if (back := self.run_log.state.rolled_back) is not None:
             self.session.roll_back(back)
             if self._hooks.set_back is not None:
@@ -310,23 +293,3 @@ class Controller:
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
             "replica_joins": {name: one.joined for name, one in self.pool.replicas.items()},
         }
-
-    # --- construction -------------------------------------------------------------------------------------
-
-    def _shape(self) -> Shape:
-        config = self.config
-        supervised, group = config.objective.max_supervised_tokens, self.run_log.state.rules.group
-        return Shape(config.trainer.micro_batch_tokens, list(self._parts.teachers), supervised, group)
-
-    def _make_evaluations(self, budget: ErrorBudget) -> Evaluations | None:
-        if self._parts.evaluator is None or self.config.evaluation is None:
-            return None
-        return Evaluations(
-            self._parts.evaluator,
-            self.config.evaluation,
-            self.run_log,
-            self.timeline,
-            self._hooks.evaluated,
-            self._stop,
-            trust=budget,
-        )

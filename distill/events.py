@@ -1,5 +1,4 @@
-"""Events between the stages of a run. Each docstring starts with the emitters; controller.py subscribes the
-handlers.
+"""Events between the stages of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
 Some wire messages and records are emitted as they are: TrainerWelcome, StepReport, Published, Heartbeat and
 Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.
@@ -54,21 +53,18 @@ class RolloutRejected(NamedTuple):
 
 
 class Quarantined(NamedTuple):
-    """Dispatcher, RunLog, controller: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
+    """Dispatcher, RunLog: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
 
-    prompt: Prompt
-    """Only its id, for a rollout of the journal."""
+    prompt: Prompt  # only its id, for a rollout of the journal
     reason: DropReason
     detail: str
-    tokens: list[int]
-    """Of the completion; empty: they cannot be read."""
+    tokens: list[int]  # of the completion; empty: they cannot be read
 
 
 class Hung(NamedTuple):
     """ReplicaPool, Heartbeats: the process of a role makes no progress."""
 
-    role: str
-    """A replica's name, or "trainer"."""
+    role: str  # a replica's name, or "trainer"
 
 
 class Stranded(NamedTuple):
@@ -86,7 +82,7 @@ class NoServerLeft(NamedTuple):
 class Events:
     """Handlers by type of event. `emit` calls them at once, in the order of subscription, in the event loop.
 
-    `changed` is woken by every event, after its handlers: for tasks that look at the state of the run again.
+    `changed` is woken by every event, after its handlers: for tasks that depend on the state of the run.
     """
 
     def __init__(self) -> None:

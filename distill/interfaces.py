@@ -1,4 +1,4 @@
-"""What the launcher gives to a controller, and what it hears from it."""
+"""What a controller is made of: its servers, its other parts, and the hooks of the launcher."""
 
 from __future__ import annotations
 
@@ -12,25 +12,13 @@ from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
+from sync import wire
 from sync.claims import Claim
-from sync.wire import (
-    EvalReport,
-    Head,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherInfo,
-    TeacherPrompt,
-    TrainerWelcome,
-    Version,
-    Want,
-)
+from sync.wire import EvalReport, Scored, ScoreRefused, TeacherCompletion, TrainerWelcome, Version, Want
 from sync.wire.checks import ANY_ID
 from teacher_service.client import Counters
 
-Transform = Callable[[Prompt], Sequence[int]]
-"""What a teacher sees instead of the prompt."""
+Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of the prompt
 
 
 class Evaluator(Protocol):
@@ -53,18 +41,18 @@ class Teacher(Protocol):
     def counters(self) -> Counters: ...
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        self, sequences: list[wire.ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]: ...
     async def generate(
         self,
-        prompts: list[TeacherPrompt],
+        prompts: list[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]: ...
-    async def head(self) -> Head: ...
-    async def first_info(self) -> TeacherInfo:
+    async def head(self) -> wire.Head: ...
+    async def first_info(self) -> wire.TeacherInfo:
         """What it is, from whichever of its processes answers first."""
         ...
 
@@ -83,23 +71,19 @@ def _ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the launcher hears of; called in the controller's loop, must not block."""
+    """Callbacks of the launcher; called in the controller's loop, must not block."""
 
     step: Callable[[Version, dict[str, float]], None] = _ignore
     """After each optimizer step, with the trainer's and the controller's metrics."""
-    evaluated: Callable[[EvalReport, bool], None] = _ignore
-    """A report, and whether it is the best so far."""
-    opened: Callable[[TrainerWelcome], None] = _ignore
-    """A trainer has said hello."""
-    quarantined: Callable[[Quarantined], None] = _ignore
-    """A line of quarantine.jsonl."""
+    evaluated: Callable[[EvalReport, bool], None] = _ignore  # a report, and whether it is the best so far
+    opened: Callable[[TrainerWelcome], None] = _ignore  # a trainer has said hello
+    quarantined: Callable[[Quarantined], None] = _ignore  # a line of quarantine.jsonl
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
     stuck: Callable[[str], None] = _ignore
     """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
-    span: Callable[[Span], None] = _ignore
-    """A stretch of work or waiting has ended: a line of timeline.jsonl."""
+    span: Callable[[Span], None] = _ignore  # a stretch of work or waiting has ended: a line of timeline.jsonl
 
 
 @dataclass(frozen=True)
@@ -107,24 +91,17 @@ class Components:
     """Everything the controller works with; each can be replaced by one in memory."""
 
     replicas: dict[str, ReplicaEngine]
-    teachers: dict[str, Teacher]
-    """In the order of their index in Rows.teacher."""
-    route: Callable[[str], str]
-    """Data source → teacher."""
+    teachers: dict[str, Teacher]  # in the order of their index in Rows.teacher
+    route: Callable[[str], str]  # data source → teacher
     prompts: PromptStream
     journal: Journal
-    want: Want
-    """What the objective needs from the teacher."""
+    want: Want  # what the objective needs from the teacher
     connect: Callable[[str], ReplicaEngine] | None = None
     """A replica by its URL; None: none can join while the run goes on."""
-    student_topk: int = 0
-    """Ids per position that the objective needs from the replicas."""
-    vocab_size: int = ANY_ID
-    """Of the student's tokenizer: every id is below it."""
+    student_topk: int = 0  # ids per position that the objective needs from the replicas
+    vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it
     evaluator: Evaluator | None = None
-    reward_fn: RewardFn | None = None
-    """Gives every rollout its reward; None: they have none."""
-    transforms: dict[str, Transform] = field(default_factory=dict)
-    """By teacher."""
+    reward_fn: RewardFn | None = None  # gives every rollout its reward; None: they have none
+    transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to replicas, teachers and evaluator; the controller sets the run in it."""

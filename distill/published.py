@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,20 @@ def store_of(config: RunConfig) -> Store:
 def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
-    return [_plain(asdict(one)) for one in admin.ls(store_of(config), config.run.name)]
+    return [_plain(one) for one in admin.ls(store_of(config), config.run.name)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Read back each version as a replica would; its problem (None: whole)."""
     config = load_run_dir(run_dir)
-    for one in admin.verify(store_of(config), config.run.name):
-        yield _plain(asdict(one))
+    return map(_plain, admin.verify(store_of(config), config.run.name))
 
 
 def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
     """Remove what no reader needs, given weights.keep_anchors."""
     config = load_run_dir(run_dir)
-    done = admin.gc(
-        store_of(config), config.run.name, config.weights.keep_anchors, grace_seconds, dry_run=dry_run
-    )
-    return _plain(asdict(done))
+    keep = config.weights.keep_anchors
+    return _plain(admin.gc(store_of(config), config.run.name, keep, grace_seconds, dry_run=dry_run))
 
 
 def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
@@ -73,6 +70,6 @@ def _plain(value: Any) -> Any:
     """As JSON; a version becomes its name."""
     if isinstance(value, Version):
         return str(value)
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-from distill.buffer.staleness import seconds_of_waiting
-from distill.config import RunConfig
+from distill.config import RunConfig, WaitForLate
 from distill.events import Events
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.run_log.run_log import RunLog
-from distill.scoring.teacher_queue import TeacherQueue
+from distill.scoring import TeacherQueue
 from distill.trainer_api.session import TrainerSession
 
-LATE_POLL_SECONDS = 0.2
-"""Between two looks whether a late rollout that a batch waits for has been lost."""
+LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch waits for has been lost
 
 
 class LateWait:
@@ -23,18 +20,14 @@ class LateWait:
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`seconds`: for one batch; 0: not at all."""
-        self._seconds = seconds
-        self._clock = clock
-        self._step = -1
-        self._until = 0.0
-        self.waiting = False
-        """Whether the newest answer was to wait."""
+        self._seconds, self._clock = seconds, clock
+        self._step, self._until = -1, 0.0
+        self.waiting = False  # whether the newest answer was to wait
 
     def left(self, step: int, expiring: int) -> float:
-        """Seconds that the batch of `step` may wait from now on; 0: form it.
+        """Seconds that the batch of `step` may wait from its first call with any `expiring` on; 0: form it.
 
-        `expiring`: rollouts in flight that no later batch may take. The time of a step runs from the first
-        call with any.
+        `expiring`: rollouts in flight that no later batch may take.
         """
         if expiring and step != self._step:
             self._step, self._until = step, self._clock() + self._seconds
@@ -50,14 +43,15 @@ class StepBatcher:
         self,
         run_log: RunLog,
         session: TrainerSession,
-        scoring: TeacherQueue[Any, Any],
+        scoring: TeacherQueue,
         config: RunConfig,
         timeline: Timeline,
         events: Events,
     ) -> None:
         self._run_log, self._session, self._scoring = run_log, session, scoring
         self._steps, self._timeline, self._changed = config.run.steps, timeline, events.changed
-        self.late = LateWait(seconds_of_waiting(config))
+        late = config.buffer.late
+        self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -87,7 +81,7 @@ class StepBatcher:
     def _possible(self) -> bool:
         """Whether a batch can be formed, or nothing more comes before the old rollouts are dropped."""
         state = self._run_log.state
-        if state.bisection.next_part(state.buffer) and state.reached is not None:  # one at a time
+        if state.next_part() and state.reached is not None:  # one at a time
             return state.next_step == state.reached.step < self._steps
         return state.next_step < self._steps and (
             len(state.buffer) >= state.rules.batch or (len(state.buffer) > 0 and not state.pending)

@@ -7,20 +7,19 @@ Flat arrays are joined as bytes; no token is touched in Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
-from distill.run_log.state import Batch
 from sync.errors import DataError
-from sync.wire import DTYPES, Array, Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
-
-StepOf = Callable[[Version], int]
+from sync.wire import DTYPES, Array, Rows, Scored, TrainBatch, VersionSpan, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,10 @@ class Shape:
 
     micro_batch_tokens: int
     """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
-    teachers: Sequence[str]
-    """In the order in which Rows.teacher counts them."""
+    teachers: Sequence[str]  # in the order in which Rows.teacher counts them
     supervised: int | None = None
     """Tokens of each completion that are trained on, from its beginning; None: all."""
-    group: int = 1
-    """Completions of a prompt whose mean reward is the baseline; 1: that of the step."""
+    group: int = 1  # completions of a prompt whose mean reward is the baseline; 1: that of the step
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
@@ -77,25 +74,20 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout with no more than `tokens` tokens of its completion; its reward stays that of the whole."""
     if tokens is None or rollout.length <= tokens:
         return rollout
+
+    def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
+        arrays = ((name, getattr(struct, name)) for name in names)
+        return {name: _first(array, tokens) for name, array in arrays if isinstance(array, Array)}
+
     scores = scores_of(rollout)
-    arrays = {
-        name: _first(array, tokens)
-        for name in scores.__struct_fields__
-        if isinstance(array := getattr(scores, name), Array)
-    }
     spans = [
         VersionSpan(span.version, span.start, min(span.end, tokens))
         for span in rollout.spans
         if span.start < tokens
     ]
-    return msgspec.structs.replace(
-        rollout,
-        tokens=_first(rollout.tokens, tokens),
-        logprob=_first(rollout.logprob, tokens),
-        spans=spans,
-        scored=msgspec.structs.replace(scores, **arrays),
-        topk_ids=None if rollout.topk_ids is None else _first(rollout.topk_ids, tokens),
-    )
+    scored = replace(scores, **first(scores, scores.__struct_fields__))
+    cut = first(rollout, ("tokens", "logprob", "topk_ids"))
+    return replace(rollout, spans=spans, scored=scored, **cut)
 
 
 def scores_of(rollout: Rollout) -> Scored:
@@ -105,7 +97,6 @@ def scores_of(rollout: Rollout) -> Scored:
 
 
 def _first(array: Array, count: int) -> Array:
-    """The first `count` rows of an array."""
     row = len(array.data) // array.shape[0]
     return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
 
@@ -119,13 +110,10 @@ def _widths(rollout: Rollout) -> tuple[int, ...]:
 
     A run may be taken up with a reward_fn that it began without.
     """
-    sizes = (0 if array is None else array.shape[-1] for array in _optional(rollout))
-    return (*sizes, int(rollout.reward is not None))
-
-
-def _optional(rollout: Rollout) -> tuple[Array | None, ...]:
     scores = scores_of(rollout)
-    return scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden
+    arrays = scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden
+    sizes = (0 if array is None else array.shape[-1] for array in arrays)
+    return (*sizes, int(rollout.reward is not None))
 
 
 def _shard(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
@@ -144,10 +132,9 @@ def _micro_batches(share: list[Rollout], tokens: int) -> list[list[Rollout]]:
     for _, same in groupby(share, key=_widths):
         room = 0
         for rollout in same:
-            length = _tokens(rollout)
             if room < 1:
                 micro.append([])
-                room = max(1, tokens // length)
+                room = max(1, tokens // _tokens(rollout))
             micro[-1].append(rollout)
             room -= 1
     return micro
@@ -164,70 +151,62 @@ def rows_of(
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
-    `template` says which optional arrays there are when there are no rollouts. By rollout's id: its loss
+    `template` has the optional arrays that there are when there are no rollouts. By rollout's id: its loss
     weight (empty: 1 for all), and what its reward is compared with (empty: the mean of the step).
     """
-    scores = [scores_of(rollout) for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
     rewarded = (rollouts[0] if rollouts else template).reward is not None
-    kind = scores_of(template)
+    scores, scored = [scores_of(rollout) for rollout in rollouts], scores_of(template)
+
+    def student(name: str) -> Any:
+        return _join([getattr(one, name) for one in rollouts], getattr(template, name))
+
+    def teacher(name: str) -> Any:
+        return _join([getattr(one, name) for one in scores], getattr(scored, name))
+
+    tokens = b"".join(part for one in rollouts for part in (one.prompt.data, one.tokens.data))
     return Rows(
-        ids=[rollout.id for rollout in rollouts],
-        tokens=_tokens_array(rollouts),
-        prompt_lens=_i4([rollout.prompt.shape[0] for rollout in rollouts]),
-        completion_lens=_i4([rollout.length for rollout in rollouts]),
-        behavior_logprob=_join([r.logprob for r in rollouts], template.logprob),
+        ids=[one.id for one in rollouts],
+        tokens=Array("i4", (len(tokens) // 4,), tokens),
+        prompt_lens=_array("i4", [one.prompt.shape[0] for one in rollouts]),
+        completion_lens=_array("i4", [one.length for one in rollouts]),
+        behavior_logprob=student("logprob"),
         token_step=_token_steps(rollouts, step_of, step),
-        teacher=_i4([teachers[rollout.teacher] for rollout in rollouts]),
-        teacher_logprob=_join([m.logprob for m in scores], kind.logprob),
-        teacher_topk_ids=_join_optional([m.topk_ids for m in scores], kind.topk_ids),
-        teacher_topk_logprob=_join_optional([m.topk_logprob for m in scores], kind.topk_logprob),
-        student_topk_ids=_join_optional([r.topk_ids for r in rollouts], template.topk_ids),
-        student_topk_teacher_logprob=_join_optional([m.gathered for m in scores], kind.gathered),
-        teacher_hidden=_join_optional([m.hidden for m in scores], kind.hidden),
-        teacher_entropy=_join_where_all_have_it([m.entropy for m in scores], kind.entropy),
-        reward=_f4(rewards) if rewarded else None,
-        truncated=pack(np.array([r.truncated for r in rollouts], "u1")),
-        weight=_f4([weights[r.id] for r in rollouts]) if weights else None,
-        baseline=_f4([baselines[r.id] for r in rollouts]) if baselines and rewarded else None,
-        by_teacher=_by_teacher(rollouts),
+        teacher=_array("i4", [teachers[one.teacher] for one in rollouts]),
+        teacher_logprob=teacher("logprob"),
+        teacher_topk_ids=teacher("topk_ids"),
+        teacher_topk_logprob=teacher("topk_logprob"),
+        student_topk_ids=student("topk_ids"),
+        student_topk_teacher_logprob=teacher("gathered"),
+        teacher_hidden=teacher("hidden"),
+        # only measured: some teachers can give it and others cannot
+        teacher_entropy=None if any(one.entropy is None for one in scores) else teacher("entropy"),
+        reward=_array("f4", rewards) if rewarded else None,
+        truncated=_array("u1", [one.truncated for one in rollouts]),
+        weight=_array("f4", [weights[one.id] for one in rollouts]) if weights else None,
+        baseline=_array("f4", [baselines[one.id] for one in rollouts]) if baselines and rewarded else None,
+        by_teacher=_array("u1", flags) if any(flags := [one.by_teacher for one in rollouts]) else None,
     )
 
 
-def _i4(values: list[int]) -> Array:
-    return pack(np.array(values, "i4"))
-
-
-def _f4(values: list[float]) -> Array:
-    return pack(np.array(values, "f4"))
-
-
-def _tokens_array(rollouts: Sequence[Rollout]) -> Array:
-    data = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
-    return Array("i4", (len(data) // 4,), data)
+def _array(dtype: str, values: Sequence[float]) -> Array:
+    return pack(np.array(values, dtype))
 
 
 def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> Array:
-    runs = [run for rollout in rollouts for run in _runs(rollout, step_of, step)]
+    """Step at which each token was sampled; a teacher's tokens count as of the batch's step."""
+    runs: list[tuple[int, int]] = []
+    for rollout in rollouts:
+        if rollout.by_teacher:
+            runs.append((step, rollout.length))
+        runs += [(step_of(span.version), span.end - span.start) for span in rollout.spans]
     steps, counts = np.array(runs, "i8").reshape(-1, 2).T
     return pack(np.repeat(steps, counts).astype("i4"))
 
 
-def _runs(rollout: Rollout, step_of: StepOf, step: int) -> list[tuple[int, int]]:
-    """(step, tokens sampled at it), one after the other; a teacher's tokens count as of the batch's step."""
-    if rollout.by_teacher:
-        return [(step, rollout.length)]
-    return [(step_of(span.version), span.end - span.start) for span in rollout.spans]
-
-
-def _by_teacher(rollouts: Sequence[Rollout]) -> Array | None:
-    """u1 [R]; None: all are the student's."""
-    flags = [rollout.by_teacher for rollout in rollouts]
-    return pack(np.array(flags, "u1")) if any(flags) else None
-
-
-def _join_optional(arrays: list[Array | None], template: Array | None) -> Array | None:
+def _join(arrays: list[Array | None], template: Array | None) -> Array | None:
+    """Concatenated along the first axis; float arrays of unlike precision become f4. None: not used."""
     if template is None:
         return None
     present = [array for array in arrays if array is not None]
@@ -236,23 +215,10 @@ def _join_optional(arrays: list[Array | None], template: Array | None) -> Array 
             f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
             "all teachers of a run must give the same scores"
         )
-    return _join(present, template)
-
-
-def _join_where_all_have_it(arrays: list[Array | None], template: Array | None) -> Array | None:
-    """For what is only measured: some teachers can tell it and others cannot."""
-    return None if None in arrays else _join_optional(arrays, template)
-
-
-def _join(arrays: list[Array], template: Array) -> Array:
-    """Concatenated along the first axis; float arrays of unlike precision become f4."""
-    kinds = {array.dtype for array in arrays} or {template.dtype}
-    if len(kinds) > 1:
-        arrays = [pack(_float32(array)) for array in arrays]
-    count = sum(array.shape[0] for array in arrays)
-    width = arrays[0].shape[1:] if arrays else template.shape[1:]
-    dtype = arrays[0].dtype if arrays else template.dtype
-    return Array(dtype, (count, *width), b"".join(array.data for array in arrays))
+    if len({array.dtype for array in present}) > 1:
+        present = [pack(_float32(array)) for array in present]
+    like, count = (present or [template])[0], sum(array.shape[0] for array in present)
+    return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in present))
 
 
 def _float32(array: Array) -> np.ndarray:

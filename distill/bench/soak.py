@@ -26,7 +26,7 @@ from distill.bench.in_memory import (
     MemoryTrainer,
 )
 from distill.bench.runner import Figures, markdown
-from distill.buffer.staleness import rules
+from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
@@ -246,7 +246,7 @@ def replay_seconds(folder: Path, size: Size) -> float:
     config, began = configuration(folder, size), time.monotonic()
     prompts = PromptStream(MemoryPrompts(), config.run.seed)
     journal = Journal(folder / "journal")
-    RunLog.open(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
     journal.close()
     return time.monotonic() - began
 

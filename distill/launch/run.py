@@ -39,9 +39,8 @@ from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica
-from distill.run_log.journal import Journal
+from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import Opened
-from distill.run_log.segments import read_all
 from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
 from sync.client import token_from_environment
@@ -372,7 +371,7 @@ async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding
 def claim_of(config: RunConfig) -> Claim:
     """The run as its servers know it; one that has not begun has no id and claims no server."""
     journal = config.run_dir / "journal"
-    _, _, first = next(read_all(journal), (0, 0, None)) if journal.is_dir() else (0, 0, None)
+    _, first = next(read_all(journal), (None, None)) if journal.is_dir() else (None, None)
     return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
 
 

@@ -1,7 +1,7 @@
 """Every figure of a run from its state: metrics of a step, gauges, and summary.json.
 
     StepReport + RunState ─▶ of_step  ─▶ a line of metrics.jsonl, wandb
-    RunState + Timeline   ─▶ gauges   ─▶ GET /metrics, and the same line
+    RunState + Timeline   ─▶ gauges   ─▶ the same line
                           ─▶ summarise ─▶ complete ─▶ summary.json, the lines printed at the end
 
 Units are seconds and bytes; medians where there are many values.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from distill.buffer import staleness
+from distill.buffer import rules
 from distill.config import RunConfig, TaskPrompts
 from distill.models import check_folder, longest_sequence
 from distill.preflight.machine import check_processor, runs_vllm
@@ -34,7 +34,7 @@ def check(config: RunConfig) -> PromptSplit:
     _check_models(config)
     deepspeed_config(config.trainer)
     check_secrets(config)
-    staleness.rules(config)
+    rules(config)
     refuse(problem for one in COMBINATIONS for problem in one(config))
     _warn_of_temperature(config)
     router = Router(config.teachers)

@@ -24,7 +24,7 @@ from distill.preflight.checks import shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts
 from distill.rollout.replica_client import ReplicaEngine
-from distill.scoring.scorer import score_sequence
+from distill.scoring import score_sequence
 from student_trainer.objectives.config import needs, student_topk
 from sync import tokenizers
 from sync.errors import ConfigError

@@ -28,35 +28,24 @@ class Broadcasts:
 
     def __init__(self, pool: ReplicaPool, start_seconds: float = 900.0) -> None:
         """`start_seconds`: how long the first broadcast waits for replicas that are still starting."""
-        self._pool = pool
-        self._start_seconds = start_seconds
-        self._began = time.monotonic()
-        self._count = 0
-        self._group: str | None = None
-        self._lost: dict[str, str] = {}
-        """Of the newest broadcast."""
+        self._pool, self._until = pool, time.monotonic() + start_seconds
+        self._group: str | None = None  # of the newest broadcast; None: there was none
+        self._count, self._lost = 0, dict[str, str]()
         self._receiving: set[asyncio.Task[None]] = set()
 
     def wanted(self) -> bool:
         """Whether a replica that came back waits for a broadcast, and none is under way."""
-        waiting = (
-            one
-            for one in self._pool.replicas.values()
-            if one.phase is Phase.CATCHING_UP and one.version is None and not one.lost.is_set()
-        )
+        waiting = (one.phase is Phase.CATCHING_UP and one.version is None for one in self._live())
         return self._count > 0 and not self._receiving and any(waiting)
 
     def listening(self) -> bool:
         """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
-        starting = self._count == 0 and time.monotonic() - self._began < self._start_seconds
+        starting = self._count == 0 and time.monotonic() < self._until
         return len(self._live()) >= (len(self._pool.replicas) if starting else 1)
 
     def _live(self) -> list[Replica]:
-        return [
-            one
-            for one in self._pool.replicas.values()
-            if one.phase is not Phase.ABSENT and not one.lost.is_set()
-        ]
+        members = self._pool.replicas.values()
+        return [one for one in members if one.phase is not Phase.ABSENT and not one.lost.is_set()]
 
     def announce(self, published: Published, ending: bool = False) -> Audience:
         """Tell every live replica that needs this version to receive it; the size of the group.
@@ -70,13 +59,12 @@ class Broadcasts:
         self._count += 1
         self._pool.by_broadcast = True
         live = [replica for replica in self._live() if replica.version != published.version]
-        size, lost = 1 + len(live), dict[str, str]()
-        group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
-        self._group, self._lost = group, lost
+        size, group = 1 + len(live), f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
+        self._group, self._lost = group, {}
         for rank, replica in enumerate(live, 1):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
             request = self._pool.request_for(published.version, ticket)
-            task = asyncio.create_task(self._receive(replica, request, lost))
+            task = asyncio.create_task(self._receive(replica, request, self._lost))
             self._receiving.add(task)
             task.add_done_callback(self._receiving.discard)
         return Audience(group=group, world_size=size)
@@ -98,13 +86,11 @@ class Broadcasts:
             if reply is None or not reply.bytes_read:
                 lost[replica.name] = f"it serves {request.version} already"
             self._pool.published()
-        except RemoteError as error:
+        except (RemoteError, Unreachable) as error:
             lost[replica.name] = str(error)
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
-        except Unreachable as error:
-            lost[replica.name] = str(error)
-            logger.warning("replica %s is lost in a broadcast: %s", replica.name, error)
-            self._pool.report_lost(replica)
+            if isinstance(error, Unreachable):
+                self._pool.report_lost(replica)
         finally:
             await cancel([watch])
 

@@ -17,8 +17,7 @@ from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.run_log.records import DropReason, RequeueReason, Rollout
 from distill.run_log.run_log import GROUP_BROKEN, RunLog
-from distill.run_log.validation import Validator, span_problem
-from distill.trainer_api.guard import repetitive
+from distill.run_log.validation import Validator, repetitive
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """A request times out after this multiple of rollout.completion_timeout_seconds. The replica ends completions
 at 1×, so one that exceeds the multiple is stuck."""
-PauseReason = Literal["disk", "guard", "end"]
-"""A disk that is nearly full, bad steps, the end of the run."""
+PauseReason = Literal["disk", "guard", "end"]  # a disk that is nearly full, bad steps, the end of the run
 
 
 @dataclass
@@ -36,10 +34,8 @@ class _Request:
     """A request in progress."""
 
     replica: Replica
-    missing: dict[str, Rollout]
-    """Not answered yet."""
-    reason: RequeueReason = "replica_lost"
-    """Why what is missing at the end was lost."""
+    missing: dict[str, Rollout]  # not answered yet
+    reason: RequeueReason = "replica_lost"  # why what is missing at the end was lost
 
 
 class Dispatcher:
@@ -62,11 +58,9 @@ class Dispatcher:
         self._config, self._steps, self._guard = config.rollout, config.run.steps, config.guard
         self._timeline, self._events = timeline, events
         self._requeued: deque[Rollout] = deque()
-        self._blocked: set[str] = set()
-        """Replicas that are blocked on the trainer."""
+        self._blocked: set[str] = set()  # replicas that are blocked on the trainer
         self._closing = False
-        self.paused: set[PauseReason] = set()
-        """While there is a reason, no new request is sent."""
+        self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
 
     async def run(self) -> None:
         """Dispatch until cancelled."""
@@ -85,7 +79,7 @@ class Dispatcher:
 
     def _dispatch(self, group: asyncio.TaskGroup) -> None:
         while not self.paused and (replica := self._pool.least_busy()) and (count := self._count(replica)):
-            rollouts = self._for_student(self._next(count))
+            rollouts = self._next(count)
             if not rollouts:
                 continue
             request = _Request(replica, {rollout.id: rollout for rollout in rollouts})
@@ -104,11 +98,9 @@ class Dispatcher:
         return size if replica.in_flight + size <= config.max_in_flight else 0
 
     def _next(self, count: int) -> list[Rollout]:
+        """The next `count` rollouts, without those that a teacher completes, which are passed on."""
         again = [self._requeued.popleft() for _ in range(min(count, len(self._requeued)))]
-        return again + (self._run_log.issue(count - len(again)) if count > len(again) else [])
-
-    def _for_student(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """`rollouts` without those that a teacher completes, which are passed on."""
+        rollouts = again + (self._run_log.issue(count - len(again)) if count > len(again) else [])
         for rollout in rollouts:
             if rollout.by_teacher:
                 self._events.emit(TeacherTurn(rollout))
@@ -125,10 +117,8 @@ class Dispatcher:
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
-        message = GenerateRequest(
-            sampling=self._validator.sampling,
-            prompts=[GeneratePrompt(one.id, one.source_prompt.token_ids) for one in request.missing.values()],
-        )
+        prompts = [GeneratePrompt(one.id, one.source_prompt.token_ids) for one in request.missing.values()]
+        message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
             await self._run_log.journal.commit()
             limit = self._config.completion_timeout_seconds
@@ -173,10 +163,9 @@ class Dispatcher:
     def _answered(self, request: _Request, answer: Answer) -> None:
         replica, rollout = request.replica, request.missing.pop(answer.id, None)
         if rollout is None:
-            raise WireError(
-                f"answered id {answer.id[:80]!r}, which was not requested or was already answered"
-            )
-        replica.refusals = 0
+            told = f"answered id {answer.id[:80]!r}, which was not requested or was already answered"
+            raise WireError(told)
+        replica.backoff.reset()
         self._load(replica, -1)
         if isinstance(answer, GenerateFailed):
             self._pool.budget.good(replica.server)
@@ -193,19 +182,20 @@ class Dispatcher:
             self._completed(rollout, answer)
 
     def _completed(self, rollout: Rollout, answer: Generated) -> None:
-        """Requeue or reject what was broken off or ended by a limit, as its policy says; screen the rest."""
+        """Requeue or reject what was broken off or ended by a limit, by its policy; screen the rest."""
         whole, count = rollout.completed(answer), answer.token_ids.shape[0]
+        policy: AtLimit = "keep"
+        reason: Literal["straggler", "over_long"] = "over_long"
+        limit = "max_tokens"
         if answer.finish_reason == "abort":
             return self._requeue([rollout], "aborted", count)
-        if answer.finish_reason == "stop":
-            return self.screen(whole)
-        timed_out = answer.finish_reason == "time"
-        policy: AtLimit = self._config.on_timeout if timed_out else self._config.on_max_tokens
-        reason: Literal["straggler", "over_long"] = "straggler" if timed_out else "over_long"
+        if answer.finish_reason == "length":
+            policy = self._config.on_max_tokens
+        elif answer.finish_reason == "time":
+            policy, reason, limit = self._config.on_timeout, "straggler", "completion_timeout_seconds"
         if policy == "drop":
-            limit = "completion_timeout_seconds" if timed_out else "max_tokens"
             self._reject(whole, reason, f"ended after {count} tokens by rollout.{limit}")
-        elif policy == "requeue" or count == 0:
+        elif policy == "requeue" or (count == 0 and answer.finish_reason != "stop"):
             self._requeue([rollout], reason, count)
         else:
             self.screen(whole)
@@ -218,7 +208,7 @@ class Dispatcher:
             self._run_log.drop([rollout.id], "group_broken", GROUP_BROKEN, rollout.length)
         elif rollout.length == 0:
             self._reject(rollout, "empty", "a completion without tokens")
-        elif problem := span_problem(rollout.spans, state):
+        elif problem := state.span_problem(rollout.spans):
             self._reject(rollout, "impossible_version", problem)
         elif problem := repetitive(rollout.tokens, self._guard.repeats):
             self._reject(rollout, "repetitive", problem)

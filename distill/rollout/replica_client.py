@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
+from sync import wire
 from sync.claims import Claim
 from sync.client import Peer
-from sync.errors import WireError
-from sync.wire import (
-    Generated,
-    GenerateFailed,
-    GenerateRequest,
-    ReplicaState,
-    UpdateReply,
-    UpdateRequest,
-    checks,
-    decode,
-    encode,
-)
+from sync.wire import Generated, GenerateFailed, GenerateRequest
 
 Answer = Generated | GenerateFailed
 
@@ -35,8 +25,8 @@ class ReplicaEngine(Protocol):
         """One answer per prompt, as each ends; leaving the iterator aborts the rest."""
         ...
 
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply: ...
-    async def state(self, digests: bool = False) -> ReplicaState: ...
+    async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply: ...
+    async def state(self, digests: bool = False) -> wire.ReplicaState: ...
     async def alive(self) -> bool: ...
     async def aclose(self) -> None: ...
 
@@ -56,26 +46,18 @@ class HttpReplica:
         answers = self._peer.stream("/distill/v1/generate", request, kind)
         return cast(AsyncGenerator[Answer, None], answers)
 
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+    async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
         if request.broadcast is not None:  # a group cannot be joined twice: no retry
-            body = await self._peer.once("/distill/v1/update", encode(request), timeout)
-            return decode(body, UpdateReply)
-        return await self._peer.call("/distill/v1/update", request, UpdateReply, timeout)
+            body = await self._peer.once("/distill/v1/update", wire.encode(request), timeout)
+            return wire.decode(body, wire.UpdateReply)
+        return await self._peer.call("/distill/v1/update", request, wire.UpdateReply, timeout)
 
-    async def state(self, digests: bool = False) -> ReplicaState:
+    async def state(self, digests: bool = False) -> wire.ReplicaState:
         path = "/distill/v1/state" + ("?digests=1" if digests else "")
-        return await self._peer.call(path, None, ReplicaState, 120.0 if digests else 10.0)
+        return await self._peer.call(path, None, wire.ReplicaState, 120.0 if digests else 10.0)
 
     async def alive(self) -> bool:
         return await self._peer.alive()
 
     async def aclose(self) -> None:
         await self._peer.aclose()
-
-
-async def updated(engine: ReplicaEngine, request: UpdateRequest, timeout: float) -> UpdateReply:
-    """`ReplicaEngine.update`; raises WireError for an answer that cannot be used."""
-    reply = await engine.update(request, timeout)
-    if problem := checks.same_version(reply, request.version):
-        raise WireError(f"its answer to an update cannot be used: {problem}")
-    return reply

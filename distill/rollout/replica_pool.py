@@ -21,13 +21,13 @@ from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Hung, Stranded
-from distill.rollout.replica_client import ReplicaEngine, updated
+from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
-from distill.run_log.validation import may_exist
 from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
+from sync.retry import Backoff
 from sync.settings import WeightsConfig
-from sync.wire import BroadcastTicket, Replicas, ReplicaStatus, UpdateReply, UpdateRequest, Version
+from sync.wire import BroadcastTicket, Replicas, ReplicaStatus, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +44,19 @@ class Replica:
     """One replica as the controller sees it."""
 
     def __init__(self, name: str, engine: ReplicaEngine, founding: bool = False) -> None:
-        self.name = name
-        self.engine = engine
-        self.founding = founding
-        """It belongs to the run's configuration."""
+        self.name, self.engine = name, engine
+        self.server = f"replica {name} at {engine.url}"
+        self.founding = founding  # it belongs to the run's configuration
         self.phase = Phase.ABSENT
-        self.version: Version | None = None
-        """What it serves; None: the folder it was started with."""
-        self.in_flight = 0
-        """Completions it works on."""
+        self.version: Version | None = None  # what it serves; None: the folder it was started with
+        self.in_flight = 0  # completions it works on
         self.joined = 0  # how often it has begun to serve
-        self.streams: set[asyncio.Task[None]] = set()
-        """Tasks that read completions from it."""
-        self.refusals = 0  # requests that it refused one after the other
+        self.streams: set[asyncio.Task[None]] = set()  # tasks that read completions from it
+        self.backoff = Backoff(1.0, 30.0)  # after requests that it refused
         self.rests_until = 0.0  # monotonic time before which it is sent nothing
         self.lost = asyncio.Event()
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
-        self.server = f"replica {name} at {engine.url}"
-        self.busy = asyncio.Lock()
-        """Held during an update."""
+        self.busy = asyncio.Lock()  # held during an update
 
 
 class ReplicaPool:
@@ -71,10 +65,8 @@ class ReplicaPool:
     Follows `state.target`, the newest version in the store. Out: VersionApplied, Hung.
     """
 
-    poll_seconds = 2.0
-    """Between two looks at a serving replica."""
-    retry_seconds = 1.0
-    """Longest pause before an absent replica is tried again."""
+    poll_seconds = 2.0  # between two checks of a serving replica
+    retry_seconds = 1.0  # longest pause before an absent replica is tried again
 
     def __init__(
         self,
@@ -86,25 +78,25 @@ class ReplicaPool:
     ) -> None:
         """`stall_timeout_seconds`: without a new token a replica that has work is hung; 0: never."""
         self.replicas: dict[str, Replica] = {}
-        self.budget = budget
-        self.changed = events.changed
+        self.budget, self.changed = budget, events.changed
         self._state, self._weights, self._events = state, weights, events
         self._stall_timeout_seconds = stall_timeout_seconds
         self._published = Signal()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = False
-        self.by_broadcast = False
-        """Versions come by broadcast: a replica without one waits for the next."""
+        self.by_broadcast = False  # versions come by broadcast: a replica without one waits for the next
 
     # --- members ------------------------------------------------------------------------------------------
 
-    def add(self, name: str, engine: ReplicaEngine) -> Replica:
+    def add(self, name: str, engine: ReplicaEngine) -> None:
         """Let a replica join; it serves as soon as it answers and holds a published version."""
         assert name not in self.replicas, f"replica {name} is a member already"
-        replica = self.replicas[name] = Replica(name, engine, founding=not self._running)
+        self.replicas[name] = Replica(name, engine, founding=not self._running)
         if self._running:
-            self._tasks[name] = asyncio.create_task(self._follow(replica), name=f"follow {name}")
-        return replica
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        self._tasks[name] = asyncio.create_task(self._follow(self.replicas[name]), name=f"follow {name}")
 
     async def remove(self, name: str) -> None:
         """Let a replica leave; its unfinished prompts are requeued. Raises RemoteError: there is none."""
@@ -125,23 +117,26 @@ class ReplicaPool:
             with suppress(Unreachable):
                 if await engine.alive():
                     await engine.state()
-            members = self.replicas.values()
-            if taken := [one for one in members if one.engine.url == url or one.name == name]:
-                raise RemoteError(f"replica {taken[0].name} is a member already: remove it first")
+            for member in self.replicas.values():
+                if member.engine.url == url or member.name == name:
+                    raise RemoteError(f"replica {member.name} is a member already: remove it first")
         except RemoteError:
             await engine.aclose()
             raise
         free = (one for i in itertools.count() if (one := f"student-{i}") not in self.replicas)
         self.add(name or next(free), engine)
 
+    def has(self, replica: Replica) -> bool:
+        """Whether it is a member that was not excluded."""
+        return self.replicas.get(replica.name) is replica and not replica.excluded
+
     def listing(self) -> Replicas:
         """The members, in the order of joining."""
-        return Replicas(
-            replicas=[
-                ReplicaStatus(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
-                for one in self.replicas.values()
-            ]
+        members = (
+            ReplicaStatus(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
+            for one in self.replicas.values()
         )
+        return Replicas(replicas=list(members))
 
     def serving(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]
@@ -176,20 +171,17 @@ class ReplicaPool:
 
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: send it nothing for `retry_after` seconds (None: with backoff)."""
-        replica.refusals += 1
-        seconds = min(30.0, 2.0**replica.refusals / 2) if retry_after is None else retry_after
+        seconds = replica.backoff.next() if retry_after is None else retry_after
         replica.rests_until = time.monotonic() + seconds
-        asyncio.get_running_loop().call_later(seconds, self._events.changed.wake)
+        asyncio.get_running_loop().call_later(seconds, self.changed.wake)
 
     # --- following ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Follow until cancelled. An error of the controller's own is raised."""
         self._running = True
-        self._tasks |= {
-            name: asyncio.create_task(self._follow(replica), name=f"follow {name}")
-            for name, replica in self.replicas.items()
-        }
+        for name in self.replicas:
+            self._start(name)
         try:
             while True:
                 self.raise_failure()
@@ -215,15 +207,18 @@ class ReplicaPool:
                 try:
                     await self._serve(replica)
                 except DistillError as error:
-                    logger.warning("replica %s is lost: %s", replica.name, error)
-                    if isinstance(error, WireError):
-                        self.bad_answer(replica, str(error))
+                    self._failed(replica, "is lost", error)
                 finally:
                     self._lose(replica)
         except WrongServer as error:
             await self._expel(replica, error)
         finally:
             await cancel([watchdog])
+
+    def _failed(self, replica: Replica, what: str, error: DistillError) -> None:
+        logger.warning("replica %s %s: %s", replica.name, what, error)
+        if isinstance(error, WireError):
+            self.bad_answer(replica, str(error))
 
     async def _expel(self, replica: Replica, error: WrongServer) -> None:
         """Remove a replica of another run. Raises its error when it was to begin with, or is the last."""
@@ -257,16 +252,14 @@ class ReplicaPool:
             logger.error(
                 "replica %s answers, has %d completions to generate or weights to load, and generated no "
                 "token for rollout.stall_timeout_seconds = %g s: it is hung, its prompts are requeued",
-                replica.name,
-                replica.in_flight,
-                self._stall_timeout_seconds,
-            )
+                replica.name, replica.in_flight, self._stall_timeout_seconds,
+            )  # fmt: skip
             self.report_lost(replica)
             self._events.emit(Hung(replica.name))
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""
-        pause = self.retry_seconds / 10
+        backoff = Backoff(self.retry_seconds / 10, self.retry_seconds)
         while not replica.excluded:
             try:
                 if await replica.engine.alive():
@@ -274,22 +267,17 @@ class ReplicaPool:
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
-                    break
+                    replica.phase = Phase.SERVING
+                    replica.joined += 1
+                    logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
+                    self.changed.wake()
+                    return
             except WrongServer:
                 raise
             except DistillError as error:
-                logger.warning("replica %s cannot join yet: %s", replica.name, error)
-                if isinstance(error, WireError):
-                    self.bad_answer(replica, str(error))
+                self._failed(replica, "cannot join yet", error)
                 replica.phase = Phase.ABSENT
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, self.retry_seconds)
-        else:
-            return
-        replica.phase = Phase.SERVING
-        replica.joined += 1
-        logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
-        self._events.changed.wake()
+            await asyncio.sleep(backoff.next())
 
     async def _catch_up(self, replica: Replica) -> None:
         while True:
@@ -298,7 +286,7 @@ class ReplicaPool:
                 continue
             held = replica.version
             stranded = self.by_broadcast and held is None
-            if not stranded and (held is None or may_exist(held, self._state)):
+            if not stranded and (held is None or self._state.may_exist(held)):
                 return
             if stranded:
                 self._events.emit(Stranded(replica.name))
@@ -315,7 +303,7 @@ class ReplicaPool:
         if self._state.target is None or replica.version == self._state.target.version:
             return None
         target, held, step_of = self._state.target.version, replica.version, self._state.step_of
-        if held is None or not may_exist(held, self._state) or step_of(target) >= step_of(held):
+        if held is None or not self._state.may_exist(held) or step_of(target) >= step_of(held):
             return target
         return None
 
@@ -339,9 +327,8 @@ class ReplicaPool:
         async with replica.busy:
             state = await unless(replica.lost, replica.engine.state(), replica.name)
             if state.version != replica.version:
-                raise Unreachable(
-                    f"it serves {state.version} and should serve {replica.version}: it restarted"
-                )
+                told = f"it serves {state.version} and should serve {replica.version}: it restarted"
+                raise Unreachable(told)
 
     def request_for(self, version: Version, broadcast: BroadcastTicket | None = None) -> UpdateRequest:
         """The request that brings a replica to `version`, from the store or as member of a broadcast."""
@@ -353,19 +340,14 @@ class ReplicaPool:
             if replica.version == request.version and request.broadcast is None:
                 return None
             began = time.monotonic()
-            work = updated(replica.engine, request, self._weights.timeout_seconds)
+            work = replica.engine.update(request, self._weights.timeout_seconds)
             reply = await unless(replica.lost, work, replica.name)
+            if problem := checks.same_version(reply, request.version):
+                raise WireError(f"its answer to an update cannot be used: {problem}")
             replica.version = reply.version
-            applied = VersionApplied(
-                replica.name,
-                reply.version,
-                reply.bytes_read,
-                reply.stage_seconds,
-                reply.pause_seconds,
-                reply.apply_seconds,
-                time.monotonic() - began,
-            )
-            self._events.emit(applied)
+            parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
+            seconds = time.monotonic() - began
+            self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))
         return reply
 
     def _lose(self, replica: Replica) -> None:
@@ -373,4 +355,4 @@ class ReplicaPool:
         replica.lost.set()
         for task in replica.streams:
             task.cancel()
-        self._events.changed.wake()
+        self.changed.wake()

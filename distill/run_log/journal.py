@@ -1,9 +1,20 @@
 """The append-only journal of a run: a restarted controller rebuilds its state from it.
 
-Order of use: exhaust `replay()`, then call `append()` any number of times; nothing is on disk until the
-following `commit()` returns. One writer thread encodes, writes and syncs records in the order of `append`.
-When the disk is full, `commit()` blocks until there is space, and with it everybody who needs the record to
-be safe; the file always ends after a whole record.
+    segment  "DJL2" | entry*        journal-00000000.log, journal-00000001.log, …
+    entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
+             "DS" | u32 length | u32 crc32 | u64 offset: a sync marker; this segment was durable up to there
+    archive  "DA" | u32 length | u32 crc32 | zlib of msgpack: the segment's compacted records
+                                    archive-00000000.log, one per archived segment
+
+Every crc32 also covers the place (segment, offset; a marker's or an archive's segment), so that an entry that
+was moved, repeated or removed is detected.
+
+A sync marker follows an fsync. A crash or power cut may tear or blank whatever was not yet synced: an
+invalid entry in the last segment that no marker covers is truncated, with all that follows it. An invalid
+entry that a marker covers is damage, and so is any in an older segment (synced before the next one was
+created): both are refused.
+
+An archive appears by one rename; its segment is removed afterwards. If a crash leaves both, the segment wins.
 """
 
 from __future__ import annotations
@@ -11,37 +22,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import struct
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal, Union
 
-from distill.run_log.records import AnyRecord, Location, Snapshot
-from distill.run_log.segments import (
-    SEGMENT_MAGIC,
-    archive,
-    encode_entry,
-    encode_sync_marker,
-    read_entry,
-    replay_from,
-    scan,
-    segment_numbers,
-    segment_path,
-)
-from sync.durable import FULL, force, make_folder
+import msgspec
 
-Fsync = Literal["always", "batch", "never"]
+from distill.run_log.records import Location, Record, Snapshot, compacted
+from sync.durable import FULL, force, is_full, make_folder
+from sync.durable import write as replace_file
+from sync.errors import DataError
+
+SEGMENT_MAGIC: Final = b"DJL2"
+_RECORD: Final = b"DJ"
+_MARKER: Final = b"DS"
+_ARCHIVE: Final = b"DA"
+_HEAD: Final = struct.Struct("<2sII")
+_PLACE: Final = struct.Struct("<2sIQQ")
+_OFFSET: Final = struct.Struct("<Q")
+_NAME: Final = re.compile(r"(?:journal|archive)-(\d{8,})\.log")
+MARKER_BYTES: Final = _HEAD.size + _OFFSET.size
+_AnyRecord: Any = Union[tuple(Record.__subclasses__())]  # noqa: UP007
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_AnyRecord)
+_archive_decoder = msgspec.msgpack.Decoder(list[_AnyRecord])
 logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Records in `folder`; one writer."""
+    """Records in `folder`; one writer.
+
+    Exhaust `replay()`, then call `append()` any number of times; nothing is on disk until the following
+    `commit()` returns. One writer thread encodes, writes and syncs records in the order of `append`. When the
+    disk is full, `commit()` blocks until there is space, and with it everybody who needs the record to be
+    safe; the file always ends after a whole record.
+    """
 
     def __init__(
         self,
         folder: Path,
-        fsync: Fsync = "batch",
+        fsync: Literal["always", "batch", "never"] = "batch",
         segment_bytes: int = 64 << 20,
         retry_seconds: float = 5.0,
         write: Callable[[int, memoryview], int] = os.write,
@@ -52,32 +78,27 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._retry_seconds = retry_seconds
         self._write = write
-        self._pending: deque[tuple[AnyRecord, Location]] = deque()
-        """Appended and not yet written; the writer removes a record once it is in the file."""
+        self._pending: deque[tuple[Record, Location]] = deque()  # the writer removes what is in the file
         self._writer = ThreadPoolExecutor(1, "journal")
-        self._segment = 0
-        """Newest segment; records are appended to it."""
-        self._file = -1
-        self._written = 0
-        """Valid bytes of the newest segment."""
-        self._unsynced = False
-        """Something was written that no sync marker on disk covers."""
+        self._file, self._segment = -1, 0  # the newest segment
+        self._written = 0  # its valid bytes
+        self._unsynced = False  # something was written that no sync marker on disk covers
 
-    def replay(self) -> Iterator[tuple[Location, AnyRecord]]:
+    def replay(self) -> Iterator[tuple[Location, Record]]:
         """Every record that a restart needs, oldest first; truncates an unsynced tail.
 
         The first one is a Snapshot when the journal holds one. Raises DataError on damage.
         """
-        numbers = replay_from(self.folder)
+        numbers = _replayed(self.folder)
         for number in numbers:
             path = segment_path(self.folder, number)
             for offset, record in scan(path, last=number == numbers[-1]):
                 yield Location(number, offset), record
         if numbers:
-            self._segment = numbers[-1]
-            force(segment_path(self.folder, self._segment))  # a truncation, too, before anything is appended
+            self._segment = numbers[-1]  # a truncation is forced, too, before anything is appended
+            force(segment_path(self.folder, self._segment))
 
-    def append(self, record: AnyRecord) -> Location:
+    def append(self, record: Record) -> Location:
         """Queue a record for the next commit; returns where it will stand."""
         location = Location()
         self._pending.append((record, location))
@@ -114,22 +135,22 @@ class Journal:
         if forced and self._unsynced:
             self._write_sync_marker()
 
-    def _write_record(self, record: AnyRecord) -> tuple[int, int]:
+    def _write_record(self, record: Record) -> tuple[int, int]:
         """(segment, offset) of the record; a snapshot starts a segment."""
         if self._file < 0:
             self._open(self._segment)
         if isinstance(record, Snapshot) and self._written > len(SEGMENT_MAGIC):
             self._open(self._segment + 1)
-        entry = self._entry(record)
+        entry = self._encoded(record)
         if len(SEGMENT_MAGIC) < self._written and self._written + len(entry) > self._segment_bytes:
             self._open(self._segment + 1)
-            entry = self._entry(record)
+            entry = self._encoded(record)
         place = self._segment, self._written
         self._write_all(entry)
         return place
 
-    def _entry(self, record: AnyRecord) -> bytearray:
-        """The record encoded for the segment's end; writes the magic of a new segment first."""
+    def _encoded(self, record: Record) -> bytes:
+        """The entry for the segment's end; writes the magic of a new segment first."""
         if not self._written:
             self._write_all(SEGMENT_MAGIC)
         return encode_entry(record, self._segment, self._written)
@@ -137,26 +158,24 @@ class Journal:
     def _write_sync_marker(self) -> None:
         """Sync what was written, then append a sync marker."""
         os.fsync(self._file)
-        self._write_all(encode_sync_marker(self._written, self._segment))
+        self._write_all(_entry(_MARKER, _OFFSET.pack(self._written), self._segment, 0))
         os.fsync(self._file)
         self._unsynced = False
 
-    def _write_all(self, data: bytes | bytearray) -> None:
+    def _write_all(self, data: bytes) -> None:
         """Append to the segment, all or nothing: a partial write is truncated again."""
-        view, done = memoryview(data), 0
+        rest = memoryview(data)
         self._unsynced = True
         try:
-            while done < len(view):
-                done += self._write(self._file, view[done:])
+            while rest:
+                rest = rest[self._write(self._file, rest) :]
         except OSError:
             os.ftruncate(self._file, self._written)
             raise
-        finally:
-            view.release()
-        self._written += done
+        self._written += len(data)
 
     def _open(self, segment: int) -> None:
-        """Switch to another segment; the one before is synced first, whatever `fsync` says."""
+        """Switch to another segment; the one before is synced first, whatever `fsync` is."""
         self._close_file()
         path = segment_path(self.folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -165,9 +184,9 @@ class Journal:
 
     # --- what was written ---------------------------------------------------------------------------------
 
-    def read(self, location: Location) -> AnyRecord:
+    def read(self, location: Location) -> Record:
         """A committed record."""
-        return read_entry(segment_path(self.folder, location.segment), location.offset)
+        return _read_entry(segment_path(self.folder, location.segment), location.offset)
 
     async def archive(self, before: int, needed: set[int]) -> int:
         """Archive the segments below `before` that are not `needed`; how many.
@@ -177,7 +196,7 @@ class Journal:
         count = 0
         for number in segment_numbers(self.folder):
             if number < before and number not in needed:
-                if not await asyncio.to_thread(archive, self.folder, number):
+                if not await asyncio.to_thread(_archive, self.folder, number):
                     logger.error("disk full: journal segment %d cannot be archived now", number)
                     break
                 count += 1
@@ -199,3 +218,182 @@ class Journal:
             os.fsync(self._file)
             os.close(self._file)
             self._file, self._unsynced = -1, False
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def segment_path(folder: Path, number: int, kind: str = "journal") -> Path:
+    """File of a segment. `kind` "archive": of an archived one."""
+    return folder / f"{kind}-{number:08d}.log"
+
+
+def segment_numbers(folder: Path, kind: str = "journal") -> list[int]:
+    """Segments in `folder`, oldest first. `kind` "archive": the archived ones instead."""
+    return sorted(int(m[1]) for path in folder.glob(f"{kind}-*.log") if (m := _NAME.fullmatch(path.name)))
+
+
+def _replayed(folder: Path) -> list[int]:
+    """Segments that a restart replays, oldest first. Raises DataError when one of them is missing."""
+    numbers = segment_numbers(folder)
+    base = next((found for number in reversed(numbers) if (found := _base(folder, number)) is not None), 0)
+    numbers = [number for number in numbers if number >= base]
+    _check_whole(folder, numbers, base)
+    return numbers
+
+
+def _base(folder: Path, number: int) -> int | None:
+    """First segment to replay, from the snapshot that heads segment `number`; None: it has none."""
+    try:
+        record = _read_entry(segment_path(folder, number), len(SEGMENT_MAGIC))
+    except DataError:  # torn by a crash, or damaged: `scan` decides
+        return None
+    if not isinstance(record, Snapshot):
+        return None
+    return number if record.base is None else record.base
+
+
+def _check_whole(folder: Path, numbers: Collection[int], first: int) -> None:
+    """Raise DataError unless `numbers` are all from `first` to the greatest."""
+    if gaps := set(range(first, max(numbers, default=-1))) - {*numbers}:
+        gap = segment_path(folder, min(gaps))
+        raise DataError(f"{gap} is missing between other segments: restore it, or start a new run")
+
+
+def read_all(folder: Path) -> Iterator[tuple[Location, Record]]:
+    """A whole journal, archived segments included (their offset is 0); changes nothing.
+
+    Raises DataError when a segment is neither there nor archived.
+    """
+    numbers = sorted({*segment_numbers(folder), *segment_numbers(folder, "archive")})
+    _check_whole(folder, numbers, 0)
+    for number in numbers:
+        path = segment_path(folder, number)
+        if path.exists():
+            for offset, record in scan(path, last=number == numbers[-1], mend=False):
+                yield Location(number, offset), record
+        else:  # archived, perhaps while the segments before it were read
+            for record in _read_archive(segment_path(folder, number, "archive")):
+                yield Location(number, 0), record
+
+
+def _archive(folder: Path, number: int) -> bool:
+    """Replace a segment by its compacted records, without snapshots; False: the disk is full."""
+    path = segment_path(folder, number)
+    records = [compacted(one) for _, one in scan(path, last=False) if not isinstance(one, Snapshot)]
+    data = zlib.compress(_encoder.encode(records))
+    try:
+        replace_file(segment_path(folder, number, "archive"), _entry(_ARCHIVE, data, number, 0))
+    except OSError as error:
+        if is_full(error):
+            return False
+        raise
+    path.unlink()
+    return True
+
+
+def _read_archive(path: Path) -> list[Record]:
+    data = _Segment(path, memoryview(path.read_bytes())).payload(0, _ARCHIVE)
+    if data is None:
+        raise DataError(f"{path} is damaged: restore the file from a copy; only the audit needs it")
+    return _decoded(_archive_decoder, zlib.decompress(data), str(path))
+
+
+# --- entries ----------------------------------------------------------------------------------------------
+
+
+def encode_entry(record: Record, segment: int, offset: int) -> bytes:
+    """One record as it stands at that place."""
+    return _entry(_RECORD, _encoder.encode(record), segment, offset)
+
+
+def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
+    return _HEAD.pack(kind, len(payload), _crc(kind, payload, segment, offset)) + payload
+
+
+def _crc(kind: bytes, payload: bytes | memoryview, segment: int, offset: int) -> int:
+    place = offset if kind == _RECORD else 0
+    return zlib.crc32(payload, zlib.crc32(_PLACE.pack(kind, len(payload), segment, place)))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, payload: bytes | memoryview, where: str) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        told = f"{where} holds a record that this release cannot read ({error})"
+        raise DataError(f"{told}: go on with the release that wrote it") from None
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A segment's bytes, or those of it from `begin` on."""
+
+    path: Path
+    data: memoryview
+    begin: int = 0
+
+    def payload(self, offset: int, kind: bytes = _RECORD) -> memoryview | None:
+        """Payload of a whole and valid entry at `offset`; None: there is none."""
+        body = offset - self.begin + _HEAD.size
+        if body > len(self.data):
+            return None
+        found, length, crc = _HEAD.unpack_from(self.data, body - _HEAD.size)
+        payload = self.data[body : body + length]
+        if found != kind or len(payload) != length:
+            return None
+        number = int(self.path.stem.partition("-")[2])
+        return payload if _crc(kind, payload, number, offset) == crc else None
+
+    def record(self, offset: int, payload: memoryview) -> Record:
+        return _decoded(_decoder, payload, f"{self.path} at byte {offset}")
+
+    def was_durable(self, offset: int) -> bool:
+        """Whether a later sync marker covers the byte at `offset`."""
+        for found in re.finditer(re.escape(_MARKER), self.data[offset + 1 :]):
+            payload = self.payload(offset + 1 + found.start(), _MARKER)
+            if payload is not None and _OFFSET.unpack(payload)[0] > offset:
+                return True
+        return False
+
+
+def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, Record]]:
+    """(offset, record) of every entry of a segment; truncates the unsynced tail of the `last` one, if `mend`.
+
+    Raises DataError when the segment is damaged anywhere else.
+    """
+    data = memoryview(path.read_bytes())
+    magic = bytes(data[: len(SEGMENT_MAGIC)])
+    if not SEGMENT_MAGIC.startswith(magic.rstrip(b"\0")):
+        raise DataError(f"{path} does not begin with {SEGMENT_MAGIC!r}: it is no journal segment, or damaged")
+    segment = _Segment(path, data)
+    offset = len(magic) if magic == SEGMENT_MAGIC else 0
+    while 0 < offset < len(data):
+        payload = segment.payload(offset)
+        if payload is not None:
+            yield offset, segment.record(offset, payload)
+        elif (payload := segment.payload(offset, _MARKER)) is None:
+            break
+        offset += _HEAD.size + len(payload)
+    if offset == len(data) > 0:
+        return
+    if not last or segment.was_durable(offset):
+        raise DataError(
+            f"{path} is damaged at byte {offset}, which was on disk before a later part was written: a crash "
+            "does not do that; restore the file from a copy, or start a new run"
+        )
+    if mend and len(data):
+        logger.warning("%s: the last %d bytes were never synced; truncating", path, len(data) - offset)
+        os.truncate(path, offset)
+
+
+def _read_entry(path: Path, offset: int) -> Record:
+    with path.open("rb") as file:
+        file.seek(offset)
+        head = file.read(_HEAD.size)
+        length = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
+        segment = _Segment(path, memoryview(head + file.read(length)), offset)
+    payload = segment.payload(offset)
+    if payload is None:
+        damage = f"{path} is damaged at byte {offset}"
+        raise DataError(f"{damage}: restore the file from a copy, or start a new run")
+    return segment.record(offset, payload)

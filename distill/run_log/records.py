@@ -1,12 +1,12 @@
 """What the journal holds: one type for everything that happens to a prompt, a batch or a version.
 
-The state of a run is these records applied in order (see `state`), live as well as after a restart.
+The state of a run is these records applied in order (see `state`), live as well as after a restart. Every
+subclass of Record is a kind of entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -30,21 +30,22 @@ DropReason = Literal[
     "impossible_version",
 ]
 RequeueReason = Literal[
-    "replica_lost",
-    "replica_busy",
-    "aborted",
-    "straggler",
-    "over_long",
-    "unusable",
-    "controller_restarted",
+    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "unusable", "controller_restarted"
 ]
 
 SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
-"""Reasons that count towards `rollout.max_attempts`: the others say nothing about the prompt."""
+"""Reasons that count towards `rollout.max_attempts`: the others are not the fault of the prompt."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of every journal entry."""
+
+
+class Location(msgspec.Struct, array_like=True):
+    """Where a record stands in the journal: known once it is committed, -1 until then."""
+
+    segment: int = -1
+    offset: int = -1
 
 
 class Opened(Record, frozen=True):
@@ -53,30 +54,21 @@ class Opened(Record, frozen=True):
     run: str
     seed: int
     batch: int
-    max_staleness: int
-    """Oldest age at full weight."""
-    hard_limit: int | None = None
-    """Oldest age at all; None: max_staleness."""
-    half_life: float = 1.0
-    """Versions beyond max_staleness that halve a rollout's weight."""
-    group: int = 1
-    """Completions of a prompt that go into a batch together."""
-    per_prompt: int = 1
-    """Completions of each prompt."""
-    rows: int | None = None
-    """Prompts of an epoch; None: they have no end."""
-    id: str | None = None
-    """`RunIdentity.id`: the same at every opening; None: written by an older release."""
+    max_staleness: int  # oldest age at full weight
+    hard_limit: int | None = None  # oldest age at all; None: max_staleness
+    half_life: float = 1.0  # versions beyond max_staleness that halve a rollout's weight
+    group: int = 1  # completions of a prompt that go into a batch together
+    per_prompt: int = 1  # completions of each prompt
+    rows: int | None = None  # prompts of an epoch; None: they have no end
+    id: str | None = None  # `RunIdentity.id`: the same at every opening
 
 
 class Issued(Record, frozen=True):
     """Prompts left the cursor; a prompt's number is its place in the order of issue."""
 
-    prompts: list[Prompt]
-    """Token ids are emptied once no restart can need them."""
+    prompts: list[Prompt]  # token ids are emptied once no restart can need them
     epoch: int
-    position: int
-    """The cursor after them."""
+    position: int  # the cursor after them
     by_teacher: list[int] = []
     """Places in `prompts` of those that their teacher completes; the student completes the others."""
 
@@ -86,8 +78,7 @@ class Requeued(Record, frozen=True):
 
     ids: list[str]
     reason: RequeueReason
-    tokens: int = 0
-    """Completion tokens that were generated for nothing, as far as they are known."""
+    tokens: int = 0  # completion tokens that were generated for nothing, as far as they are known
 
 
 NO_TOKENS: Final = Array("i4", (0,), b"")
@@ -104,34 +95,21 @@ class Rollout(Record, frozen=True):
     """
 
     id: str
-    number: int
-    """Of its prompt, in the order of issue."""
-    prompt: Array = NO_TOKENS
-    """i4 [P]; empty until it is scored."""
-    tokens: Array = NO_TOKENS
-    """i4 [T] of the completion; without its bytes when released."""
-    logprob: Array = NO_VALUES
-    """f4 [T]: log μ"""
-    spans: list[VersionSpan] = []
-    """Which version sampled which tokens; empty for a teacher's completion."""
-    truncated: bool = False
-    """The completion was ended by a limit."""
-    teacher: str = ""
-    """Whose scores it has."""
-    scored: Scored | None = None
-    """None: not scored yet, or released."""
-    topk_ids: Array | None = None
-    """i4 [T, K]: the student's own; None: the objective does not use them"""
-    reward: float | None = None
-    """None: the run has no reward_fn."""
+    number: int  # of its prompt, in the order of issue
+    prompt: Array = NO_TOKENS  # i4 [P]; empty until it is scored
+    tokens: Array = NO_TOKENS  # i4 [T] of the completion; without its bytes when released
+    logprob: Array = NO_VALUES  # f4 [T]: log μ
+    spans: list[VersionSpan] = []  # which version sampled which tokens; empty for a teacher's completion
+    truncated: bool = False  # the completion was ended by a limit
+    teacher: str = ""  # whose scores it has
+    scored: Scored | None = None  # None: not scored yet, or released
+    topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: the objective does not use them
+    reward: float | None = None  # None: the run has no reward_fn
     by_teacher: bool = False
     """The teacher generates it: `logprob` is its own, `spans` is empty, and it has no age."""
-    attempts: int = 0
-    """Completions of it that were broken off, or reached a limit and were requeued."""
-    since: Version | None = None
-    """What its replica held when it was sent; None: not in flight."""
-    issued: Prompt | None = None
-    """The prompt as the stream gave it; None once it is scored."""
+    attempts: int = 0  # completions of it that were broken off, or reached a limit and were requeued
+    since: Version | None = None  # what its replica held when it was sent; None: not in flight
+    issued: Prompt | None = None  # the prompt as the stream gave it; None once it is scored
 
     @property
     def length(self) -> int:
@@ -183,8 +161,7 @@ class Dropped(Record, frozen=True):
 
     ids: list[str]
     reason: DropReason
-    tokens: int
-    """Completion tokens that were generated for nothing and are in no Rollout record."""
+    tokens: int  # completion tokens that were generated for nothing and are in no Rollout record
     detail: str = ""
 
 
@@ -193,12 +170,11 @@ class BatchFormed(Record, frozen=True):
 
     version: Version
     ids: list[str]
-    weights: list[float] = []
-    """What each counts for (`Bound.weight` of its age); empty: 1 for all."""
+    weights: list[float] = []  # what each counts for (`Bound.weight` of its age); empty: 1 for all
 
 
 class LineageOpened(Record, frozen=True):
-    """A trainer started; see distill.buffer.staleness.Lineage."""
+    """A trainer started; see distill.buffer.Lineage."""
 
     lineage: int
     checkpoint: Version | None
@@ -206,10 +182,8 @@ class LineageOpened(Record, frozen=True):
     origin: int | None
     branch: int
     fingerprint: str
-    without: list[str] = []
-    """Rollouts of batches that are left for good: dropped, as "rolled_back"."""
-    ranks: int | None = None
-    """Of the trainer; None: an earlier release did not note it."""
+    without: list[str] = []  # rollouts of batches that are left for good: dropped, as "rolled_back"
+    ranks: int = 1  # of the trainer
     parts: list[list[str]] = []
     """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
 
@@ -258,8 +232,7 @@ class Checkpointed(Record, frozen=True):
 class RolledBack(Record, frozen=True):
     """The guard sent the trainer away: the next lineage begins at `to`, and never sees these rollouts."""
 
-    to: Version | None
-    """A checkpoint; None: the model folder."""
+    to: Version | None  # a checkpoint; None: the model folder
     without: list[str]
     problem: str
 
@@ -273,94 +246,31 @@ class Evaluated(Record, frozen=True):
 class Concluded(Record, frozen=True):
     """The trainer has left and what can be shown of the last version was shown."""
 
-    version: Version | None
-    """The trainer's last word; None: it gave none."""
+    version: Version | None  # the trainer's last word; None: it gave none
     weights: dict[str, bool | None]
     """Replica → whether it held the trainer's weights; None: it was not compared."""
-    problems: list[str]
-    """What is wrong with the end of the run; empty: nothing."""
-
-
-class Location(msgspec.Struct, array_like=True):
-    """Where a record stands in the journal: known once it is committed, -1 until then."""
-
-    segment: int = -1
-    offset: int = -1
+    problems: list[str]  # what is wrong with the end of the run; empty: nothing
 
 
 class Held(NamedTuple):
     """What a snapshot holds on to."""
 
-    segment: int
-    """The one that it heads."""
-    needed: frozenset[int]
-    """Those that hold its prompts and rollouts."""
-
-
-@dataclass
-class Bisection:
-    """What trainers died on. `batching.bisection` decides; RunState applies it, as the records say."""
-
-    furthest: int = 0
-    """Highest step that any lineage could have reached."""
-    handed_out: int = -1
-    """Newest step whose batch the current trainer has."""
-    died_on: Version | None = None
-    """The batch that the last trainer died on."""
-    parts: list[list[str]] = field(default_factory=list)
-    """Buffered rollouts that each go into a batch of their own, before all others."""
-
-    def trainer_gone(self, held: Version | None) -> None:
-        """A trainer was followed by another one; `held`: the batch that it did not finish, if any."""
-        self.died_on, self.handed_out = held or self.died_on, -1
-
-    def take(self, ids: Collection[str]) -> bool:
-        """These rollouts are a batch now; whether it is a part."""
-        left = [part for part in self.parts if set(part).isdisjoint(ids)]
-        found, self.parts = len(left) < len(self.parts), left
-        return found
-
-    def next_part(self, buffered: Container[object]) -> list[str]:
-        """What is left of the next part; empty: there is none."""
-        parts = ([one for one in part if one in buffered] for part in self.parts)
-        return next((part for part in parts if part), [])
+    segment: int  # the one that it heads
+    needed: frozenset[int]  # those that hold its prompts and rollouts
 
 
 class Snapshot(Record, frozen=True):
     """The state of the run, at the head of a segment: a restart replays from one of these."""
 
-    checkpoint: Version
-    """The newest when it was taken; batches of earlier steps are left out."""
+    checkpoint: Version  # the newest when it was taken; batches of earlier steps are left out
     base: int | None
     """Segment that a restart replays from, headed by the snapshot of the oldest kept checkpoint; None: this
     one."""
-    state: bytes
-    """msgpack of distill.run_log.snapshot.Saved."""
-    where: dict[str, Location]
-    """Places of its prompts and rollouts."""
+    state: bytes  # msgpack of a RunState, without the arrays of its rollouts
+    where: dict[str, Location]  # places of its prompts and rollouts
 
 
-AnyRecord = (
-    Opened
-    | Issued
-    | Requeued
-    | Rollout
-    | Dropped
-    | BatchFormed
-    | LineageOpened
-    | HandedOut
-    | Stepped
-    | VersionPublished
-    | VersionApplied
-    | Checkpointed
-    | RolledBack
-    | Evaluated
-    | Concluded
-    | Snapshot
-)
-
-
-def compacted(record: AnyRecord) -> AnyRecord:
+def compacted(record: Record) -> Record:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
         return record.released()

@@ -13,92 +13,59 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from distill.batching.bisection import is_single, plan_lineage, suspect
-from distill.buffer.staleness import Rules
+from distill.buffer import Batch, Rules, pick
 from distill.events import Events, Quarantined
 from distill.prompts.stream import Cursor, Prompt, PromptStream
+from distill.run_log import records as r
 from distill.run_log.journal import Journal
-from distill.run_log.records import (
-    AnyRecord,
-    BatchFormed,
-    Dropped,
-    DropReason,
-    Issued,
-    LineageOpened,
-    Opened,
-    Requeued,
-    RequeueReason,
-    Rollout,
-    Snapshot,
-)
+from distill.run_log.records import DropReason, LineageOpened, Opened, Record, RequeueReason, Rollout
 from distill.run_log.snapshot import base, cover, restore, take
-from distill.run_log.state import Batch, RunState
-from distill.run_log.validation import ValidateRollout
+from distill.run_log.state import RunState
+from distill.run_log.validation import Validator
 from sync.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
 
 GROUP_BROKEN = "another completion of its prompt was dropped"
-_TEACHER_TURNS = 1
-"""Stream of random numbers of a run's seed, beside that of the prompts' order."""
+_TEACHER_TURNS = 1  # stream of random numbers of a run's seed, beside that of the prompts' order
 logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Journal, state and prompt cursor of a run. Use `RunLog.open`; `flush()` for the length of the run."""
+    """Journal, state and prompt cursor of a run. `flush()` for the length of the run."""
 
     def __init__(
         self,
-        journal: Journal,
-        state: RunState,
-        prompts: PromptStream,
-        name: str,
-        sift: ValidateRollout,
-        events: Events,
-    ) -> None:
-        self.journal = journal
-        self.state = state
-        self._prompts = prompts
-        self._name = name
-        self._sift = sift
-        self._events = events
-        self._admitted = asyncio.Event()
-
-    @classmethod
-    def open(
-        cls,
         journal: Journal,
         prompts: PromptStream,
         *,
         run: str,
         seed: int,
         rules: Rules,
-        sift: ValidateRollout = lambda rollout: rollout,
+        validator: Validator | None = None,
         events: Events | None = None,
-    ) -> RunLog:
+    ) -> None:
         """Rebuild the state from the journal (empty: a new run).
 
-        `sift`: every rollout that is read back from the journal passes through it before it is trained on;
-        one that fails is quarantined (`Quarantined`).
+        `validator`: of rollouts that are read back from the journal; one that fails is quarantined.
         Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
         """
-        state, bound = RunState(rules), rules.bound
-        now = Opened(
-            run, seed, rules.batch, bound.limit, bound.hard, bound.half_life, rules.group,
-            prompts.per_prompt, prompts.rows,
-        )  # fmt: skip
+        self.journal, self.state = journal, RunState(rules)
+        self._prompts, self._name, self._validator = prompts, run, validator
+        self._events, self._admitted = events or Events(), asyncio.Event()
+        bound, per_prompt, rows = rules.bound, prompts.per_prompt, prompts.rows
+        limits = bound.limit, bound.hard, bound.half_life
+        now = Opened(run, seed, rules.batch, *limits, rules.group, per_prompt, rows)
         for number, (location, record) in enumerate(journal.replay()):
-            if isinstance(record, Snapshot) and number == 0:
-                state = restore(record, rules, journal.read)
-            state.replay(record, location)
-        if state.opened is not None:
-            _check_same_prompts(journal.folder, state.opened, now)
-        state.forget_unavailable()
-        prompts.cursor = Cursor(*state.cursor)
-        run_log = cls(journal, state, prompts, run, sift, events or Events())
-        run_log.write(msgspec.structs.replace(now, id=run_log.run.id or secrets.token_hex(8)))
-        run_log._drop_broken()
-        return run_log
+            if isinstance(record, r.Snapshot) and number == 0:
+                self.state = restore(record, rules, journal.read)
+            self.state.replay(record, location)
+        if self.state.opened is not None:
+            _check_same_prompts(journal.folder, self.state.opened, now)
+        self.state.forget_unavailable()
+        prompts.cursor = Cursor(*self.state.cursor)
+        self.write(msgspec.structs.replace(now, id=self.run.id or secrets.token_hex(8)))
+        self._drop_broken()
 
     @property
     def run(self) -> RunIdentity:
@@ -113,7 +80,7 @@ class RunLog:
             self._admitted.clear()
             await self.journal.commit()
 
-    def write(self, record: AnyRecord) -> None:
+    def write(self, record: Record) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""
         self.state.apply(record, self.journal.append(record))
 
@@ -127,7 +94,7 @@ class RunLog:
             for place in range(count)
             if is_teacher_turn(first + place, seed, rules.batch, rules.on_policy)
         ]
-        self.write(Issued(prompts, *self._prompts.cursor, by_teacher))
+        self.write(r.Issued(prompts, *self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]
 
     def requeue(self, lost: Iterable[Rollout], reason: RequeueReason, tokens: int = 0) -> list[Rollout]:
@@ -138,7 +105,7 @@ class RunLog:
         ids, pending = [rollout.id for rollout in lost], self.state.pending
         if not ids:
             return []
-        self.write(Requeued(ids, reason, tokens))
+        self.write(r.Requeued(ids, reason, tokens))
         most = self.state.rules.max_attempts
         if spent := [i for i in ids if pending[i].attempts >= most]:
             why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
@@ -152,12 +119,12 @@ class RunLog:
 
         With groups, the buffered members of theirs are dropped too.
         """
-        self.write(Dropped(ids, reason, tokens, detail))
+        self.write(r.Dropped(ids, reason, tokens, detail))
         self._drop_broken()
 
     def _drop_broken(self) -> None:
-        if self.state.broken and (ids := [i for i in self.state.buffer.ids() if self.state.is_broken(i)]):
-            self.write(Dropped(ids, "group_broken", 0, GROUP_BROKEN))
+        if self.state.broken and (ids := [i for i in self.state.buffer if self.state.is_broken(i)]):
+            self.write(r.Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
     def admit(self, rollouts: Iterable[Rollout]) -> None:
         """Journal scored rollouts and put them into the buffer."""
@@ -171,17 +138,17 @@ class RunLog:
         state = self.state
         assert state.lineage is not None, "a batch is formed for a trainer"
         while True:
-            part = state.bisection.next_part(state.buffer)
-            pick = state.buffer.pick(state.next_step, state.rules.batch, state.step_of, part)
-            if pick.too_old:
+            part = state.next_part()
+            chosen, too_old, weights = pick(state.buffer, state.rules, state.next_step, state.step_of, part)
+            if too_old:
                 hard = state.rules.bound.hard
-                self.drop(pick.too_old, "too_old", f"older than {hard} at step {state.next_step}")
-            if not self._quarantine_unusable(pick.chosen) and (pick.chosen or not part):
+                self.drop(too_old, "too_old", f"older than {hard} at step {state.next_step}")
+            if not self._quarantine_unusable(chosen) and (chosen or not part):
                 break
-        if not pick.chosen:
+        if not chosen:
             return None
         version = Version(state.lineage, state.next_step)
-        self.write(BatchFormed(version, pick.chosen, pick.weights if min(pick.weights) < 1 else []))
+        self.write(r.BatchFormed(version, chosen, weights if min(weights) < 1 else []))
         await self.journal.commit(durable=True)
         return state.batches.get(version)
 
@@ -190,14 +157,21 @@ class RunLog:
         checkpoint: Version | None,
         fingerprint: str,
         without: Collection[str] | None = None,
-        ranks: int | None = None,
+        ranks: int = 1,
     ) -> LineageOpened:
         """A trainer of so many ranks started from `checkpoint`.
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        suspected = suspect(self.state)
-        record = plan_lineage(self.state, checkpoint, fingerprint, without, ranks, self._usable)
+        state, suspected = self.state, self.state.suspect
+        start = branch = checkpoint.step if checkpoint else 0
+        origin = state.lineages.origin_of(checkpoint)
+        while origin is not None and without is None and self._is_handed_out_again(origin, branch):
+            branch += 1
+        batched = {one for batch in state.batches.values() for one in batch.ids}
+        left, parts = [one for one in without or () if one in batched], _parts_from(state, branch)
+        number = len(state.lineages)
+        record = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
         self.write(record)
         self._drop_broken()
         if suspected is not None:
@@ -205,9 +179,17 @@ class RunLog:
         await self.journal.commit(durable=True)
         return record
 
+    def _is_handed_out_again(self, origin: int, step: int) -> bool:
+        """Not a batch that is gone, that trainers died on, or that none has trained and that is unusable."""
+        version = Version(self.state.lineages.owner(origin, step), step)
+        if not self.state.available(version):
+            return False
+        batch = self.state.batches[version]
+        return batch is not self.state.suspect and (batch.trained or self._usable(batch))
+
     def _bisect(self, batch: Batch) -> None:
         """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
-        if not is_single(self.state, batch):
+        if len(batch.rollouts) > self.state.rules.group:
             logger.error(
                 "trainers died on the batch of %s: its %d rollouts are trained in parts, until the one that "
                 "cannot be trained is found", batch.version, len(batch.rollouts),
@@ -217,27 +199,33 @@ class RunLog:
         rollouts = self.rollouts(batch)
         self.drop([rollout.id for rollout in rollouts], "poisoned", detail)
         for rollout in rollouts:
-            self._quarantined(rollout.id, "poisoned", detail, unpack(rollout.tokens).tolist())
+            self._quarantined(Prompt(rollout.id, []), "poisoned", detail, unpack(rollout.tokens).tolist())
 
-    def _quarantined(self, rollout: str, reason: DropReason, detail: str, tokens: list[int]) -> None:
-        logger.error("rollout %s of the journal is quarantined, %s: %s", rollout, reason, detail)
-        self._events.emit(Quarantined(Prompt(rollout, []), reason, detail, tokens))
+    def reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
+        """Drop and quarantine a rollout that is not on record."""
+        self.drop([rollout.id], reason, detail, rollout.length)
+        self._quarantined(rollout.source_prompt, reason, detail, unpack(rollout.tokens).tolist())
+
+    def _quarantined(self, prompt: Prompt, reason: DropReason, detail: str, tokens: list[int]) -> None:
+        logger.warning("rollout %s is quarantined, %s: %s", prompt.id, reason, detail)
+        self._events.emit(Quarantined(prompt, reason, detail, tokens))
 
     def _usable(self, batch: Batch) -> bool:
         """Whether it can be handed out again; one that was trained once can be."""
-        found = [self._sifted(rollout) for rollout in batch.rollouts]
+        found = [self._checked(rollout) for rollout in batch.rollouts]
         whole = [one for one in found if isinstance(one, Rollout)]
         if len(whole) == len(found):
             batch.rollouts = whole
         return len(whole) == len(found)
 
-    def _sifted(self, rollout: Rollout) -> Rollout | Problem:
+    def _checked(self, rollout: Rollout) -> Rollout | Problem:
         """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
         if not rollout.is_released:
             return rollout
         if rollout.id not in self.state.where:
             return Problem("the rollout", "in the archive", "in the journal with its arrays")
-        return self._sift(self._record(rollout.id))
+        record = self._read(rollout.id)
+        return record if self._validator is None else self._validator.journaled(record, self.state)
 
     def _quarantine_unusable(self, chosen: list[str]) -> int:
         """Quarantine those of `chosen` that cannot be used; how many there were."""
@@ -245,25 +233,21 @@ class RunLog:
         for rollout in chosen:
             if rollout not in self.state.buffer:  # dropped with its group
                 continue
-            found = self._sifted(self.state.buffer[rollout])
+            found = self._checked(self.state.buffer[rollout])
             if isinstance(found, Rollout):
-                self.state.buffer.load(found)
+                self.state.buffer[rollout] = found
                 continue
             self.drop([rollout], "unusable", str(found))
-            self._quarantined(rollout, "unusable", str(found), [])
+            self._quarantined(Prompt(rollout, []), "unusable", str(found), [])
             count += 1
         return count
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; released ones are read back from the journal."""
-        return [self._read(rollout.id) if rollout.is_released else rollout for rollout in batch.rollouts]
+        checked = ((one, self._checked(one)) for one in batch.rollouts)
+        return [found if isinstance(found, Rollout) else self._read(one.id) for one, found in checked]
 
     def _read(self, rollout: str) -> Rollout:
-        record = self._record(rollout)
-        found = self._sift(record)
-        return record if isinstance(found, Problem) else found
-
-    def _record(self, rollout: str) -> Rollout:
         record = self.journal.read(self.state.where[rollout])
         assert isinstance(record, Rollout), f"{rollout} is not where the journal should hold it"
         return record
@@ -298,6 +282,21 @@ def _teacher_turns(seed: int, block: int, batch: int, on_policy: float) -> froze
     count = math.floor((block + 1) * share + 1e-6) - math.floor(block * share + 1e-6)
     order = np.random.default_rng([seed, block, _TEACHER_TURNS]).permutation(batch)
     return frozenset(order[:count].tolist())
+
+
+def _parts_from(state: RunState, branch: int) -> list[list[str]]:
+    """The parts of batches that trainers died on, where batches are formed anew from step `branch` on."""
+    suspected, group, parts = state.suspect, state.rules.group, list[list[str]]()
+    for _, batch in sorted(state.batches.items()):
+        if batch is suspected and len(batch.ids) > group:
+            middle = -(-len(batch.ids) // group // 2) * group
+            parts += [batch.ids[:middle], batch.ids[middle:]]
+        elif batch is not suspected and batch.is_part and batch.version.step >= branch:
+            parts.append(batch.ids)
+    parts += state.bisection.parts
+    if suspected is not None and len(suspected.ids) <= group:  # most likely the only one: the rest at once
+        return [[one for part in parts for one in part]] if parts else []
+    return parts
 
 
 def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:

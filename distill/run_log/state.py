@@ -6,162 +6,96 @@ Every rollout that was issued is in exactly one place: `pending` (in flight, bei
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import singledispatchmethod
 
 import msgspec
 
-from distill.buffer.buffer import Buffer
-from distill.buffer.staleness import Lineage, Lineages, Rules, capacity
+from distill.buffer import Batch, Lineage, Lineages, Rules, capacity
 from distill.prompts.stream import Cursor, group_of
-from distill.run_log.records import (
-    SPENDS_ATTEMPT,
-    AnyRecord,
-    BatchFormed,
-    Bisection,
-    Checkpointed,
-    Concluded,
-    Dropped,
-    Evaluated,
-    HandedOut,
-    Held,
-    Issued,
-    LineageOpened,
-    Location,
-    Opened,
-    Record,
-    Requeued,
-    RolledBack,
-    Rollout,
-    Snapshot,
-    Stepped,
-    VersionApplied,
-    VersionPublished,
-)
-from sync.wire import EvalReport, Version
+from distill.run_log import records as r
+from distill.run_log.records import SPENDS_ATTEMPT, LineageOpened, Location, Record, Rollout
+from sync.wire import EvalReport, Version, VersionSpan
 
-RECENT = 256
-"""Newest publications, updates of replicas and checkpoints that are remembered one by one."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
-
-    version: Version
-    """The weights it is trained on top of, under the lineage that formed it."""
-    rollouts: list[Rollout]
-    """In order; released once a step has trained on them."""
-    ages: list[int]
-    """Of each rollout, in versions."""
-    weights: list[float]
-    """Loss weight of each rollout; empty: 1 for all."""
-    is_part: bool = False
-    """It is a part of a batch that trainers died on."""
-    trained: bool = False
-    """A trainer has made its step."""
-
-    @property
-    def tokens(self) -> int:
-        """Completion tokens."""
-        return sum(rollout.length for rollout in self.rollouts)
-
-    @property
-    def tokens_by_teacher(self) -> int:
-        """Those of them that teachers generated."""
-        return sum(rollout.length for rollout in self.rollouts if rollout.by_teacher)
+RECENT = 256  # newest publications, updates of replicas and checkpoints that are remembered one by one
 
 
 @dataclass
 class Counters:
-    """Sums over the whole run, restarts included."""
+    """Sums over the whole run, restarts included. By teacher: those of them that teachers generated."""
 
     issued: int = 0
-    generated_tokens: int = 0
-    """Completion tokens of scored and of dropped rollouts."""
+    generated_tokens: int = 0  # completion tokens of scored and of dropped rollouts
     by_teacher_tokens: int = 0
-    """Those of them that teachers generated."""
     scored: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts by reason
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     requeued: Counter[str] = field(default_factory=Counter)
-    age_sum: int = 0
-    """Over rollouts of batches."""
+    age_sum: int = 0  # over rollouts of batches
     age_max: int = 0
-    composed: int = 0
-    """Rollouts that went into batches."""
-    late: int = 0
-    """Of them, those older than the limit, at a weight below 1."""
-    published: int = 0
-    """Versions."""
-    applied: int = 0
-    """Updates of replicas."""
+    composed: int = 0  # rollouts that went into batches
+    late: int = 0  # of them, those older than the limit, at a weight below 1
+    published: int = 0  # versions
+    applied: int = 0  # updates of replicas
 
 
-class RunState:
-    """See the module's text. Only `apply` changes it."""
+@dataclass
+class Bisection:
+    """What trainers died on, until the rollouts that cannot be trained on are found.
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.cursor = Cursor(0, 0)
-        self.pending: dict[str, Rollout] = {}
-        """Not scored yet."""
-        self.buffer = Buffer(rules.bound, rules.group)
-        self.broken: dict[str, set[str]] = {}
-        """Groups that can no longer be whole → members that are gone; forgotten when all are."""
-        self.batches: dict[Version, Batch] = {}
-        """By the version they were formed for."""
-        self.lineages = Lineages()
-        self.lineage: int | None = None
-        """The current one; None: no trainer has started."""
-        self.fingerprint: str | None = None
-        self.next_step = 0
-        """First step of the current lineage without a batch."""
-        self.reached: Version | None = None
-        """What the trainer has reached; None: it has not started."""
-        self.trained_tokens: dict[int, int] = {}
-        """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
-        self.trained_by_teacher: dict[int, int] = {}
-        """Those of them that teachers generated."""
-        self.bisection = Bisection()
-        self.target: VersionPublished | None = None
-        """The version in the store that replicas follow; None: nothing published."""
-        self.published: deque[VersionPublished] = deque(maxlen=RECENT)
-        self.newest: dict[int, int] = {}  # newest step that was published of each lineage, by any transport
-        self.applied: deque[VersionApplied] = deque(maxlen=RECENT)
-        self.checkpoints: list[Version] = []
-        """The newest ones, in the order of their saving."""
-        self.snapshots: dict[Version, Held] = {}
-        """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
-        self.opened: Opened | None = None  # by the newest controller
-        self.evaluations: list[EvalReport] = []
-        self.rollbacks = 0  # of the guard, over the whole run
-        self.rolled_back: RolledBack | None = None  # the one that no trainer has followed yet
-        self.counters = Counters()
-        self.where: dict[str, Location] = {}
-        """Journal place of every prompt and rollout that a restart could need."""
-        self.archived: dict[str, Rollout] = {}
-        """Of batches that were left, what only the archive holds: a replay meets its later records."""
-        self._apply: dict[type[Record], Callable] = {
-            Opened: self._opened,
-            Issued: self._issued,
-            Requeued: self._requeued,
-            Rollout: self._scored,
-            Dropped: self._dropped,
-            BatchFormed: self._batch_formed,
-            LineageOpened: self._lineage_opened,
-            HandedOut: self._handed_out,
-            Stepped: self._stepped,
-            VersionPublished: self._version_published,
-            VersionApplied: self._version_applied,
-            Checkpointed: self._checkpointed,
-            RolledBack: self._rolled_back,
-            Evaluated: self._evaluated,
-            Concluded: lambda record, _: None,
-            Snapshot: self._snapshot,
-        }
+        batch ──a trainer dies with it──▶ handed out again ──the next one dies too──▶ two parts
+        part  ──trained──▶ done
+          └────a trainer dies with it──▶ two parts … ──▶ one rollout: quarantined, the rest is one part
+
+    Each part is a batch. While there are parts, the next batch is formed only when the one before it was
+    trained, so that a death is the fault of one part. A group of completions of one prompt is never split.
+    """
+
+    furthest: int = 0  # highest step that any lineage could have reached
+    handed_out: int = -1  # newest step whose batch the current trainer has
+    died_on: Version | None = None  # the batch that the last trainer died on
+    parts: list[list[str]] = field(default_factory=list)
+    """Buffered rollouts that each go into a batch of their own, before all others."""
+
+
+class RunState(msgspec.Struct):
+    """See the module's text. Only `apply` and `sent` change it; a snapshot is an encoded copy of it."""
+
+    rules: Rules
+    cursor: Cursor = Cursor(0, 0)
+    pending: dict[str, Rollout] = {}  # not scored yet, in the order of issue
+    buffer: dict[str, Rollout] = {}
+    """Scored and in no batch yet, in the order of admission. The capacity rule bounds it."""
+    broken: dict[str, set[str]] = {}
+    """Groups that can no longer be whole → members that are gone; forgotten when all are."""
+    batches: dict[Version, Batch] = {}  # by the version they were formed for
+    lineages: Lineages = msgspec.field(default_factory=Lineages)
+    lineage: int | None = None  # the current one; None: no trainer has started
+    fingerprint: str | None = None
+    next_step: int = 0  # first step of the current lineage without a batch
+    reached: Version | None = None  # by the trainer; None: it has not started
+    trained_tokens: dict[int, int] = {}
+    """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
+    trained_by_teacher: dict[int, int] = {}  # those of them that teachers generated
+    bisection: Bisection = msgspec.field(default_factory=Bisection)
+    target: r.VersionPublished | None = None
+    """The version in the store that replicas follow; None: nothing published."""
+    published: list[r.VersionPublished] = []
+    newest: dict[int, int] = {}  # lineage → newest step that was published, by any transport
+    applied: list[r.VersionApplied] = []
+    checkpoints: list[Version] = []  # the newest ones, in the order of their saving
+    opened: r.Opened | None = None  # by the newest controller
+    evaluations: list[EvalReport] = []
+    rollbacks: int = 0
+    rolled_back: r.RolledBack | None = None  # the one that no trainer has followed yet
+    counters: Counters = msgspec.field(default_factory=Counters)
+    where: dict[str, Location] = {}  # journal place of every prompt and rollout that a restart could need
+    snapshots: dict[Version, r.Held] = {}
+    """Checkpoint → the snapshot that was taken when it was the newest, while a restart may use it."""
+    archived: dict[str, Rollout] = {}
+    """Of batches that were left, what only the archive holds: a replay meets its later records."""
 
     # --- questions ----------------------------------------------------------------------------------------
 
@@ -199,6 +133,11 @@ class RunState:
             return None
         return self.batches.get(Version(self.lineages.owner(self.lineage, step), step))
 
+    def next_part(self) -> list[str]:
+        """What is left of the next part of a batch that trainers died on; empty: there is none."""
+        parts = ([one for one in part if one in self.buffer] for part in self.bisection.parts)
+        return next((part for part in parts if part), [])
+
     @property
     def held_by_last_trainer(self) -> Batch | None:
         """The batch that the last trainer had and did not finish; None: it had none, or was sent away."""
@@ -206,18 +145,59 @@ class RunState:
             return None
         return self.batch_of(self.reached.step)
 
+    @property
+    def suspect(self) -> Batch | None:
+        """What the last trainer died on, where it was not the first to, or where that is a part already."""
+        batch = self.held_by_last_trainer
+        again = batch is not None and (batch.is_part or batch.version == self.bisection.died_on)
+        return batch if again else None
+
     def available(self, version: Version) -> bool:
         """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
-        return batch is not None and all(one.id in self.where for one in batch.rollouts)
+        return batch is not None and all(one in self.where for one in batch.ids)
 
-    # --- records ------------------------------------------------------------------------------------------
+    def may_exist(self, version: Version) -> bool:
+        """Whether a replica can hold `version`: the folder it was started with, or one that was published."""
+        lineage, step = version
+        if version == Version(0, 0):
+            return True
+        return lineage in self.newest and self.lineages[lineage].start <= step <= self.newest[lineage]
 
-    def apply(self, record: AnyRecord, location: Location | None = None) -> None:
-        """Change the state as `record` says; `location` is where the journal holds it."""
-        self._apply[type(record)](record, location)
+    def span_problem(self, spans: Iterable[VersionSpan]) -> str | None:
+        """Why a token cannot have been sampled from the version that its span names; None: every one can."""
+        wrong = next((span for span in spans if not self.may_exist(span.version)), None)
+        if wrong is None:
+            return None
+        lineage = wrong.version.lineage
+        published = f"and this run published nothing of lineage {lineage}"
+        if lineage in self.newest:
+            first, last = (
+                Version(lineage, self.lineages[lineage].start),
+                Version(lineage, self.newest[lineage]),
+            )
+            published = f"and this run published {first} to {last} of its lineage"
+        return (
+            f"tokens {wrong.start} to {wrong.end} are of {wrong.version}, {published}: "
+            "the replica serves another run's weights; start it again, for this run alone"
+        )
 
-    def replay(self, record: AnyRecord, location: Location) -> None:
+    # --- changes ------------------------------------------------------------------------------------------
+
+    def apply(self, record: Record, location: Location | None = None) -> None:
+        """Apply a record; `location` is where the journal holds it."""
+        self._change(record)
+        if location is None:
+            return
+        if isinstance(record, r.Issued):
+            self.where.update((prompt.id, location) for prompt in record.prompts)
+        elif isinstance(record, Rollout):
+            self.where[record.id] = location
+        elif isinstance(record, r.Snapshot):
+            needed = frozenset(place.segment for place in record.where.values())
+            self.snapshots[record.checkpoint] = r.Held(location.segment, needed)
+
+    def replay(self, record: Record, location: Location) -> None:
         """As `apply`, of a record that was read back: the arrays of rollouts stay in the journal."""
         if isinstance(record, Rollout):
             self.apply(record.released(), None if record.is_released else location)
@@ -229,22 +209,26 @@ class RunState:
         for rollout in ids:
             self.pending[rollout] = msgspec.structs.replace(self.pending[rollout], since=version)
 
-    def _opened(self, record: Opened, _: Location | None) -> None:
+    @singledispatchmethod
+    def _change(self, record: Record) -> None:
+        """Of a kind that changes nothing."""
+
+    @_change.register
+    def _opened(self, record: r.Opened) -> None:
         self.opened = record
         self.bisection.handed_out = -1  # a trainer that ends with its controller died of that
 
-    def _issued(self, record: Issued, location: Location | None) -> None:
+    @_change.register
+    def _issued(self, record: r.Issued) -> None:
         by_teacher = set(record.by_teacher)
         for place, prompt in enumerate(record.prompts):
-            self.pending[prompt.id] = Rollout(
-                prompt.id, self.counters.issued, by_teacher=place in by_teacher, issued=prompt
-            )
-            self.counters.issued += 1
-            if location:
-                self.where[prompt.id] = location
+            number, self.counters.issued = self.counters.issued, self.counters.issued + 1
+            rollout = Rollout(prompt.id, number, by_teacher=place in by_teacher, issued=prompt)
+            self.pending[prompt.id] = rollout
         self.cursor = Cursor(record.epoch, record.position)
 
-    def _requeued(self, record: Requeued, _: Location | None) -> None:
+    @_change.register
+    def _requeued(self, record: r.Requeued) -> None:
         spent = record.reason in SPENDS_ATTEMPT
         for rollout in record.ids:
             one = self.pending[rollout]
@@ -254,23 +238,25 @@ class RunState:
             self.counters.generated_tokens += record.tokens
             self.counters.dropped_tokens[record.reason] += record.tokens
 
-    def _scored(self, record: Rollout, location: Location | None) -> None:
+    @_change.register
+    def _scored(self, record: Rollout) -> None:
         self.pending.pop(record.id)
         self.where.pop(record.id, None)
-        self.buffer.admit(record)
+        self._admit(record)
         self.counters.scored += 1
         self.counters.generated_tokens += record.length
         self.counters.by_teacher_tokens += record.length if record.by_teacher else 0
-        if location:
-            self.where[record.id] = location
 
-    def _dropped(self, record: Dropped, _: Location | None) -> None:
+    def _admit(self, rollout: Rollout) -> None:
+        assert rollout.id not in self.buffer, f"rollout {rollout.id} is buffered already"
+        self.buffer[rollout.id] = rollout
+
+    @_change.register
+    def _dropped(self, record: r.Dropped) -> None:
         tokens = record.tokens
         for rollout in record.ids:
-            if rollout in self.buffer:
-                tokens += self.buffer.remove([rollout])[0].length
-            elif rollout in self.archived:
-                tokens += self.archived.pop(rollout).length
+            if found := self.buffer.pop(rollout, None) or self.archived.pop(rollout, None):
+                tokens += found.length
             elif self.pending.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
@@ -287,31 +273,37 @@ class RunState:
             if len(gone) == self.rules.group:
                 del self.broken[group_of(rollout)]
 
-    def _batch_formed(self, record: BatchFormed, _: Location | None) -> None:
-        buffered = self.buffer.remove([i for i in record.ids if i not in self.archived])
-        found = {rollout.id: rollout for rollout in buffered}
-        rollouts = [found.get(i) or self.archived.pop(i) for i in record.ids]
+    @_change.register
+    def _batch_formed(self, record: r.BatchFormed) -> None:
+        assert record.version == (self.lineage, self.next_step), f"the next step is {self.next_step}"
+        rollouts = [self.archived.pop(i) if i in self.archived else self.buffer.pop(i) for i in record.ids]
         for rollout in record.ids if self.broken else ():
             self.broken.pop(group_of(rollout), None)
         ages = [rollout.age(record.version.step, self.step_of) for rollout in rollouts]
-        is_part = self.bisection.take(record.ids)
+        parts, bisection = self.bisection.parts, self.bisection
+        bisection.parts = [part for part in parts if set(part).isdisjoint(record.ids)]
+        is_part = len(bisection.parts) < len(parts)
         self.batches[record.version] = Batch(record.version, rollouts, ages, record.weights, is_part)
         self.next_step = record.version.step + 1
-        self.bisection.furthest = max(self.bisection.furthest, self.next_step)
+        bisection.furthest = max(bisection.furthest, self.next_step)
         self.counters.composed += len(rollouts)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])
 
-    def _handed_out(self, record: HandedOut, _: Location | None) -> None:
+    @_change.register
+    def _handed_out(self, record: r.HandedOut) -> None:
         if record.version.lineage == self.lineage:
             self.bisection.handed_out = record.version.step
 
-    def _lineage_opened(self, record: LineageOpened, _: Location | None) -> None:
-        held = self.held_by_last_trainer
-        self.bisection.trainer_gone(None if held is None else held.version)
-        self.bisection.parts = record.parts
-        self.bisection.furthest = max(self.bisection.furthest, record.start)
+    @_change.register
+    def _lineage_opened(self, record: LineageOpened) -> None:
+        base = record.checkpoint or Version(-1, 0)
+        assert base.lineage < record.lineage, "a checkpoint is older than the trainer that starts from it"
+        assert base.step == record.start <= record.branch, "a trainer starts from its checkpoint"
+        held, bisection = self.held_by_last_trainer, self.bisection
+        furthest, died_on = max(bisection.furthest, record.start), held.version if held else bisection.died_on
+        self.bisection = Bisection(furthest, -1, died_on, record.parts)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
         self.fingerprint = record.fingerprint
@@ -322,29 +314,31 @@ class RunState:
                 del tokens[step]
         self._take_back_lost_batches(record.lineage)
         if record.without:
-            self._dropped(Dropped(record.without, "rolled_back", 0), None)
+            self._dropped(r.Dropped(record.without, "rolled_back", 0))
 
     def _take_back_lost_batches(self, lineage: int) -> None:
         """Rollouts of batches that are not on the path of `lineage` wait in the buffer again."""
         for version in sorted(v for v in self.batches if self.lineages.owner(lineage, v.step) != v.lineage):
             for rollout in self.batches.pop(version).rollouts:
                 if rollout.id in self.where:
-                    self.buffer.admit(rollout)
+                    self._admit(rollout)
                 else:
                     self.archived[rollout.id] = rollout
                     self._break_group(rollout.id)
 
-    def _stepped(self, record: Stepped, _: Location | None) -> None:
+    @_change.register
+    def _stepped(self, record: r.Stepped) -> None:
         self.reached = record.version
-        batch = self.batch_of(record.version.step - 1)
-        if batch is not None:
+        step = record.version.step - 1
+        if (batch := self.batch_of(step)) is not None:
             batch.trained = True
-            self.trained_tokens[record.version.step - 1] = batch.tokens
-            self.trained_by_teacher[record.version.step - 1] = batch.tokens_by_teacher
+            self.trained_tokens[step] = sum(one.length for one in batch.rollouts)
+            self.trained_by_teacher[step] = sum(one.length for one in batch.rollouts if one.by_teacher)
             batch.rollouts = [rollout.released() for rollout in batch.rollouts]
 
-    def _version_published(self, record: VersionPublished, _: Location | None) -> None:
-        self.published.append(record)
+    @_change.register
+    def _version_published(self, record: r.VersionPublished) -> None:
+        self.published = [*self.published, record][-RECENT:]
         self.counters.published += 1
         lineage, step = record.version
         self.newest[lineage] = max(step, self.newest.get(lineage, 0))
@@ -353,24 +347,22 @@ class RunState:
         if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
             self.target = record
 
-    def _version_applied(self, record: VersionApplied, _: Location | None) -> None:
-        self.applied.append(record)
+    @_change.register
+    def _version_applied(self, record: r.VersionApplied) -> None:
+        self.applied = [*self.applied, record][-RECENT:]
         self.counters.applied += 1
 
-    def _checkpointed(self, record: Checkpointed, _: Location | None) -> None:
-        self.checkpoints.append(record.version)
-        del self.checkpoints[:-RECENT]
+    @_change.register
+    def _checkpointed(self, record: r.Checkpointed) -> None:
+        self.checkpoints = [*self.checkpoints, record.version][-RECENT:]
 
-    def _snapshot(self, record: Snapshot, location: Location | None) -> None:
-        if location:
-            needed = frozenset(place.segment for place in record.where.values())
-            self.snapshots[record.checkpoint] = Held(location.segment, needed)
-
-    def _rolled_back(self, record: RolledBack, _: Location | None) -> None:
+    @_change.register
+    def _rolled_back(self, record: r.RolledBack) -> None:
         self.rollbacks += 1
         self.rolled_back = record
 
-    def _evaluated(self, record: Evaluated, _: Location | None) -> None:
+    @_change.register
+    def _evaluated(self, record: r.Evaluated) -> None:
         self.evaluations.append(record.report)
 
     def forget_unavailable(self) -> None:
@@ -380,5 +372,5 @@ class RunState:
 
     def forget(self, version: Version) -> None:
         """No trainer will request this batch again."""
-        for rollout in self.batches.pop(version).rollouts:
-            self.where.pop(rollout.id, None)
+        for rollout in self.batches.pop(version).ids:
+            self.where.pop(rollout, None)

@@ -5,46 +5,19 @@ A problem is returned, never raised: the caller quarantines, requeues or refuses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from distill.config import RolloutConfig
 from distill.run_log.records import Rollout
-from sync.wire import (
-    EvalReport,
-    Generated,
-    Sampling,
-    Scored,
-    TeacherCompletion,
-    Version,
-    VersionSpan,
-    Want,
-    checks,
-)
+from distill.run_log.state import RunState
+from sync import wire
+from sync.wire import Array, Generated, Sampling, Scored, TeacherCompletion, Version, Want, checks, unpack
 from sync.wire.checks import Problem
 
-if TYPE_CHECKING:
-    from distill.interfaces import Components
-    from distill.run_log.state import RunState
-
-ValidateRollout = Callable[[Rollout], Rollout | Problem]
-"""A rollout of the journal as it may be trained on, or why it may not."""
-
-
-def validator(config: RolloutConfig, parts: Components, state: Callable[[], RunState]) -> Validator:
-    """The validator of a run; `state` is called when a rollout is validated."""
-    sampling = Sampling(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        stop_token_ids=config.stop_token_ids,
-        student_topk=parts.student_topk,
-        max_seconds=config.completion_timeout_seconds,
-    )
-    return Validator(sampling, parts.want, lambda spans: span_problem(spans, state()), parts.vocab_size)
+LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for
 
 
 @dataclass(frozen=True)
@@ -53,16 +26,25 @@ class Validator:
 
     sampling: Sampling
     want: Want
-    impossible: Callable[[Iterable[VersionSpan]], str | None] = lambda spans: None
-    """Why tokens cannot be of the versions that their spans name; applied to rollouts of the journal."""
     vocab_size: int = checks.ANY_ID
 
-    def generated(self, answer: Generated) -> Problem | None:
-        """Of a completion by the student."""
-        return checks.generated(answer, self.sampling, self.vocab_size)
+    @classmethod
+    def of(cls, config: RolloutConfig, want: Want, student_topk: int, vocab_size: int) -> Validator:
+        """Of a run."""
+        sampling = Sampling(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            stop_token_ids=config.stop_token_ids,
+            student_topk=student_topk,
+            max_seconds=config.completion_timeout_seconds,
+        )
+        return cls(sampling, want, vocab_size)
 
-    def generated_by_teacher(self, answer: TeacherCompletion) -> Problem | None:
-        """Of a completion by a teacher."""
+    def generated(self, answer: Generated | TeacherCompletion) -> Problem | None:
+        """Of a completion."""
+        if isinstance(answer, Generated):
+            return checks.generated(answer, self.sampling, self.vocab_size)
         return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
 
     def scored(self, answer: Scored, count: int, hidden_size: int | None = None) -> Problem | None:
@@ -70,8 +52,8 @@ class Validator:
         gather = self.sampling.student_topk
         return checks.scored(answer, count, gather, self.want, self.vocab_size, hidden_size)
 
-    def journaled(self, rollout: Rollout) -> Rollout | Problem:
-        """A rollout read back from the journal, without diagnostics that are not usable."""
+    def journaled(self, rollout: Rollout, state: RunState) -> Rollout | Problem:
+        """A rollout read back from the journal as it may be trained on, or why it may not."""
         if rollout.scored is None:
             return Problem("scores", "missing", "of every completion token")
         count, k, vocab = rollout.length, self.sampling.student_topk, self.vocab_size
@@ -85,40 +67,28 @@ class Validator:
         )
         if problem is not None:
             return problem
-        if why := self.impossible(rollout.spans):
+        if why := state.span_problem(rollout.spans):
             return Problem("spans", why, "of versions that this run published")
         scored = checks.without_bad_diagnostics(rollout.scored, count)
         return msgspec.structs.replace(rollout, scored=scored)
 
 
-def may_exist(version: Version, state: RunState) -> bool:
-    """Whether a replica can hold `version`: the folder it was started with, or one that was published."""
-    lineage, step = version
-    if version == Version(0, 0):
-        return True
-    return lineage in state.newest and state.lineages[lineage].start <= step <= state.newest[lineage]
+def repetitive(tokens: Array, repeats: int | None) -> str | None:
+    """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
+    period = repetition(unpack(tokens), repeats) if repeats else None
+    return f"ends in {repeats} or more copies of {period} tokens" if period else None
 
 
-def span_problem(spans: Iterable[VersionSpan], state: RunState) -> str | None:
-    """Why a token cannot have been sampled from the version that its span names; None: every one can.
-
-    A server of another run names versions that this run never published.
-    """
-    wrong = next((span for span in spans if not may_exist(span.version, state)), None)
-    if wrong is None:
-        return None
-    lineage = wrong.version.lineage
-    published = f"and this run published nothing of lineage {lineage}"
-    if lineage in state.newest:
-        first, last = Version(lineage, state.lineages[lineage].start), Version(lineage, state.newest[lineage])
-        published = f"and this run published {first} to {last} of its lineage"
-    return (
-        f"tokens {wrong.start} to {wrong.end} are of {wrong.version}, {published}: "
-        "the replica serves another run's weights; start it again, for this run alone"
-    )
+def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
+    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
+    for period in range(1, LONGEST_PATTERN + 1):
+        tail = tokens_T[-period * repeats :]
+        if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
+            return period
+    return None
 
 
-def report_problem(report: EvalReport, requested: Version) -> str | None:
+def report_problem(report: wire.EvalReport, requested: Version) -> str | None:
     """Why a report is not one of the version that was requested; None: it is."""
     if report.version == requested:
         return None

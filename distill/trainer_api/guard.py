@@ -1,6 +1,6 @@
-"""Health of the training: bad steps, degenerate completions, and ranks without a heartbeat.
+"""Health of the training: bad steps, and ranks without a heartbeat.
 
-step's metrics ─▶ Guard.look ─▶ None | what is wrong, after `patience` bad steps one after the other
+step's metrics ─▶ Guard.look ─▶ None | what is wrong, after `patience` consecutive bad steps
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ import logging
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from distill.aio import look_seconds
 from distill.config import GuardConfig
 from distill.events import Events, Hung
 from distill.metrics.timeline import TRAINER
 from distill.run_log.records import RolledBack
 from distill.run_log.state import RunState
-from sync.wire import Array, Heartbeat, unpack
+from sync.wire import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PATTERN = 8
-"""Tokens of a pattern whose repetition is looked for."""
-
 
 class Guard:
-    """Looks at every step in order."""
+    """Takes every step in order."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -35,7 +30,7 @@ class Guard:
 
     @property
     def since(self) -> int:
-        """First step of the present row of bad ones; there must be one."""
+        """First of the present consecutive bad steps; there must be one."""
         return self._bad[0]
 
     def look(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -63,40 +58,22 @@ def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack 
     if state.checkpoints and not good:
         return None
     batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
-    bad = {one.id for batch in batches if batch is not None for one in batch.rollouts}
+    bad = {one for batch in batches if batch is not None for one in batch.ids}
     return RolledBack(max(good, default=None, key=lambda version: version.step), sorted(bad), problem)
 
 
 def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
-    """What is wrong with a step by itself; a metric that an objective does not have is not looked at."""
+    """What is wrong with a step by itself; a metric that an objective does not have is not checked."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name} is {metrics[name]}, the update was left out"
-    for name, most, field in (
-        ("reverse_kl", config.max_reverse_kl, "max_reverse_kl"),
-        ("grad_norm", config.max_grad_norm, "max_grad_norm"),
-        ("truncation_rate", config.max_truncation_rate, "max_truncation_rate"),
-    ):
+    for name in ("reverse_kl", "grad_norm", "truncation_rate"):
+        most = getattr(config, f"max_{name}")
         if most is not None and metrics.get(name, -math.inf) > most:
-            return f"{name} is {metrics[name]:.4g}, above guard.{field} = {most:g}"
+            return f"{name} is {metrics[name]:.4g}, above guard.max_{name} = {most:g}"
     entropy = metrics.get("student_entropy", math.inf)
     if config.min_entropy is not None and entropy < config.min_entropy:
         return f"student_entropy is {entropy:.4g}, below guard.min_entropy = {config.min_entropy:g}"
-    return None
-
-
-def repetitive(tokens: Array, repeats: int | None) -> str | None:
-    """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
-    period = repetition(unpack(tokens), repeats) if repeats else None
-    return f"ends in {repeats} or more copies of {period} tokens" if period else None
-
-
-def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
-    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
-    for period in range(1, LONGEST_PATTERN + 1):
-        tail = tokens_T[-period * repeats :]
-        if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
-            return period
     return None
 
 
@@ -108,21 +85,20 @@ class Heartbeats:
 
     def __init__(self, seconds: float, events: Events) -> None:
         self._seconds, self._events = seconds, events
-        self._silent: dict[int, float] = {}
-        """Rank → seconds since its last heartbeat."""
+        self._since: dict[int, float] = {}  # rank → seconds since its last heartbeat
 
     def heard(self, beat: Heartbeat) -> None:
         """A rank is alive."""
-        self._silent[beat.rank] = 0.0
+        self._since[beat.rank] = 0.0
 
     @property
     def watched(self) -> list[int]:
         """Ranks whose next heartbeat is due."""
-        return sorted(self._silent)
+        return sorted(self._since)
 
     def forget(self) -> None:
         """These ranks have ended, or may: others are watched once they are heard."""
-        self._silent.clear()
+        self._since.clear()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -131,9 +107,8 @@ class Heartbeats:
         pause = look_seconds(self._seconds)
         while True:
             await asyncio.sleep(pause)
-            for rank in self._silent:
-                self._silent[rank] += pause
-            late = sorted(rank for rank, silent in self._silent.items() if silent >= self._seconds)
+            self._since = {rank: seconds + pause for rank, seconds in self._since.items()}
+            late = sorted(rank for rank, seconds in self._since.items() if seconds >= self._seconds)
             if late:
                 self.forget()
                 logger.error(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,25 +18,9 @@ from distill.events import Events
 from distill.rollout.broadcasts import Broadcasts
 from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.run_log.run_log import RunLog
+from sync import wire
 from sync.errors import RemoteError, WireError
-from sync.wire import (
-    Audience,
-    BatchRequest,
-    CheckpointSaved,
-    FinalDigests,
-    Heartbeat,
-    Ok,
-    Published,
-    RunIdentity,
-    StepReport,
-    Stop,
-    TrainerHello,
-    TrainerWelcome,
-    Version,
-    Wait,
-    checks,
-    encode,
-)
+from sync.wire import CheckpointSaved, FinalDigests, Heartbeat, Published, StepReport, Stop, Version, checks
 from sync.wire.checks import Problem
 
 Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
@@ -45,14 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSession:
-    """Bound to one controller; hands out the batches of `steps`, cut as `shape` says.
+    """Bound to one controller; hands out the batches of `steps`, cut by `shape`.
 
     Out: TrainerWelcome, StepReport, Published, Checkpointed, each once, after it is recorded: what was sent
     twice, or comes from a trainer that is over, changes nothing. And Heartbeat.
     """
 
-    poll_seconds = 20.0
-    """Longest wait of a request for a batch."""
+    poll_seconds = 20.0  # longest wait of a request for a batch
 
     def __init__(
         self, run_log: RunLog, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
@@ -61,31 +43,24 @@ class TrainerSession:
         self._run_log, self._shape, self._steps = run_log, shape, steps
         self._events, self._changed = events, Signal()
         self._world_size = 1
-        self._shares: dict[int, list[bytes]] = {}
-        """Encoded shares of the newest steps, by step."""
+        self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
+        self._encoding = asyncio.Lock()
         self._stop: Stop | None = None
-        self._handed_out = -1
-        """Newest step of this lineage whose batch a rank has."""
-        self.live = False
-        """A trainer of the current lineage said hello to this controller."""
-        self.ready = -1
-        """Newest step whose batch is safe on disk."""
-        self.requested = -1
-        """Newest step that a rank requested."""
-        self.withheld = False
-        """No batch is handed out while set."""
-        self.final: FinalDigests | None = None
-        """The trainer's last message."""
-        self._retreat: RolledBack | None = None
-        """What the next trainer must begin with."""
+        self._handed_out = -1  # newest step of this lineage whose batch a rank has
+        self._retreat: RolledBack | None = None  # what the next trainer must begin with
+        self.live = False  # a trainer of the current lineage said hello to this controller
+        self.ready = -1  # newest step whose batch is safe on disk
+        self.requested = -1  # newest step that a rank requested
+        self.withheld = False  # no batch is handed out while set
+        self.final: FinalDigests | None = None  # the trainer's last message
 
     @property
-    def run(self) -> RunIdentity:
+    def run(self) -> wire.RunIdentity:
         """The run whose batches are handed out."""
         return self._run_log.run
 
     def wake(self) -> None:
-        """Have waiting requests, and the batcher, look at the state again."""
+        """Wake waiting requests and the batcher after a change of the state."""
         self._changed.wake()
         self._events.changed.wake()
 
@@ -96,13 +71,31 @@ class TrainerSession:
             self.wake()
 
     def roll_back(self, retreat: RolledBack) -> None:
-        """Send the present trainer away; the next one must begin as `retreat` says."""
+        """Send the present trainer away; the next one must begin at `retreat`."""
         self.live, self._retreat = False, retreat
         self.wake()
 
-    async def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        """Open a lineage. Raises RemoteError for another run, model, or checkpoint that it does not know."""
-        state, run = self._run_log.state, self.run
+    async def hello(self, hello: wire.TrainerHello) -> wire.TrainerWelcome:
+        """Open a lineage. Raises RemoteError for another run, model, or checkpoint that is not on record."""
+        self._check_hello(hello)
+        at, retreat = hello.checkpoint, self._retreat
+        without = None if retreat is None else retreat.without
+        record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
+        self._retreat = None
+        self._world_size, self._shares, self._handed_out, self.live = hello.world_size, {}, -1, True
+        self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
+        logger.info(
+            "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
+            hello.world_size, record.lineage, record.start, record.branch - record.start,
+        )  # fmt: skip
+        version, teachers = Version(record.lineage, record.start), list(self._shape.teachers)
+        welcome = wire.TrainerWelcome(version=version, parent=at, teachers=teachers, run=self.run)
+        self._events.emit(welcome)
+        self.wake()
+        return welcome
+
+    def _check_hello(self, hello: wire.TrainerHello) -> None:
+        state, run, at = self._run_log.state, self.run, hello.checkpoint
         if hello.run != run.name or hello.run_id not in (None, run.id):
             raise RemoteError(
                 f"this controller serves {run}, the trainer is of run {hello.run!r} and its checkpoint of id "
@@ -113,7 +106,6 @@ class TrainerSession:
                 f"the trainer's model {hello.fingerprint} is not the run's {state.fingerprint}: "
                 "use another run name for another model"
             )
-        at = hello.checkpoint
         if at is not None and (at.lineage not in state.lineages or at.step > state.bisection.furthest):
             raise RemoteError(
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
@@ -124,22 +116,6 @@ class TrainerSession:
                 f"the run was rolled back to {self._retreat.to or 'the model folder'} and the trainer comes "
                 f"from {at}: start it again from there"
             )
-        without = None if self._retreat is None else self._retreat.without
-        record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
-        self._retreat = None
-        self._world_size, self._shares, self._handed_out, self.live = hello.world_size, {}, -1, True
-        self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
-        version = Version(record.lineage, record.start)
-        logger.info(
-            "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
-            hello.world_size, record.lineage, record.start, record.branch - record.start,
-        )  # fmt: skip
-        welcome = TrainerWelcome(
-            version=version, parent=at, teachers=list(self._shape.teachers), run=self.run
-        )
-        self._events.emit(welcome)
-        self.wake()
-        return welcome
 
     def _check(self, version: Version) -> None:
         lineage = self._run_log.state.lineage
@@ -149,7 +125,7 @@ class TrainerSession:
                 "another trainer has started; this one must leave or say hello again"
             )
 
-    async def batch(self, request: BatchRequest) -> bytes:
+    async def batch(self, request: wire.BatchRequest) -> bytes:
         """A rank's share as an encoded TrainBatch, Wait or Stop; waits at most `poll_seconds`.
 
         Raises RemoteError for another lineage, rank or step than can be requested.
@@ -163,21 +139,24 @@ class TrainerSession:
                 self.requested = step
                 self.wake()
             if step > self._handed_out and (step >= self._steps or self._stop):
-                return encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
+                return wire.encode(self._stop or Stop(reason="all steps are done", checkpoint=True))
             if step <= self.ready and (step <= self._handed_out or not self.withheld):
-                share = self._share(step)[request.rank]
+                if step not in self._shares:
+                    await self.prepare(step)
+                    continue
+                share = self._shares[step][request.rank]
                 if step > self._handed_out:
                     self._handed_out = step
                     self._run_log.write(HandedOut(request.version))
                     await self._run_log.journal.commit()
                 return share
             if self.broadcasts.wanted():
-                return encode(Wait(publish=True))
+                return wire.encode(wire.Wait(publish=True))
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._changed.wait(left):
-                return encode(Wait())
+                return wire.encode(wire.Wait())
 
-    def _check_rank(self, request: BatchRequest) -> None:
+    def _check_rank(self, request: wire.BatchRequest) -> None:
         start = self._run_log.state.lineages[request.version.lineage].start
         if request.world_size != self._world_size or not 0 <= request.rank < self._world_size:
             raise RemoteError(
@@ -191,58 +170,52 @@ class TrainerSession:
             )
 
     async def prepare(self, step: int) -> None:
-        """Encode a batch before it is requested, beside the event loop; then it counts as ready.
+        """Encode a batch, as it is on record now, beside the event loop; then it counts as ready.
 
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
-        lineage, encoded = self._run_log.state.lineage, self._encoding(step)
-        shares = await asyncio.to_thread(encoded)
-        if self._run_log.state.lineage != lineage:
-            return
-        self._keep(step, shares)
-        self.ready = max(self.ready, step)
+        async with self._encoding:
+            state, world_size = self._run_log.state, self._world_size
+            formed, lineage = state.batch_of(step), state.lineage
+            if formed is None or lineage is None:
+                raise RemoteError(
+                    f"the batch of step {step} is no longer on record: resume from a newer checkpoint"
+                )
+            batch = replace(formed, version=Version(lineage, step), rollouts=[*formed.rollouts])
+            step_of = partial(state.lineages.step_in, lineage=lineage)
+
+            def encoded() -> list[bytes]:
+                batch.rollouts = self._run_log.rollouts(batch)
+                return [wire.encode(share) for share in pack_batch(batch, world_size, self._shape, step_of)]
+
+            if step not in self._shares:
+                shares = await asyncio.to_thread(encoded)
+                if state.lineage != lineage:
+                    return
+                self._shares = {old: one for old, one in self._shares.items() if old >= step - 1}
+                self._shares[step] = shares
+            self.ready = max(self.ready, step)
         self.wake()
 
-    def _share(self, step: int) -> list[bytes]:
-        if step not in self._shares:
-            self._keep(step, self._encoding(step)())
-        return self._shares[step]
-
-    def _keep(self, step: int, shares: list[bytes]) -> None:
-        self._shares = {old: found for old, found in self._shares.items() if old >= step - 1} | {step: shares}
-
-    def _encoding(self, step: int) -> Callable[[], list[bytes]]:
-        """What encodes a batch as it is on record now."""
-        state = self._run_log.state
-        formed = state.batch_of(step)
-        if formed is None or state.lineage is None:
-            raise RemoteError(
-                f"the batch of step {step} is no longer on record: resume from a newer checkpoint"
-            )
-        batch = replace(formed, version=Version(state.lineage, step))
-        step_of, world_size = partial(state.lineages.step_in, lineage=state.lineage), self._world_size
-
-        def encoded() -> list[bytes]:
-            whole = replace(batch, rollouts=self._run_log.rollouts(batch))
-            return [encode(share) for share in pack_batch(whole, world_size, self._shape, step_of)]
-
-        return encoded
-
-    async def event(self, event: Event) -> Ok | Audience:
+    async def event(self, event: Event) -> wire.Ok | wire.Audience:
         """Record what the trainer did. Raises RemoteError for another lineage."""
         self._check(event.version)
         if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
             if self.final is None:
                 self._events.emit(event)
-            return Ok()
-        _refuse(self._problem(event))
-        answer: Audience | None = None
+            return wire.Ok()
+        state, answer = self._run_log.state, None
+        assert state.reached is not None, "a trainer of this lineage has said hello"
+        start, reached = state.lineages[event.version.lineage].start, state.reached.step
+        _refuse(checks.event(event, start, reached, max(reached, self._handed_out + 1)))
         if isinstance(event, StepReport):
-            self._step(event)
+            if event.version.step > reached:
+                self._run_log.write(Stepped(event.version))
+                self._events.emit(event)
         elif isinstance(event, Published):
             answer = self._publish(event)
         elif isinstance(event, CheckpointSaved):
-            if event.version not in self._run_log.state.checkpoints[-1:]:
+            if event.version not in state.checkpoints[-1:]:
                 saved = Checkpointed(event.version, event.path)
                 self._run_log.write(saved)
                 self._events.emit(saved)
@@ -250,21 +223,9 @@ class TrainerSession:
             self.final = event
         await self._run_log.journal.commit()
         self.wake()
-        return answer or Ok()
+        return answer or wire.Ok()
 
-    def _problem(self, event: checks.Event) -> Problem | None:
-        state = self._run_log.state
-        assert state.reached is not None, "a trainer of this lineage has said hello"
-        start, newest = state.lineages[event.version.lineage].start, self._handed_out + 1
-        return checks.event(event, start, state.reached.step, max(state.reached.step, newest))
-
-    def _step(self, report: StepReport) -> None:
-        reached = self._run_log.state.reached
-        if reached is None or report.version.step > reached.step:
-            self._run_log.write(Stepped(report.version))
-            self._events.emit(report)
-
-    def _publish(self, event: Published) -> Audience | None:
+    def _publish(self, event: Published) -> wire.Audience | None:
         """Raises Overloaded for a broadcast that no replica would receive yet."""
         answer, known = None, self._run_log.state.published
         if event.kind == "broadcast":

@@ -38,8 +38,8 @@ from distill.config import StudentConfig
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
 from distill.run_log.audit import audit
+from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Opened, VersionApplied
-from distill.run_log.segments import read_all
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.client import TOKEN_VARIABLE, BlockingPeer
 from sync.snapshots.checkpoint import read_folder
@@ -404,7 +404,7 @@ def check_policies(run: Run) -> None:
     report = audit(run.run_dir)
     assert report.ok, report
     assert report.oldest <= 9
-    records = [record for _, _, record in read_all(run.run_dir / "journal")]
+    records = [record for _, record in read_all(run.run_dir / "journal")]
     (opened,) = [record for record in records if isinstance(record, Opened)]
     assert (opened.max_staleness, opened.hard_limit, opened.half_life, opened.group) == (4, 9, 2.0, 2)
     batches = [record.ids for record in records if isinstance(record, BatchFormed)]

@@ -18,8 +18,8 @@ from distill.bench.kill_target import KillTarget
 from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
+from distill.run_log.journal import read_all
 from distill.run_log.records import LineageOpened
-from distill.run_log.segments import read_all
 
 pytestmark = [
     pytest.mark.engine,

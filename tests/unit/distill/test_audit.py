@@ -11,7 +11,6 @@ from distill.prompts.stream import Prompt
 from distill.run_log.audit import AuditReport, audit, check
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
-    AnyRecord,
     BatchFormed,
     Checkpointed,
     Concluded,
@@ -20,6 +19,7 @@ from distill.run_log.records import (
     LineageOpened,
     Location,
     Opened,
+    Record,
     Rollout,
     Stepped,
     VersionPublished,
@@ -34,7 +34,7 @@ def rollout(name: str, version: Version) -> Rollout:
     return Rollout(name, 0, ids, ids, values, [VersionSpan(version, 0, 2)], False, "t", Scored(name, values))
 
 
-def journal() -> list[AnyRecord]:
+def journal() -> list[Record]:
     """Steps 0 and 1 of lineage 0; lineage 1 resumes at 1, replays step 1 and makes step 2."""
     prompts = [Prompt(name, [1]) for name in "abcdefgh"]
     return [
@@ -56,7 +56,7 @@ def journal() -> list[AnyRecord]:
 LEDGER = {0: {1: ["a", "b"], 2: ["d", "c"]}, 1: {2: ["c", "d"], 3: ["f", "e"]}}
 
 
-def audited(records: list[AnyRecord], ledger: dict[int, dict[int, list[str]]] = LEDGER) -> AuditReport:
+def audited(records: list[Record], ledger: dict[int, dict[int, list[str]]] = LEDGER) -> AuditReport:
     return check(((Location(0, i), record) for i, record in enumerate(records)), ledger)
 
 
@@ -107,7 +107,7 @@ def test_a_rollout_older_than_the_bound_is_found() -> None:
     assert set(audited(records).violations["too_old"]) == {"c", "d", "e", "f"}
 
 
-def late(*weights: float) -> list[AnyRecord]:
+def late(*weights: float) -> list[Record]:
     """`journal` under freshness weights; its last batch, of age 1, carries `weights`."""
     records = [Opened("r", 0, 2, 0, 1, 2.0), *journal()[1:]]
     halved = 2 ** (-1 / 2)

@@ -34,9 +34,7 @@ from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import Answer
 from distill.run_log.audit import check
-from distill.run_log.journal import Journal
-from distill.run_log.records import Location
-from distill.run_log.segments import read_all
+from distill.run_log.journal import Journal, read_all
 from sync.wire import (
     Array,
     Generated,
@@ -138,7 +136,7 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
     assert spoiler.hits.total() >= OF_A_RUN
     assert summary["completed"]
     assert summary["error"] is None
-    records = ((Location(s, o), record) for s, o, record in read_all(folder))
+    records = read_all(folder)
     report = check(records, trainer.ledger)
     report.violations.pop("unproven", None)  # a lie in the proof itself is told as what it is
     assert report.ok, report

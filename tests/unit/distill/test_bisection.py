@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from in_memory import MemoryPrompts, MemoryTrainer
 
-from distill.buffer.staleness import rules
+from distill.buffer import rules
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
 from distill.run_log.audit import AuditReport, check
-from distill.run_log.journal import Journal
-from distill.run_log.records import HandedOut, Location, Rollout
+from distill.run_log.journal import Journal, read_all
+from distill.run_log.records import HandedOut, Rollout
 from distill.run_log.run_log import RunLog
-from distill.run_log.segments import read_all
 from sync.wire import (
     Array,
     BatchRequest,
@@ -70,7 +69,7 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
 
 
 def audited(folder: Path, trainer: MemoryTrainer) -> AuditReport:
-    records = ((Location(s, o), record) for s, o, record in read_all(folder / "journal"))
+    records = read_all(folder / "journal")
     return check(records, trainer.ledger)
 
 
@@ -267,7 +266,7 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
 ) -> None:
     settings = config()
     journal, prompts = Journal(tmp_path / "journal", "never"), PromptStream(MemoryPrompts(), 0)
-    run_log = RunLog.open(journal, prompts, run="test", seed=0, rules=rules(settings))
+    run_log = RunLog(journal, prompts, run="test", seed=0, rules=rules(settings))
     await run_log.open_lineage(None, "model")
     issued = run_log.issue(8)
     run_log.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.buffer.buffer import Buffer, Pick
-from distill.buffer.staleness import Bound, capacity
+from distill.buffer import Bound, Pick, Rules, capacity, pick
 from distill.run_log.records import Rollout
 from sync.wire import Array, Version, VersionSpan
 
@@ -21,58 +22,50 @@ def step_of(version: Version) -> int:
     return version.step
 
 
-def filled(buffer: Buffer, *entries: Rollout) -> Buffer:
-    for one in entries:
-        buffer.admit(one)
-    return buffer
+def filled(bound: Bound, *entries: Rollout, group: int = 1) -> Callable[..., Pick]:
+    """What is picked from these at a step, for a batch of a size."""
+    buffer = {one.id: one for one in entries}
+
+    def picked(step: int, batch: int, among: Sequence[str] = ()) -> Pick:
+        return pick(buffer, Rules(batch, bound, group), step, step_of, among)
+
+    return picked
 
 
 def test_the_oldest_token_decides_and_what_is_too_old_is_named() -> None:
-    buffer = filled(Buffer(Bound(2, 2)), entry(0, 5, 9), entry(1, 7, 7), entry(2, 9))
-    assert buffer.pick(8, 2, step_of) == Pick(["r1", "r2"], ["r0"], [1.0, 1.0])
-    assert buffer.pick(7, 3, step_of) == Pick(["r0", "r1", "r2"], [], [1.0] * 3)
-    assert len(buffer) == 3
+    buffer = filled(Bound(2, 2), entry(0, 5, 9), entry(1, 7, 7), entry(2, 9))
+    assert buffer(8, 2) == Pick(["r1", "r2"], ["r0"], [1.0, 1.0])
+    assert buffer(7, 3) == Pick(["r0", "r1", "r2"], [], [1.0] * 3)
 
 
 def test_too_few_give_no_batch() -> None:
-    assert filled(Buffer(Bound(0, 0)), entry(0, 3)).pick(3, 2, step_of) == Pick([], [], [])
+    assert filled(Bound(0, 0), entry(0, 3))(3, 2) == Pick([], [], [])
 
 
 def test_long_rollouts_do_not_starve() -> None:
-    buffer = filled(Buffer(Bound(4, 4)), entry(2, 1), entry(0, 1), entry(1, 1))
-    assert buffer.pick(1, 2, step_of).chosen == ["r0", "r1"]
+    buffer = filled(Bound(4, 4), entry(2, 1), entry(0, 1), entry(1, 1))
+    assert buffer(1, 2).chosen == ["r0", "r1"]
 
 
 def test_the_default_order_is_that_of_asking() -> None:
-    assert filled(Buffer(Bound(4, 4)), entry(2, 1), entry(0, 1)).pick(1, 2, step_of).chosen == ["r0", "r2"]
+    assert filled(Bound(4, 4), entry(2, 1), entry(0, 1))(1, 2).chosen == ["r0", "r2"]
 
 
 def test_what_the_teacher_generated_has_no_age() -> None:
     generated = Rollout("r0", 0, tokens=Array("i4", (3,), b""), spans=[], by_teacher=True)
     assert generated.age(9, step_of) == 0
-    assert filled(Buffer(Bound(0, 0)), generated).pick(9, 1, step_of).chosen == ["r0"]
+    assert filled(Bound(0, 0), generated)(9, 1).chosen == ["r0"]
 
 
 def test_those_that_are_named_are_the_batch_however_few() -> None:
-    buffer = filled(Buffer(Bound(4, 4)), *(entry(n, 1) for n in range(4)))
-    assert buffer.pick(1, 4, step_of, among=["r3", "r1"]) == Pick(["r1", "r3"], [], [1.0, 1.0])
+    buffer = filled(Bound(4, 4), *(entry(n, 1) for n in range(4)))
+    assert buffer(1, 4, among=["r3", "r1"]) == Pick(["r1", "r3"], [], [1.0, 1.0])
 
 
 def test_what_cannot_wait_for_the_next_batch_comes_before_the_order_of_asking() -> None:
     """r0 was requeued, so r7 is the one that can wait least."""
-    buffer = filled(Buffer(Bound(2, 2)), entry(0, 3), entry(7, 1, 3), entry(5, 2))
-    assert buffer.pick(3, 2, step_of).chosen == ["r7", "r0"]
-
-
-def test_a_rollout_enters_once() -> None:
-    buffer = filled(Buffer(Bound(4, 4)), entry(0, 1))
-    with pytest.raises(AssertionError, match="buffered already"):
-        buffer.admit(entry(0, 1))
-    assert [one.id for one in buffer.remove(["r0"])] == ["r0"]
-    assert "r0" not in buffer
-
-
-# --- fairness ---------------------------------------------------------------------------------------------
+    buffer = filled(Bound(2, 2), entry(0, 3), entry(7, 1, 3), entry(5, 2))
+    assert buffer(3, 2).chosen == ["r7", "r0"]
 
 
 def trained_at(limit: int, duration: int) -> int | None:
@@ -80,20 +73,21 @@ def trained_at(limit: int, duration: int) -> int | None:
 
     Short rollouts are written at once, as many as the capacity rule lets in: the buffer is always full.
     """
-    batch, buffer, issued = 4, Buffer(Bound(limit, limit)), 1
+    rules, issued = Rules(4, Bound(limit, limit)), 1
+    buffer: dict[str, Rollout] = {}
     for step in range(3 * limit + 3):
         if step == duration:
-            buffer.admit(entry(0, 0, name="long"))
+            buffer["long"] = entry(0, 0, name="long")
         flying = 1 if step < duration else 0
-        for _ in range(capacity(step, limit, batch, step * batch, len(buffer) + flying)):
-            buffer.admit(entry(issued, step))
+        for _ in range(capacity(step, limit, rules.batch, step * rules.batch, len(buffer) + flying)):
+            buffer[f"r{issued}"] = entry(issued, step)
             issued += 1
-        pick = buffer.pick(step, batch, step_of)
-        assert len(pick.chosen) == batch
-        buffer.remove(pick.too_old)
-        buffer.remove(pick.chosen)
-        if "long" in pick.chosen + pick.too_old:
-            return step if "long" in pick.chosen else None
+        picked = pick(buffer, rules, step, step_of)
+        assert len(picked.chosen) == rules.batch
+        for one in picked.chosen + picked.too_old:
+            del buffer[one]
+        if "long" in picked.chosen + picked.too_old:
+            return step if "long" in picked.chosen else None
     return None
 
 
@@ -113,7 +107,7 @@ def test_nothing_overtakes_what_expires_now_and_the_same_arrivals_give_the_same_
     arrivals: list[tuple[int, bool]], limit: int, batch: int
 ) -> None:
     entries = [entry(i, old, *([old + 1] if more else [])) for i, (old, more) in enumerate(arrivals)]
-    picks = [filled(Buffer(Bound(limit, limit)), *entries).pick(6, batch, step_of) for _ in range(2)]
+    picks = [filled(Bound(limit, limit), *entries)(6, batch) for _ in range(2)]
     assert picks[0] == picks[1]
     chosen, too_old, _ = picks[0]
     oldest = {one.id: 6 - one.age(6, step_of) for one in entries}
@@ -135,8 +129,8 @@ def test_the_weight_halves_with_every_half_life_beyond_the_limit() -> None:
 
 
 def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_up_to_the_hard_limit() -> None:
-    buffer = filled(Buffer(Bound(1, 3, 1.0)), entry(0, 5), entry(1, 8), entry(2, 7), entry(3, 6))
-    assert buffer.pick(9, 3, step_of) == Pick(["r1", "r2", "r3"], ["r0"], [1.0, 0.5, 0.25])
+    buffer = filled(Bound(1, 3, 1.0), entry(0, 5), entry(1, 8), entry(2, 7), entry(3, 6))
+    assert buffer(9, 3) == Pick(["r1", "r2", "r3"], ["r0"], [1.0, 0.5, 0.25])
 
 
 # --- groups -----------------------------------------------------------------------------------------------
@@ -148,13 +142,14 @@ def group(row: int, *steps: int) -> list[Rollout]:
 
 
 def test_a_group_is_picked_whole_and_only_when_it_is() -> None:
-    buffer = filled(Buffer(Bound(4, 4), group=2), *group(0, 3, 3)[:1], *group(1, 3, 3), *group(2, 2, 3))
-    assert buffer.pick(3, 4, step_of).chosen == ["0:1:0", "0:1:1", "0:2:0", "0:2:1"]
-    assert buffer.pick(3, 6, step_of).chosen == []
-    buffer.admit(group(0, 3, 3)[1])
-    assert buffer.pick(3, 6, step_of).chosen[:2] == ["0:0:0", "0:0:1"]
+    one, other = group(0, 3, 3)
+    rest = [*group(1, 3, 3), *group(2, 2, 3)]
+    buffer = filled(Bound(4, 4), one, *rest, group=2)
+    assert buffer(3, 4).chosen == ["0:1:0", "0:1:1", "0:2:0", "0:2:1"]
+    assert buffer(3, 6).chosen == []
+    assert filled(Bound(4, 4), one, *rest, other, group=2)(3, 6).chosen[:2] == ["0:0:0", "0:0:1"]
 
 
 def test_a_group_is_too_old_with_its_oldest_member_arrived_or_not() -> None:
-    buffer = filled(Buffer(Bound(1, 1), group=2), *group(0, 1, 3), *group(1, 1, 3)[:1], *group(2, 3, 2))
-    assert buffer.pick(3, 2, step_of) == Pick(["0:2:0", "0:2:1"], ["0:0:0", "0:0:1", "0:1:0"], [1.0, 1.0])
+    buffer = filled(Bound(1, 1), *group(0, 1, 3), *group(1, 1, 3)[:1], *group(2, 3, 2), group=2)
+    assert buffer(3, 2) == Pick(["0:2:0", "0:2:1"], ["0:0:0", "0:0:1", "0:1:0"], [1.0, 1.0])

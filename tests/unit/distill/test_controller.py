@@ -25,9 +25,9 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.run_log.audit import AuditReport, check
-from distill.run_log.records import Location, Rollout
-from distill.run_log.segments import read_all
-from distill.scoring.on_policy_mix import seed_of
+from distill.run_log.journal import read_all
+from distill.run_log.records import Rollout
+from distill.scoring import seed_of
 from sync.errors import DataError
 from sync.wire import (
     Generated,
@@ -219,7 +219,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
     resumed = controller(settings)
     assert resumed.run_log.state.cursor == before.cursor
     assert set(resumed.run_log.state.pending) == set(before.pending)
-    assert resumed.run_log.state.buffer.ids() == before.buffer.ids()
+    assert list(resumed.run_log.state.buffer) == list(before.buffer)
     assert resumed.run_log.state.counters == before.counters
     trainer.session = resumed.session
     summary = await complete(resumed, trainer)
@@ -302,7 +302,7 @@ def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
 
 
 def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
-    records = [(Location(s, o), record) for s, o, record in read_all(run.run_log.journal.folder)]
+    records = list(read_all(run.run_log.journal.folder))
     return check(records, trainer.ledger)
 
 
@@ -434,7 +434,7 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
     assert {i for ids, flag in flags for i, by in zip(ids, flag, strict=True) if by} == written
     assert summary["staleness"]["max"] == 0
 
-    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    records = list(read_all(tmp_path / "journal"))
     report = check(records, trainer.ledger)
     assert report.ok, report
     assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
@@ -505,7 +505,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
             assert one.micro_batches == other.micro_batches
 
     texts = 0
-    for _, _, record in read_all(tmp_path / "journal"):
+    for _, record in read_all(tmp_path / "journal"):
         if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
             prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
             (written,) = await MemoryTeacher().generate([prompt], 8, [])

@@ -15,7 +15,7 @@ from in_memory import MemoryPrompts, MemoryReplica
 from small_config import make_config
 from virtual_time import LONG
 
-from distill.buffer.staleness import Bound, Rules
+from distill.buffer import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
@@ -48,7 +48,7 @@ class Bench:
         self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(MemoryPrompts(), 0, group)
-        self.run_log = RunLog.open(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
+        self.run_log = RunLog(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.events = events = Events()
         self.pool = ReplicaPool(
             self.run_log.state, WeightsConfig(), 0.0, ErrorBudget(1 << 30, events), events

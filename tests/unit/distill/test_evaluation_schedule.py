@@ -9,7 +9,7 @@ import pytest
 from in_memory import MemoryEvaluator, MemoryPrompts
 from virtual_time import LONG
 
-from distill.buffer.staleness import Bound, Rules
+from distill.buffer import Bound, Rules
 from distill.config import EvaluationConfig
 from distill.evaluation.schedule import Evaluations, best, exhausted
 from distill.metrics.timeline import Timeline
@@ -48,7 +48,7 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
 
 
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, RunLog]:
-    run_log = RunLog.open(
+    run_log = RunLog(
         Journal(folder, "never"),
         PromptStream(MemoryPrompts(), 0),
         run="r",

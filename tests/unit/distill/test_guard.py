@@ -18,9 +18,9 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.run_log.audit import check
-from distill.run_log.records import Location
-from distill.run_log.segments import read_all
-from distill.trainer_api.guard import Guard, repetition, repetitive, trouble
+from distill.run_log.journal import read_all
+from distill.run_log.validation import repetition, repetitive
+from distill.trainer_api.guard import Guard, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
 
@@ -130,7 +130,7 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     assert trainer.welcomes[-1].version == Version(1, 4)
     again = {i for ids in trainer.ledger[1].values() for i in ids}
     assert not again & bad
-    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    records = list(read_all(tmp_path / "journal"))
     report = check(records, trainer.ledger)
     assert report.ok, report
     assert report.dropped["rolled_back"] >= len(bad)

@@ -28,9 +28,8 @@ from distill.launch.run import claim_of
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check
-from distill.run_log.journal import Location
+from distill.run_log.journal import read_all
 from distill.run_log.records import Concluded
-from distill.run_log.segments import read_all
 from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.client import BlockingPeer
@@ -305,7 +304,7 @@ async def test_a_version_that_was_never_published_costs_its_completion_and_enter
     assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 2
     assert {one.reason for one in aside} == {"impossible_version"}
     assert all(re.search(words, one.detail) for one in aside[-3:]), aside[-1].detail
-    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    records = list(read_all(tmp_path / "journal"))
     assert check(records, trainer.ledger).ok
 
 
@@ -340,7 +339,7 @@ class Failing(MemoryEvaluator):
 
 def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str]]:
     """What the journal says of the end, and what the audit does."""
-    records = [(Location(s, o), record) for s, o, record in read_all(folder / "journal")]
+    records = list(read_all(folder / "journal"))
     concluded = [record for _, record in records if isinstance(record, Concluded)]
     report = check(records, trainer.ledger)
     assert report.ok is ("unproven" not in report.violations)
@@ -393,7 +392,7 @@ async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller,
         trainer = MemoryTrainer(run.session)
         assert len((await whole(run, trainer))["problems"]) == problems
         ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
-    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path / "journal")]
+    records = list(read_all(tmp_path / "journal"))
     assert "unproven" not in check(records, ledger).violations
 
 

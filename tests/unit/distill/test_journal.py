@@ -18,17 +18,16 @@ from virtual_time import LONG
 
 from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
-from distill.run_log.journal import Journal
-from distill.run_log.records import AnyRecord, BatchFormed, Dropped, Issued, Location, Rollout
-from distill.run_log.segments import (
+from distill.run_log.journal import (
     MARKER_BYTES,
     SEGMENT_MAGIC,
-    archive_path,
+    Journal,
     encode_entry,
     read_all,
     segment_numbers,
     segment_path,
 )
+from distill.run_log.records import BatchFormed, Dropped, Issued, Location, Record, Rollout
 from sync.errors import DataError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -42,12 +41,12 @@ def rollout(name: str, tokens: int = 3) -> Rollout:
     return Rollout(name, 0, ids, ids, values, spans, False, "t", Scored(name, values))
 
 
-def records(count: int) -> list[AnyRecord]:
+def records(count: int) -> list[Record]:
     issued = [Issued([Prompt(f"p{i}", [1, 2, 3])], 0, i + 1) for i in range(count)]
     return [record for i in range(count) for record in (issued[i], rollout(f"p{i}"))]
 
 
-async def written(folder: Path, *entries: AnyRecord, segment_bytes: int = 1 << 20) -> list[Location]:
+async def written(folder: Path, *entries: Record, segment_bytes: int = 1 << 20) -> list[Location]:
     journal = Journal(folder, "batch", segment_bytes)
     assert list(journal.replay()) == []
     places = [journal.append(entry) for entry in entries]
@@ -56,7 +55,7 @@ async def written(folder: Path, *entries: AnyRecord, segment_bytes: int = 1 << 2
     return places
 
 
-def replayed(folder: Path) -> list[AnyRecord]:
+def replayed(folder: Path) -> list[Record]:
     return [record for _, record in Journal(folder).replay()]
 
 
@@ -153,7 +152,7 @@ async def test_reading_anothers_journal_changes_nothing(tmp_path: Path) -> None:
     path = segment_path(tmp_path, 0)
     os.truncate(path, path.stat().st_size - MARKER_BYTES - 5)
     before = path.read_bytes()
-    assert [record for _, _, record in read_all(tmp_path)] == records(2)[:3]
+    assert [record for _, record in read_all(tmp_path)] == records(2)[:3]
     assert path.read_bytes() == before
 
 
@@ -187,7 +186,7 @@ async def test_a_full_disk_pauses_and_nothing_is_torn(
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(LONG)
         assert not commit.done()
-        whole = [record for _, _, record in read_all(tmp_path)]
+        whole = [record for _, record in read_all(tmp_path)]
         assert whole == records(3)[: len(whole)]
         journal.append(BatchFormed(Version(0, 0), ["p0"]))
         disk.room = 1 << 20
@@ -212,7 +211,7 @@ async def test_a_disk_that_is_really_full_pauses_commits_and_shrinking(tmp_path:
         commit = asyncio.create_task(journal.commit(durable=True))
         await asyncio.sleep(LONG)
         assert not commit.done()
-        assert [record for _, _, record in read_all(disk)] == [*first, BatchFormed(Version(0, 0), ["p0"])]
+        assert [record for _, record in read_all(disk)] == [*first, BatchFormed(Version(0, 0), ["p0"])]
         segments = segment_numbers(disk)
         assert await journal.archive(before=99, needed=set()) == 0, "there is no room for the traces"
         assert segment_numbers(disk) == segments
@@ -263,7 +262,7 @@ async def archived_but(folder: Path, needed: set[int]) -> list[int]:
 async def test_archived_segments_keep_what_an_audit_needs(tmp_path: Path) -> None:
     numbers = await archived_but(tmp_path, needed={1})
     assert segment_numbers(tmp_path) == [1, numbers[-1]]
-    found = [record for _, _, record in read_all(tmp_path)]
+    found = [record for _, record in read_all(tmp_path)]
     assert len(found) == 13
     assert rollout("p0").released() in found
     assert any(isinstance(record, Rollout) and not record.is_released for record in found), (
@@ -278,18 +277,18 @@ async def test_a_segment_that_was_archived_and_not_removed_counts_once(tmp_path:
     journal = Journal(tmp_path, segment_bytes=300)
     await journal.archive(before=1, needed=set())
     segment_path(tmp_path, 0).write_bytes(whole)  # killed between the two
-    assert [record for _, _, record in read_all(tmp_path)] == records(6)
+    assert [record for _, record in read_all(tmp_path)] == records(6)
     assert await journal.archive(before=1, needed=set()) == 1
     journal.close()
-    assert len([record for _, _, record in read_all(tmp_path)]) == 12
+    assert len([record for _, record in read_all(tmp_path)]) == 12
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "swapped"])
 async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     await archived_but(tmp_path, needed=set())
-    path = archive_path(tmp_path, 1)
+    path = segment_path(tmp_path, 1, "archive")
     data = path.read_bytes()
-    other = archive_path(tmp_path, 0).read_bytes()
+    other = segment_path(tmp_path, 0, "archive").read_bytes()
     damaged = {"cut": data[:-1], "flipped": data[:30] + b"?" + data[31:], "gone": b"", "swapped": other}
     path.write_bytes(damaged[damage])
     with pytest.raises(DataError, match=r"archive-00000001\.log is damaged"):
@@ -298,7 +297,7 @@ async def test_a_damaged_archive_is_refused_by_name(tmp_path: Path, damage: str)
 
 async def test_an_archive_that_a_crash_left_unfinished_is_written_anew(tmp_path: Path) -> None:
     await written(tmp_path, *records(6), segment_bytes=300)
-    pending = archive_path(tmp_path, 0).with_name(".archive-00000000.log.new")
+    pending = segment_path(tmp_path, 0, "archive").with_name(".archive-00000000.log.new")
     pending.write_bytes(b"DA torn")
     assert len(list(read_all(tmp_path))) == 12
     journal = Journal(tmp_path, segment_bytes=300)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distill.batching.batcher import LateWait
-from distill.buffer.staleness import Bound, Rules, rules
+from distill.buffer import Bound, Rules, rules
 from distill.config import RunConfig
 from sync.errors import ConfigError
 

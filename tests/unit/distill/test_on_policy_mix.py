@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from distill.run_log.records import Issued, compacted
 from distill.run_log.run_log import is_teacher_turn
-from distill.scoring.on_policy_mix import seed_of
+from distill.scoring import seed_of
 
 
 @given(seed=st.integers(0, 9), batch=st.integers(1, 40), on_policy=st.floats(0, 1))

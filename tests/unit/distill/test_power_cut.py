@@ -16,9 +16,8 @@ from power_cut import power_cut
 
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.run_log.journal import Journal
-from distill.run_log.records import AnyRecord, Dropped, Location
-from distill.run_log.segments import encode_entry, read_all, segment_path
+from distill.run_log.journal import Journal, encode_entry, read_all, segment_path
+from distill.run_log.records import Dropped, Location, Record
 from sync.errors import DataError
 
 TRIALS = 1000
@@ -44,7 +43,7 @@ class Watched:
     forced: dict[str, int] = field(default_factory=dict)
     promised: int = 0
     moments: list[Moment] = field(default_factory=list)
-    records: list[tuple[AnyRecord, Location]] = field(default_factory=list)
+    records: list[tuple[Record, Location]] = field(default_factory=list)
     """Every record and its place, which is known once it is committed."""
 
     def write(self, file: int, data: memoryview) -> int:
@@ -75,7 +74,7 @@ class Watched:
         journal = Journal(self.folder, "batch", segment_bytes=16_000, write=self.write)
         append, commit = journal.append, journal.commit
 
-        def appending(record: AnyRecord) -> Any:
+        def appending(record: Record) -> Any:
             self.records.append((record, append(record)))
             return self.records[-1][1]
 
@@ -139,7 +138,7 @@ def test_a_power_cut_costs_the_unsynced_tail_alone(
     monkeypatch.setattr(os, "fsync", lambda _: None)
     rng, folder = random.Random(1), tmp_path / "cut"
     whole = {name: (lived.folder / name).read_bytes() for name in lived.sizes}
-    records = [record for _, _, record in read_all(lived.folder)]
+    records = [record for _, record in read_all(lived.folder)]
     holes = 0
     for trial in range(TRIALS):
         moment = rng.choice(lived.moments)

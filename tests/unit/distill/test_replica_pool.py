@@ -12,7 +12,7 @@ import pytest
 from in_memory import MemoryReplica, weights_of
 from virtual_time import LONG
 
-from distill.buffer.staleness import Bound, Lineage, Rules
+from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Hung
 from distill.metrics.summary import identity

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distill.buffer.staleness import Bound
+from distill.buffer import Bound
 from distill.metrics.plot import draw, middle_window
 from distill.metrics.summary import METRICS, before_and_after, gauges, longest_waits, of_step, use_of_tokens
 from distill.metrics.timeline import Span, Timeline

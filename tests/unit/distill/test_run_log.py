@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
 
-from distill.buffer.staleness import Bound, Rules
+from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
 from distill.run_log.audit import check
-from distill.run_log.journal import Journal
+from distill.run_log.journal import Journal, read_all, scan, segment_numbers, segment_path
 from distill.run_log.records import (
     BatchFormed,
     Checkpointed,
     Dropped,
     Issued,
     LineageOpened,
-    Location,
     Opened,
     Rollout,
     Snapshot,
@@ -32,7 +31,6 @@ from distill.run_log.records import (
     VersionPublished,
 )
 from distill.run_log.run_log import RunLog
-from distill.run_log.segments import read_all, scan, segment_numbers, segment_path
 from sync.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
@@ -47,7 +45,7 @@ MAX_ATTEMPTS = PLAIN.max_attempts
 def opened(folder: Path, rules: Rules = PLAIN) -> RunLog:
     journal = Journal(folder, "never", segment_bytes=1500)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return RunLog.open(journal, prompts, run="r", seed=0, rules=rules)
+    return RunLog(journal, prompts, run="r", seed=0, rules=rules)
 
 
 def rollout(asked: Rollout, *versions: Version) -> Rollout:
@@ -141,7 +139,7 @@ class Simulation:
             before.next_step,
         )
         assert list(after.pending) == list(before.pending)
-        assert after.buffer.ids() == before.buffer.ids()
+        assert list(after.buffer) == list(before.buffer)
 
     async def lose_prompts(self) -> None:
         self.run_log.requeue(list(self.run_log.state.pending.values())[:2], "replica_lost")
@@ -176,7 +174,7 @@ def test_any_order_of_events_keeps_the_guarantees(
         return simulation
 
     simulation = asyncio.run(live())
-    records = [(Location(s, o), record) for s, o, record in read_all(folder)]
+    records = list(read_all(folder))
     report = check(records, simulation.ledger)
     assert report.ok, report
     assert report.oldest <= rules.bound.hard
@@ -236,7 +234,7 @@ async def test_batches_whose_rollouts_were_forgotten_are_composed_anew(tmp_path:
 
     record = await run_log.open_lineage(None, "model")
     assert (record.start, record.branch) == (0, 0)
-    assert set(run_log.state.buffer.ids()) == {f"0:{i}:0" for i in range(6, 12)}
+    assert set(run_log.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
     run_log.journal.close()
 
 
@@ -292,7 +290,7 @@ async def test_a_snapshot_that_the_records_before_it_contradict_is_found(tmp_pat
     run_log.write(Checkpointed(Version(0, 0), "zero"))
     await run_log.tidy(keep_checkpoints=2)
     run_log.journal.close()
-    records = [(Location(s, o), record) for s, o, record in read_all(tmp_path)]
+    records = list(read_all(tmp_path))
     assert check(records, {}).ok
     [(issued, _)] = [one for one in enumerate(records) if isinstance(one[1][1], Issued)]
     report = check(records[:issued] + records[issued + 1 :], {})
@@ -305,7 +303,7 @@ async def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
     run_log.journal.close()
     prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
-        RunLog.open(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
+        RunLog(Journal(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 
 
 class Table(MemoryPrompts):
@@ -323,7 +321,7 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     tmp_path: Path, rows: int, per_prompt: int
 ) -> None:
     def begun(prompts: PromptStream) -> RunLog:
-        return RunLog.open(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
+        return RunLog(Journal(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
 
     run_log = begun(PromptStream(Table(100), seed=0))
     first = {asked.id for asked in run_log.issue(40)}
@@ -344,7 +342,7 @@ async def test_a_journal_names_its_run(tmp_path: Path) -> None:
     await run_log.journal.commit()
     run_log.journal.close()
     run_id = run_log.run.id
-    assert [record for _, _, record in read_all(tmp_path)] == [
+    assert [record for _, record in read_all(tmp_path)] == [
         Opened("r", 0, BATCH, STALENESS, STALENESS, id=run_id)
     ]
     again = opened(tmp_path)
@@ -372,7 +370,7 @@ async def test_a_journal_of_an_older_release_is_given_an_id(tmp_path: Path) -> N
 
 
 def batches_of(folder: Path) -> list[BatchFormed]:
-    return [record for _, _, record in read_all(folder) if isinstance(record, BatchFormed)]
+    return [record for _, record in read_all(folder) if isinstance(record, BatchFormed)]
 
 
 async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatever_it_says_now(
@@ -411,7 +409,7 @@ async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_aske
     run_log.drop([first[1].id], "empty", "a completion without tokens")
     assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert run_log.state.is_broken(first[2].id)
-    assert run_log.state.buffer.ids() == [second[0].id]
+    assert list(run_log.state.buffer) == [second[0].id]
 
     run_log.admit([rollout(first[2], Version(0, 0))])  # it was in flight
     assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 2}
@@ -447,17 +445,18 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
     good, bad = (run_log.state.batches[Version(0, step)].rollouts for step in range(2))
     await run_log.open_lineage(None, "model", without=[one.id for one in bad])
     run_log.journal.close()
-    places = [(s, o) for s, o, record in read_all(tmp_path) if isinstance(record, LineageOpened)]
-    behind = min([(s, o) for s, o, _ in read_all(tmp_path) if (s, o) > places[-1]], default=None)
+    found = [((at.segment, at.offset), record) for at, record in read_all(tmp_path)]
+    places = [at for at, record in found if isinstance(record, LineageOpened)]
+    behind = min([at for at, _ in found if at > places[-1]], default=None)
     if behind is not None:  # the cut: nothing after that one record reached the disk
         os.truncate(segment_path(tmp_path, behind[0]), behind[1])
         for number in segment_numbers(tmp_path)[behind[0] + 1 :]:
             segment_path(tmp_path, number).unlink()
 
     again = opened(tmp_path)
-    assert again.state.buffer.ids() == [one.id for one in good]
+    assert list(again.state.buffer) == [one.id for one in good]
     assert again.state.counters.dropped == {"rolled_back": BATCH}
-    report = check([(Location(s, o), record) for s, o, record in read_all(tmp_path)], {})
+    report = check(list(read_all(tmp_path)), {})
     assert ("lost" in report.violations, report.dropped) == (False, {"rolled_back": BATCH})
     again.journal.close()
 

@@ -19,8 +19,7 @@ from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
-from distill.scoring.scorer import Scoring
-from distill.scoring.teacher_queue import TeacherQueue
+from distill.scoring import Scoring, TeacherQueue
 from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,

@@ -1,0 +1,243 @@
+"""Which rollouts are trained on, and when: lineages and ages, the capacity rule, the choice of a batch. Pure.
+
+A lineage is one start of the trainer. A new one takes over the batches of an older one (its `origin`) up to
+its `branch`, the first step whose batch it forms anew; up to that step both hold the same weights, because
+they were trained on the same batches in the same order:
+
+    L0  0 ────────── 40 ───── 47      killed at 45, batches formed up to step 47
+    L1            40 ════════ 47 ── … resumes from the checkpoint of step 40, origin 0, branch 47
+
+A batch of step s takes a rollout by its age, the versions between its oldest token and s:
+
+    age ≤ limit          weight 1
+    age ≤ hard limit     weight 2^(−(age − limit) / half_life)
+    older                dropped
+
+Under the policy "wait" the batch of step s is held while a rollout is in flight that would be too old for
+step s + 1. The capacity rule leaves at most one batch of those: whatever comes in time is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distill.config import RunConfig, WeighLate
+from distill.prompts.stream import group_of
+from distill.run_log.records import Rollout
+from sync.errors import ConfigError
+from sync.wire import Version
+
+StepOf = Callable[[Version], int]  # a token's version as a step of the trainer's lineage
+_NEVER = 1 << 62
+_CACHED = 1 << 14  # entries of the cache of `step_in`: more than the versions of a buffer
+
+
+# --- ages -------------------------------------------------------------------------------------------------
+
+
+class Lineage(NamedTuple):
+    """One start of the trainer."""
+
+    id: int
+    start: int  # step it begins at: its checkpoint's, or 0
+    origin: int | None  # the lineage whose batches it takes over; None: the first
+    branch: int  # first step whose batch is its own
+
+
+@dataclass
+class Lineages:
+    """The tree of lineages of a run."""
+
+    nodes: list[Lineage] = field(default_factory=list)
+    """In the order in which they were opened; a lineage's id is its place."""
+
+    def __post_init__(self) -> None:
+        self._shared: list[dict[int, int]] = []  # by lineage: ancestor → step up to which they are the same
+        self._steps: dict[tuple[Version, int], int] = {}
+        for lineage in self.nodes:
+            self._share(lineage)
+
+    def __contains__(self, lineage: int) -> bool:
+        return 0 <= lineage < len(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, lineage: int) -> Lineage:
+        return self.nodes[lineage]
+
+    def add(self, lineage: Lineage) -> None:
+        """Add the newest lineage; its id is the number of those before it."""
+        assert lineage.id == len(self.nodes), "lineages are numbered in the order of their opening"
+        self.nodes.append(lineage)
+        self._share(lineage)
+
+    def _share(self, lineage: Lineage) -> None:
+        inherited = self._shared[lineage.origin] if lineage.origin is not None else {}
+        shared = {ancestor: min(until, lineage.branch) for ancestor, until in inherited.items()}
+        self._shared.append(shared | {lineage.id: _NEVER})
+
+    def step_in(self, version: Version, lineage: int) -> int:
+        """Step that `version` counts as in `lineage`: its own up to where they branch, that point after it.
+
+        Versions of a lineage that is not known count as the model folder, step 0.
+        """
+        key = version, lineage
+        if (found := self._steps.get(key)) is None:
+            if len(self._steps) > _CACHED:
+                self._steps.clear()
+            ours = self._shared[lineage]
+            theirs = self._shared[version.lineage] if version.lineage in self else {}
+            common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
+            found = self._steps[key] = min(version.step, max(common, default=0))
+        return found
+
+    def owner(self, lineage: int, step: int) -> int:
+        """The lineage that formed the batch of `step` on the path of `lineage`."""
+        node = self.nodes[lineage]
+        while node.origin is not None and step < node.branch:
+            node = self.nodes[node.origin]
+        return node.id
+
+    def origin_of(self, checkpoint: Version | None) -> int | None:
+        """The newest lineage that a trainer starting from `checkpoint` can take over; None: none yet."""
+        at = checkpoint or Version(0, 0)
+        fits = (node.id for node in self.nodes if not checkpoint or self.step_in(at, node.id) == at.step)
+        return max(fits, default=None)
+
+
+# --- rules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How old a rollout may be at the start of the step that trains on it, in versions."""
+
+    limit: int  # oldest age at full weight; the capacity rule keeps to it
+    hard: int  # oldest age at all; `limit` unless late rollouts are weighted by their freshness
+    half_life: float = 1.0  # versions beyond `limit` that halve the weight
+
+    def weight(self, age: int) -> float:
+        """Loss weight of a rollout of this age."""
+        return 1.0 if age <= self.limit else 2.0 ** ((self.limit - age) / self.half_life)
+
+
+def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int, outstanding: int) -> int:
+    """Rollouts that may be started now.
+
+    `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
+    behind it would make rollouts that are too old). `handed_out`: rollouts in batches on the path of the
+    current lineage. `outstanding`: in flight, being scored or buffered.
+    """
+    return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run's rollouts become batches."""
+
+    batch: int  # rollouts of a batch
+    bound: Bound
+    group: int = 1  # completions of a prompt that go into a batch together; `batch` is a multiple of it
+    max_attempts: int = 5
+    """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
+    on_policy: float = 1.0
+    """Share of the prompts that the student completes; the teacher completes the others."""
+
+
+def rules(config: RunConfig) -> Rules:
+    """The rules of a run. Raises ConfigError for a combination with which it would stall."""
+    rollout, behind = config.rollout, config.weights.publish_every - 1
+    if behind > config.buffer.max_staleness:
+        raise ConfigError(
+            f"weights.publish_every is {behind + 1} and buffer.max_staleness {config.buffer.max_staleness}: "
+            f"the replicas fall {behind} steps behind between two versions, too far for any rollout; "
+            f"set max_staleness to at least {behind}, or publish more often"
+        )
+    on_policy = config.objective.on_policy
+    return Rules(rollout.batch, _bound(config), _group(config), rollout.max_attempts, on_policy)
+
+
+def _bound(config: RunConfig) -> Bound:
+    limit, late = config.buffer.max_staleness, config.buffer.late
+    if not isinstance(late, WeighLate):
+        return Bound(limit, limit)
+    if late.hard_limit <= limit:
+        raise ConfigError(
+            f"buffer.late.hard_limit is {late.hard_limit} and buffer.max_staleness {limit}: freshness weighs "
+            f'what is older than max_staleness; set hard_limit to at least {limit + 1}, or late.type = "drop"'
+        )
+    return Bound(limit, late.hard_limit, late.half_life)
+
+
+def _group(config: RunConfig) -> int:
+    task, rollout = config.objective.task, config.rollout
+    if task is None or task.baseline == "batch":
+        return 1
+    if rollout.per_prompt < 2 or rollout.batch % rollout.per_prompt:
+        raise ConfigError(
+            f'objective.task.baseline is "group", rollout.per_prompt {rollout.per_prompt} and rollout.batch '
+            f"{rollout.batch}: a group needs at least 2 completions, and a batch whole groups; "
+            "set per_prompt to 2 or more and batch to a multiple of it"
+        )
+    return rollout.per_prompt
+
+
+# --- the next batch ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
+
+    version: Version  # the weights it is trained on top of, under the lineage that formed it
+    rollouts: list[Rollout]  # in order; released once a step has trained on them
+    ages: list[int]  # of each rollout, in versions
+    weights: list[float]  # loss weight of each rollout; empty: 1 for all
+    is_part: bool = False  # it is a part of a batch that trainers died on
+    trained: bool = False  # a trainer has made its step
+
+    @property
+    def ids(self) -> list[str]:
+        return [rollout.id for rollout in self.rollouts]
+
+
+class Pick(NamedTuple):
+    """What the next batch would be."""
+
+    chosen: list[str]  # exactly a batch, in order; empty: too few
+    too_old: list[str]
+    weights: list[float]  # loss weight of each of `chosen`
+
+
+def pick(
+    buffer: Mapping[str, Rollout], rules: Rules, step: int, step_of: StepOf, among: Collection[str] = ()
+) -> Pick:
+    """The batch that would be trained on top of `step`, and what is too old for it.
+
+    First comes what would exceed the limit in the next batch, then what was issued first, so that nothing is
+    overtaken until it is too old, however long its generation took. The completions of a group are picked
+    together, once all are in `buffer` (rollouts by id). `among`: only these are considered, and all that are
+    young enough are the batch, however few; empty: everything is considered.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in [buffer[one] for one in among] or buffer.values():
+        name = rollout.id if rules.group == 1 else group_of(rollout.id)
+        groups.setdefault(name, []).append(rollout)
+    ready, too_old = list[tuple[bool, int, list[Rollout]]](), list[str]()
+    for members in groups.values():
+        age = max(rollout.age(step, step_of) for rollout in members)
+        if age > rules.bound.hard:
+            too_old += [rollout.id for rollout in members]
+        elif len(members) == rules.group:
+            members.sort(key=lambda rollout: rollout.number)
+            ready.append((age < rules.bound.limit, members[0].number, members))
+    count = len(ready) if among else rules.batch // rules.group
+    if len(ready) < count or not ready:
+        return Pick([], too_old, [])
+    ready.sort(key=lambda one: one[:2])
+    chosen = [rollout for *_, members in ready[:count] for rollout in members]
+    weights = [rules.bound.weight(rollout.age(step, step_of)) for rollout in chosen]
+    return Pick([rollout.id for rollout in chosen], too_old, weights)

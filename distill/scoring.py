@@ -1,0 +1,294 @@
+"""Requests to the teachers: scores of completions, and completions of their own.
+
+`TeacherQueue` is the one queue before the teachers: batches of bounded size, retries, and isolation of a bad
+rollout. Two jobs use it, each with a queue of its own: Scoring, and TeacherGeneration for the prompts that
+the teacher completes (objective.on_policy below 1; `run_log.is_teacher_turn` is the rule).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from distill.aio import Signal
+from distill.config import RunConfig
+from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored, TeacherCompleted
+from distill.interfaces import Components
+from distill.metrics.timeline import REPLICAS, Timeline
+from distill.run_log.records import Rollout
+from distill.run_log.validation import Validator
+from sync import wire
+from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.retry import Backoff
+from sync.wire import Array, Scored, ScoreRefused, TeacherCompletion, checks, pack
+from sync.wire.checks import Problem
+from teacher_service.batching import isolate
+
+logger = logging.getLogger(__name__)
+PARALLEL = 2  # requests in flight to one teacher: the second hides the latency between two
+_SAMPLES = 2  # stream of random numbers of a run's seed, beside that of the prompts' order
+
+Message = wire.ScoreSequence | wire.TeacherPrompt  # a rollout's part of a request
+Answer = Scored | TeacherCompletion
+Outcome = Answer | ScoreRefused
+
+
+# --- jobs: how to build, send, check and complete a request -----------------------------------------------
+
+
+class Scoring:
+    """Completed rollouts in, RolloutScored out: scores by the teacher of their source, and rewards."""
+
+    what = "score"
+    waits_for = REPLICAS
+
+    def __init__(self, parts: Components, validator: Validator, budget: ErrorBudget, events: Events) -> None:
+        self._parts, self._validator, self._budget, self._events = parts, validator, budget, events
+        self._hidden_sizes: dict[str, int] = {}
+
+    def message(self, rollout: Rollout, seen: Array) -> Message:
+        return score_sequence(rollout.id, seen, rollout.tokens, rollout.topk_ids)
+
+    async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
+        want, engine = self._validator.want, self._parts.teachers[teacher]
+        if want.hidden and teacher not in self._hidden_sizes:
+            self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
+        return await engine.score(messages, want)
+
+    def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
+        assert isinstance(answer, Scored)
+        return self._validator.scored(answer, rollout.length, self._hidden_sizes.get(teacher))
+
+    def finish(self, teacher: str, rollout: Rollout, answer: Answer) -> None:
+        """A rollout is rejected if its reward function raises."""
+        assert isinstance(answer, Scored)
+        prompt, reward, reward_fn = rollout.source_prompt, None, self._parts.reward_fn
+        if reward_fn is not None:
+            try:
+                reward = float(reward_fn(prompt, wire.unpack(rollout.tokens).tolist()))
+            except DistillError as error:
+                return self._budget.function_failed("the reward_fn", rollout, error)
+            self._budget.good("the reward_fn")
+        scored = replace(
+            rollout,
+            prompt=pack(np.asarray(prompt.token_ids, "i4")),
+            teacher=teacher,
+            scored=checks.without_bad_diagnostics(answer, rollout.length),
+            reward=reward,
+            since=None,
+            issued=None,
+        )
+        return self._events.emit(RolloutScored(scored))
+
+
+class TeacherGeneration:
+    """Issued rollouts in, TeacherCompleted out.
+
+    The teacher samples from its whole distribution, at the temperature of its scores, with the prompt that it
+    sees when it scores. What it generates looks like a student's completion without versions, and is scored
+    like one.
+    """
+
+    what = "teacher_generate"
+    waits_for = None
+
+    def __init__(self, parts: Components, config: RunConfig, validator: Validator, events: Events) -> None:
+        self._parts, self._validator, self._events = parts, validator, events
+        self._seed, self._rollout = config.run.seed, config.rollout
+
+    def message(self, rollout: Rollout, seen: Array) -> Message:
+        return wire.TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
+
+    async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
+        engine, rollout, want = self._parts.teachers[teacher], self._rollout, self._parts.want
+        stop = rollout.stop_token_ids
+        return await engine.generate(messages, rollout.max_tokens, stop, temperature=want.temperature)
+
+    def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
+        assert isinstance(answer, TeacherCompletion)
+        return self._validator.generated(answer)
+
+    def finish(self, teacher: str, rollout: Rollout, answer: Answer) -> None:
+        assert isinstance(answer, TeacherCompletion)
+        count, k = answer.token_ids.shape[0], self._parts.student_topk
+        completed = replace(
+            rollout,
+            tokens=answer.token_ids,
+            logprob=answer.logprob,
+            truncated=answer.finish_reason == "length",
+            topk_ids=pack(np.full((count, k), -1, "i4")) if k else None,
+        )
+        self._events.emit(TeacherCompleted(completed))
+
+
+def score_sequence(id: str, prompt: Array, tokens: Array, gather_ids: Array | None) -> wire.ScoreSequence:
+    """Score request for prompt [P] followed by completion [T], both i4."""
+    start = prompt.shape[0]
+    together = Array("i4", (start + tokens.shape[0],), prompt.data + tokens.data)
+    return wire.ScoreSequence(id, together, start, gather_ids)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Sampling seed in [0, 2^32) of completion `number`; a requeued one uses the same seed."""
+    return int(np.random.SeedSequence([seed, number, _SAMPLES]).generate_state(1)[0])
+
+
+# --- the queue --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Queue:
+    """What waits for one teacher, each with its part of a request."""
+
+    teacher: str
+    waiting: deque[tuple[Rollout, Message]] = field(default_factory=deque)
+    bad: dict[str, int] = field(default_factory=dict)  # rollout → unusable answers to it so far
+    changed: Signal = field(default_factory=Signal)
+    busy: int = 0  # requests in flight
+
+
+class TeacherQueue:
+    """Runs for the length of the run; `put` at any time. Out: what `job` emits, and RolloutRejected.
+
+    A request carries up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only
+    when it is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The
+    capacity rule bounds what can wait here.
+
+    A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow for a
+    whole request answers a part of it. A request that is refused as a whole is bisected to find the rollout
+    at fault, which is rejected. So is a rollout after `rollout.max_attempts` unusable answers.
+    """
+
+    linger = 0.005  # seconds that an idle teacher waits for a batch to fill
+
+    def __init__(
+        self,
+        job: Scoring | TeacherGeneration,
+        parts: Components,
+        config: RunConfig,
+        timeline: Timeline,
+        budget: ErrorBudget,
+        events: Events,
+    ) -> None:
+        self._job, self._parts = job, parts
+        self._batch, self._attempts = config.buffer.score_batch, config.rollout.max_attempts
+        self._timeline, self._budget, self._events = timeline, budget, events
+        self._queues = {name: _Queue(name) for name in parts.teachers}
+        self.open = 0  # rollouts queued or in flight
+
+    def put(self, rollout: Rollout) -> None:
+        """Queue a rollout for the teacher of its source."""
+        prompt = rollout.source_prompt
+        teacher = self._parts.route(prompt.source)
+        transform = self._parts.transforms.get(teacher)
+        try:
+            seen = pack(np.asarray(prompt.token_ids if transform is None else transform(prompt), "i4"))
+        except DistillError as error:
+            self._budget.function_failed(f"the prompt_transform of teacher {teacher}", rollout, error)
+        else:
+            self._put(self._queues[teacher], rollout, self._job.message(rollout, seen))
+
+    def _put(self, queue: _Queue, rollout: Rollout, message: Message) -> None:
+        queue.waiting.append((rollout, message))
+        self.open += 1
+        queue.changed.wake()
+
+    async def run(self) -> None:
+        """Serve all queues until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for queue in self._queues.values():
+                self._note_busy(queue, 0)
+                for _ in range(PARALLEL):
+                    group.create_task(self._serve(queue))
+
+    async def _serve(self, queue: _Queue) -> None:
+        while True:
+            while not queue.waiting or (queue.busy and len(queue.waiting) < self._batch):
+                await queue.changed.wait()
+            if len(queue.waiting) < self._batch:
+                await asyncio.sleep(self.linger)
+            batch = [queue.waiting.popleft() for _ in range(min(self._batch, len(queue.waiting)))]
+            if not batch:
+                continue
+            self._note_busy(queue, 1)
+            try:
+                outcomes = await self._outcomes(queue.teacher, [message for _, message in batch])
+                for (rollout, message), outcome in zip(batch, outcomes, strict=True):
+                    self._settle(queue, rollout, message, outcome)
+            finally:
+                self.open -= len(batch)
+                self._note_busy(queue, -1)
+
+    def _note_busy(self, queue: _Queue, change: int) -> None:
+        queue.busy += change
+        role = f"teacher {queue.teacher}"
+        self._timeline.level(role, self._job.what, queue.busy)
+        if self._job.waits_for is not None:
+            self._timeline.waits(role, None if queue.busy else self._job.waits_for)
+        queue.changed.wake()
+
+    async def _outcomes(self, teacher: str, messages: list[Message]) -> list[Outcome]:
+        """One per message; a request that fails is halved until the message at fault fails alone."""
+
+        return await isolate(
+            messages,
+            lambda part: self._send(teacher, [*part]),
+            lambda message, error: ScoreRefused(message.id, str(error), isinstance(error, WireError)),
+            on=(RemoteError, WireError, Unreachable),
+            never=(WrongServer,),  # no rollout is at fault
+        )
+
+    async def _send(self, teacher: str, messages: list[Message]) -> list[Outcome]:
+        """One request, once the teacher has room; a single message is retried until the teacher is back.
+
+        Raises Unreachable for several messages, so that a teacher too slow for all of them gets each half
+        on its own.
+        """
+        backoff = Backoff(0.5, 5.0)
+        while True:
+            try:
+                answers = await self._job.send(teacher, messages)
+            except Overloaded as error:
+                await asyncio.sleep(error.retry_after)
+            except Unreachable as error:
+                pause = backoff.next()
+                logger.warning("teacher %s is retried in %.1f s: %s", teacher, pause, error)
+                await asyncio.sleep(pause)
+                if len(messages) > 1:
+                    raise
+            else:
+                if problem := checks.echo([one.id for one in answers], [one.id for one in messages]):
+                    raise WireError(
+                        f"teacher {teacher} returned ids that do not match the request: {problem}"
+                    )
+                return [*answers]
+
+    def _settle(self, queue: _Queue, rollout: Rollout, message: Message, outcome: Outcome) -> None:
+        """Finish, reject or requeue a rollout."""
+        if isinstance(outcome, ScoreRefused) and not outcome.unusable:
+            detail = f"teacher {queue.teacher}: {outcome.error}"
+            return self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
+        teacher = self._parts.teachers[queue.teacher]
+        server = teacher.answered_by(rollout.id)
+        name = f"teacher {queue.teacher} at {server}"
+        problem: Problem | str | None
+        if isinstance(outcome, ScoreRefused):
+            problem = outcome.error
+        elif (problem := self._job.problem(queue.teacher, rollout, outcome)) is None:
+            self._budget.good(name)
+            queue.bad.pop(rollout.id, None)
+            return self._job.finish(queue.teacher, rollout, outcome)
+        detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
+        logger.warning("an answer cannot be used: %s", detail)
+        self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))
+        attempts = queue.bad[rollout.id] = queue.bad.get(rollout.id, 0) + 1
+        if attempts >= self._attempts:
+            del queue.bad[rollout.id]
+            return self._events.emit(RolloutRejected(rollout, "unusable", detail))
+        return self._put(queue, rollout, message)
