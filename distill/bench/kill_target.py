@@ -1,7 +1,7 @@
 """A real run in processes of its own: faults are injected into it, and it is observed from outside.
 
     start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
-                             suspend … wait_at_work | slow, cut, malform, fill_disk … wait_at_work(anew=False)
+                             suspend … wait_at_work | slow, relay, fill_disk … wait_at_work(anew=False)
 
 Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
 """
@@ -15,27 +15,19 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 import psutil
 
-from distill.bench.faults import CUT, FAULTS, MALFORMED, fill, free
-from distill.bench.process_tree import (
-    DEEPSPEED,
-    ENGINE_OF,
-    descendants,
-    helpers,
-    lives,
-    role_processes,
-)
+from distill.bench.faults import FAULTS, fill, free
 from distill.launch.guardian import guarded_role
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
+from student_trainer.launch import ranks_of
 from sync.errors import DistillError
 
-CONTROLLER = "controller"
+CONTROLLER, DEEPSPEED, ENGINE_OF = "controller", "deepspeed launcher", "engine of "
 POLL_SECONDS = 0.2
 SLOW_SECONDS = 0.5
 """Of a slow process, from one stop to the next."""
@@ -63,7 +55,7 @@ class KillTarget:
     def __enter__(self) -> KillTarget:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -115,15 +107,8 @@ class KillTarget:
         for process in filter(lives, processes):
             process.resume()
 
-    def cut(self, role: str) -> None:
-        """Have a relay reset every connection to a role's server; returns once it had some."""
-        self._relay(role, CUT)
-
-    def malform(self, role: str) -> None:
-        """Have a relay malform a stretch of the role's next long answer; returns afterwards."""
-        self._relay(role, MALFORMED)
-
-    def _relay(self, role: str, fault: str) -> None:
+    def relay(self, role: str, fault: str) -> None:
+        """Have the relay before a role's server inject a fault of `faults`; returns afterwards."""
         order = self.run_dir / FAULTS / f"{role}.{fault}"
         order.touch()
         self.wait(lambda: self.over() or not order.exists(), f"{fault} of {role}")
@@ -180,7 +165,7 @@ class KillTarget:
 
     def helpers(self) -> list[str]:
         """What else has a process now: DEEPSPEED, "engine of student-0"."""
-        return sorted(helpers(self._launcher.pid))
+        return sorted(helper_processes(self._launcher.pid))
 
     def processes(self) -> set[psutil.Process]:
         """Of all roles, now."""
@@ -253,7 +238,7 @@ class KillTarget:
     def _named(self, role: str) -> list[psutil.Process]:
         """Processes of a role, of a helper, or the launcher, which is the controller."""
         launcher = psutil.Process(self._launcher.pid)
-        return {**self._role_processes(), **helpers(launcher.pid), CONTROLLER: [launcher]}[role]
+        return {**self._role_processes(), **helper_processes(launcher.pid), CONTROLLER: [launcher]}[role]
 
     def _ended(self) -> int:
         step, deadline = self.step(), time.monotonic() + self._timeout
@@ -298,6 +283,59 @@ class Tail:
 def kind_of(role: str) -> str:
     """ "student" of "student-0"; roles of one kind are alike."""
     return "trainer rank" if role == TRAINER else role.split("-")[0]
+
+
+# --- processes of a run, by the launcher's process id ------------------------------------------------------
+
+
+def role_processes(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
+    found = {}
+    for guardian in descendants(launcher, recursive=False):
+        name = guarded_role(guardian)
+        if name is not None:
+            working = (
+                ranks_of(guardian.pid) if name == TRAINER else descendants(guardian.pid, recursive=False)
+            )
+            found[name] = [process for process in working if lives(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def helper_processes(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Name → processes that play no role and without which one is not played: the deepspeed launcher's, and
+    "engine of ROLE" where vLLM's engine has a process of its own; only those that are there."""
+    found: dict[str, list[psutil.Process]] = {}
+    for guardian in descendants(launcher, recursive=False):
+        role, below = guarded_role(guardian), descendants(guardian.pid)
+        if role == TRAINER:
+            ranks = set(ranks_of(guardian.pid))
+            found[DEEPSPEED] = [process for process in below - ranks if lives(process)]
+        elif role is not None:
+            found[ENGINE_OF + role] = [process for process in below if _is_engine(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def descendants(launcher: int, recursive: bool = True) -> set[psutil.Process]:
+    """Every process below the launcher; not `recursive`: its children."""
+    try:
+        return set(psutil.Process(launcher).children(recursive=recursive))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor waiting to be collected."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return any("EngineCore" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _survivors(processes: set[psutil.Process]) -> set[psutil.Process]:

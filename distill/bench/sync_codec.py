@@ -2,14 +2,13 @@
 
 The trajectory: a small Qwen3, AdamW on fp32 masters, at several learning rates. The other formats are written
 from their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
-returns what it would send. Speeds are of one thread; formats take turns.
+returns what it would send.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -18,17 +17,14 @@ import numpy as np
 import zstandard
 
 from distill.bench.runner import Figures, Work, interleaved
-from distill.bench.sync_stores import qwen3
+from distill.bench.sync_transports import qwen3
 from sync.delta import codec
 from sync.delta.codec import Effort
 
 LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 STEPS: Final = (1, 8)
 DENSITIES: Final = (0.01, 0.1, 0.3)
-TENSOR_ELEMENTS: Final = (16 << 20, 64 << 20)
-"""Of the tensor that speeds are taken on: small run, full run."""
-FORMAT_ROUNDS: Final = (5, 1)
-SPEED_ROUNDS: Final = (7, 3)
+ROUNDS: Final = 5
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
 SEQUENCE: Final = 64
 
@@ -104,8 +100,7 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
 # --- the trajectory ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """What is trained, and how long."""
 
     hidden: int
@@ -117,41 +112,33 @@ class Size:
     """Steps at learning rate 1e-3 before anything is measured."""
     settle: int
     """Steps at the measured learning rate before the first weights are kept."""
+    speed_elements: int
+    """Of the tensor that speeds are taken on."""
 
 
-SMALL = Size(hidden=256, layers=3, vocabulary=2048, tokens=512, warm_up=60, settle=4)
-FULL = Size(hidden=768, layers=12, vocabulary=20480, tokens=256, warm_up=40, settle=2)
+SMALL = Size(256, 3, 2048, tokens=512, warm_up=60, settle=4, speed_elements=16 << 20)
+LARGE = Size(768, 12, 20480, tokens=256, warm_up=40, settle=2, speed_elements=64 << 20)
 
 
-class Pair(NamedTuple):
-    """Weights at two times of one run."""
-
-    lr: float
-    steps: int
-    old: Weights
-    new: Weights
-
-
-def pairs(size: Size, seed: int = 0) -> Iterator[Pair]:
-    """For each of LRS, the weights now and each of STEPS optimizer steps later."""
+def trajectory(size: Size) -> Iterator[tuple[float, int, Weights, Weights]]:
+    """(learning rate, steps, old, new): for each of LRS the weights, and those each of STEPS steps later."""
     import torch
 
-    torch.manual_seed(seed)
-    model = qwen3(size.vocabulary, size.hidden, size.layers, size.hidden // 64, 64, 3 * size.hidden)
+    torch.manual_seed(0)
+    model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     _train(model, optimizer, size, size.warm_up)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for lr in LRS:
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr
         _train(model, optimizer, size, size.settle)
         old, done = _bits(model), 0
         for count in STEPS:
             _train(model, optimizer, size, count - done)
             done = count
-            yield Pair(lr, count, old, _bits(model))
+            yield lr, count, old, _bits(model)
 
 
 def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
@@ -185,95 +172,53 @@ def _bits(model: Any) -> Weights:
 # --- measurements -----------------------------------------------------------------------------------------
 
 
-def run(full: bool, rounds: int | None = None) -> Figures:
-    """Bytes on the trajectory, speeds on one large tensor; `full`: 101 M parameters instead of 3 M.
-
-    `rounds` of the large tensor; None: what the size can afford.
-    """
+def run(size: Size) -> Figures:
+    """Bytes on the trajectory, speeds on one large tensor."""
     rows, parameters = [], 0
-    for pair in pairs(FULL if full else SMALL):
-        rows.append(_row(pair, FORMAT_ROUNDS[full]))
-        parameters = sum(bits.size for bits in pair.old.values())
-    speeds = [_speed(density, TENSOR_ELEMENTS[full], rounds or SPEED_ROUNDS[full]) for density in DENSITIES]
+    for lr, steps, old, new in trajectory(size):
+        rows.append({"lr": lr, "steps": steps} | row(old, new))
+        parameters = sum(bits.size for bits in old.values())
+    speeds = [speed(density, size.speed_elements) for density in DENSITIES]
     return {"parameters": parameters, "rows": rows, "speeds": speeds}
 
 
-def _row(pair: Pair, rounds: int) -> Figures:
-    """Bytes and GB/s of every format on one pair; "entropy" is the bound given the old exponent."""
-    old, new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (pair.old, pair.new))
-    differ = old != new
-    step = np.abs(old.astype(np.int32) - new.astype(np.int32))[differ]
-    encoders = FORMATS | {effort: _encoder(effort) for effort in EFFORTS}
+def row(old: Weights, new: Weights) -> Figures:
+    """Bytes per parameter of every format; "entropy" is the bound given the old exponent."""
+    flat_old, flat_new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (old, new))
+    encoders = FORMATS | {effort: partial(encode, effort) for effort in EFFORTS}
     sizes: dict[str, float] = {
-        name: sum(map(len, _encode(encoder, pair).values())) for name, encoder in encoders.items()
+        name: sum(len(encoder(bits, new[tensor])) for tensor, bits in old.items())
+        for name, encoder in encoders.items()
     }
-    sizes["entropy"] = entropy_given_exponent(old, new) / 8
-    encode, decode = _rates(pair, encoders, rounds)
+    sizes["entropy"] = entropy_given_exponent(flat_old, flat_new) / 8
     return {
-        "lr": pair.lr,
-        "steps": pair.steps,
-        "changed": float(differ.mean()),
-        "by_one": float((step == 1).mean()) if step.size else 0.0,
-        "bytes_per_parameter": {name: size / old.size for name, size in sizes.items()},
-        "encode": encode,
-        "decode": decode,
+        "changed": float((flat_old != flat_new).mean()),
+        "bytes_per_parameter": {name: size / flat_old.size for name, size in sizes.items()},
     }
 
 
-def _speed(density: float, size: int, rounds: int) -> Figures:
-    """GB/s of our codec on random weights of which `density` change by one ULP, whatever their exponent."""
+def speed(density: float, size: int) -> Figures:
+    """GB/s of dense weights, of which `density` change by one ULP, in one thread; "compare" only compares."""
     random = np.random.default_rng(0)
     old = ((random.standard_normal(size, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
     sign = random.choice(np.array([1, 65535], np.uint16), size)
     new = np.where(random.random(size, np.float32) < density, old + sign, old)
-    pair = Pair(0.0, 1, {"w": old}, {"w": new})
-    encode, decode = _rates(pair, {effort: _encoder(effort) for effort in EFFORTS}, rounds)
-    return {"density": density, "encode": encode, "decode": decode}
-
-
-Rates = dict[str, dict[str, float]]
-"""Format → {"wall", "cpu"}: GB of dense weights a second of one thread, median."""
-
-
-def _rates(pair: Pair, encoders: Mapping[str, Encoder], rounds: int) -> tuple[Rates, Rates]:
-    """(encode, decode of our modes); "compare" is a plain comparison. What is decoded is checked first."""
-    out = {name: np.ones(bits.shape, bool) for name, bits in pair.old.items()}
-    encode = {name: Work(partial(_encode, encoder, pair)) for name, encoder in encoders.items()}
-    encode["compare"] = Work(
-        lambda: [np.not_equal(bits, pair.new[name], out=out[name]) for name, bits in pair.old.items()]
-    )
-    decode: dict[str, Work] = {}
+    differs = np.ones(size, bool)
+    works = {"compare": Work(partial(np.not_equal, old, new, out=differs))}
     for effort in EFFORTS:
-        blobs, target = _encode(_encoder(effort), pair), _copy(pair.old)
-        _apply(blobs, target)
-        assert all(np.array_equal(target[name], pair.new[name].ravel()) for name in target)
-        decode[effort] = Work(partial(_apply, blobs), partial(_copy, pair.old))
-    nbytes = sum(bits.nbytes for bits in pair.old.values())
-    return _gb_per_second(encode, rounds, nbytes), _gb_per_second(decode, rounds, nbytes)
+        blob, target = encode(effort, old, new), old.copy()
+        codec.apply(target, blob, "bf16")
+        assert np.array_equal(target, new)
+        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
+        works[f"{effort}: decode"] = Work(partial(_decode, blob), old.copy)
+    found = interleaved(works, ROUNDS)
+    return {"density": density} | {name: old.nbytes / median(taken) / 1e9 for name, taken in found.items()}
 
 
-def _gb_per_second(works: Mapping[str, Work], rounds: int, nbytes: int) -> Rates:
-    def rate(seconds: list[float]) -> float:
-        return nbytes / max(1e-9, median(seconds)) / 1e9
-
-    return {
-        name: {"wall": rate([one.wall for one in taken]), "cpu": rate([one.cpu for one in taken])}
-        for name, taken in interleaved(works, rounds).items()
-    }
+def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
+    """Ours."""
+    return codec.encode(old.ravel(), new.ravel(), "bf16", effort)
 
 
-def _encoder(effort: Effort) -> Encoder:
-    return lambda old, new: codec.encode(old.ravel(), new.ravel(), "bf16", effort)
-
-
-def _encode(encoder: Encoder, pair: Pair) -> dict[str, bytes]:
-    return {name: encoder(bits, pair.new[name]) for name, bits in pair.old.items()}
-
-
-def _copy(weights: Weights) -> Weights:
-    return {name: bits.ravel().copy() for name, bits in weights.items()}
-
-
-def _apply(blobs: Mapping[str, bytes], target: Weights) -> None:
-    for name, blob in blobs.items():
-        codec.apply(target[name], blob, "bf16")
+def _decode(blob: bytes, target: np.ndarray) -> None:
+    codec.apply(target, blob, "bf16")
