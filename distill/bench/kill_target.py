@@ -1,6 +1,6 @@
 """A real run in processes of its own: faults are injected into it, and it is observed from outside.
 
-    start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
+    start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) ─▶ end
                              suspend … wait_at_work | slow, relay, fill_disk … wait_at_work(anew=False)
 
 Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -120,21 +119,6 @@ class KillTarget:
         time.sleep(seconds)
         free(self.run_dir)
 
-    def kill_guardian(self, role: str) -> int:
-        """Kill −9 the guardian of a role; how many of the processes below it outlive it."""
-        guardian = next(
-            one for one in psutil.Process(self._launcher.pid).children() if guarded_role(one) == role
-        )
-        below = descendants(guardian.pid)
-        self._dead |= below
-        guardian.kill()
-        return len(_survivors(below))
-
-    def signal(self, role: str, number: signal.Signals) -> None:
-        """Send a signal to every process of a role."""
-        for process in self._role_processes()[role]:
-            process.send_signal(number)
-
     def kill_launcher(self, everything: bool = False) -> None:
         """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
         self._role_processes()
@@ -144,12 +128,6 @@ class KillTarget:
             process.kill()
         self._launcher.wait()
         self._await_empty()
-
-    def stop(self) -> int:
-        """SIGTERM to the launcher; its exit status."""
-        self._role_processes()
-        self._launcher.send_signal(signal.SIGTERM)
-        return self._ended()
 
     def end(self) -> None:
         """Wait until the run has come to its end. Raises DistillError when it fails."""
@@ -201,10 +179,6 @@ class KillTarget:
                 raise DistillError(f"{what} {why}; {self._log_end()}")
             time.sleep(POLL_SECONDS)
 
-    def wait_replaced(self, role: str) -> None:
-        """Until a role that was killed has a new process, working or not."""
-        self.wait(lambda: bool(set(self._role_processes().get(role, ())) - self._dead), f"another {role}")
-
     def wait_at_work(self, roles: Iterable[str], anew: bool = True) -> None:
         """Until every one of these roles has done work from now on; `anew`: with a new process."""
         since = {} if anew else dict.fromkeys(roles, time.time())
@@ -254,7 +228,7 @@ class KillTarget:
 
     def _await_empty(self) -> None:
         """Count the processes that outlive the launcher."""
-        self._seen = _survivors(self._seen)
+        self._seen = survivors(self._seen)
         self._orphans += len(self._seen)
 
     def _log_end(self) -> str:
@@ -338,7 +312,7 @@ def _is_engine(process: psutil.Process) -> bool:
         return False
 
 
-def _survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
+def survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
     """Those that still live after ORPHAN_SECONDS."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while any(map(lives, processes)) and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from distill.bench import runs, sync_codec, sync_transports
+from distill.bench import pipeline, sync_codec, sync_transports
 from distill.bench.runner import COLORS, Figures, TrialCache, bar, dress, markdown, panels
 from distill.bench.sync_codec import EFFORTS, FORMATS
 from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
@@ -55,13 +55,13 @@ def run(folder: Path, full: bool) -> dict[str, Figures]:
 def whole_run(folder: Path, steps: int = WHOLE_RUN_STEPS) -> Figures:
     """What syncing costs a quickstart of `steps` steps. Raises DistillError when it fails."""
     settings = [f"evaluation.every={steps}", "evaluation.prompts=64"]
-    runs.run_quickstart(folder, "quickstart", 0, steps, settings)
+    pipeline.run_quickstart(folder, "quickstart", 0, steps, settings)
     return figures_of_run(folder / "quickstart")
 
 
 def figures_of_run(run_dir: Path, settled: int = SETTLED) -> Figures:
     """From a finished run's own files."""
-    steps = runs.step_lines(run_dir)[settled:]
+    steps = pipeline.step_lines(run_dir)[settled:]
     summary = json.loads((run_dir / "summary.json").read_text())
     seconds = steps[-1]["time"] - steps[0]["time"]
     return {

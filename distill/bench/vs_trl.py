@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from distill import quickstart
-from distill.bench import pipeline, runs
+from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
 from distill.loading import load
@@ -40,7 +40,7 @@ PROBE_STEPS: Final = 8
 ROWS: Final = {
     "step_ms": Row("ms per step", ",.0f", -1),
     "tokens_per_second": Row("tokens generated and trained per second", ",.0f", 1),
-    "seconds_to_target": Row(f"seconds to a reverse KL of {runs.TARGET_KL}", ".1f", -1),
+    "seconds_to_target": Row(f"seconds to a reverse KL of {pipeline.TARGET_KL}", ".1f", -1),
     "reverse_kl": Row("reverse KL at the end", ".3f"),
     "pass_rate": Row("pass rate at the end", ".1%"),
 }
@@ -68,7 +68,7 @@ LARGE_SETTINGS: Final = (
     "trainer.lr=1e-4",
 )
 SIZES: Final = {
-    "toy": Size(steps=240, settled=runs.SETTLED, learns=True),
+    "toy": Size(steps=240, settled=pipeline.SETTLED, learns=True),
     "large": Size(steps=24, settled=8, learns=False, settings=LARGE_SETTINGS),
 }
 
@@ -89,9 +89,7 @@ def run(folder: Path, seeds: int = 2) -> Figures:
             trials["ours"].append(ours(cache, folder, name, seed))
             trials["TRL"].append(theirs(cache, python, folder, name, seed, precision, size.steps))
         by_side = {side: medians(of, ROWS) for side, of in trials.items()}
-        count = parameters(config_of(name, 0))
-        report["sizes"][name] = {"trl_precision": precision, "parameters": count, "medians": by_side}
-        report["sizes"][name]["trials"] = trials
+        report["sizes"][name] = {"trl_precision": precision, "medians": by_side, "trials": trials}
     return report
 
 
@@ -99,14 +97,9 @@ def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: ours is better."""
     lines = []
     for name, found in report["sizes"].items():
-        student, teacher = (found["parameters"][role] / 1e6 for role in ("student", "teacher"))
         sides = found["medians"]
-        lines += [
-            f"{name}: {student:.2f} M taught by {teacher:.2f} M parameters; TRL in {found['trl_precision']}",
-            "",
-            *comparison(sides["TRL"], sides["ours"], ROWS, ("TRL", "ours")),
-            "",
-        ]
+        rows = comparison(sides["TRL"], sides["ours"], ROWS, ("TRL", "ours"))
+        lines += [f"{name}; TRL in {found['trl_precision']}", "", *rows, ""]
     return "\n".join(lines)
 
 
@@ -162,26 +155,15 @@ def config_of(name: str, seed: int) -> RunConfig:
     return load(path, [*words, *settings_of(name, seed)])
 
 
-def parameters(config: RunConfig) -> dict[str, int]:
-    """Of student and teacher, from their checkpoints in bf16."""
-    from sync.snapshots.checkpoint import tensors
-
-    (teacher,) = config.teachers.values()
-    folders = {"student": Path(config.student.path), "teacher": Path(teacher.path)}
-    return {
-        role: sum(place.nbytes for place in tensors(path).values()) // 2 for role, path in folders.items()
-    }
-
-
 def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:
     """Our run, or what is kept of it."""
     words, size = settings_of(name, seed), SIZES[name]
 
     def make() -> Figures:
-        profile = runs.run_quickstart(folder, "ours", seed, size.steps, words)
-        found = runs.measure(folder / "ours", profile, size.settled)
+        profile = pipeline.run_quickstart(folder, "ours", seed, size.steps, words)
+        found = pipeline.measure(folder / "ours", profile, size.settled)
         speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
-        return learned(speed, runs.learned(folder / "ours") if size.learns else None)
+        return learned(speed, pipeline.learned(folder / "ours") if size.learns else None)
 
     return cache.get({"side": "ours", "seed": seed, "steps": size.steps, "settings": words}, make)
 
@@ -198,15 +180,15 @@ def theirs(
     config, output, size = config_of(name, seed), folder / "theirs", SIZES[name]
     learns = size.learns and steps == size.steps
     task = job(config, steps, precision)
-    task["save_at"] = [*range(runs.EVERY, steps, runs.EVERY), steps] if learns else []
+    task["save_at"] = [*range(pipeline.EVERY, steps, pipeline.EVERY), steps] if learns else []
 
     def make() -> Figures:
         lines = train(python, output, task)
         settled = lines[size.settled if steps == size.steps else steps // 4 :]
         first, last = settled[0], settled[-1]
         pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
-        speed = {"step_ms": runs.median_gap_ms(settled), "tokens_per_second": pace}
-        return learned(speed, runs.curve(config, SavedSteps(output), lines) if learns else None)
+        speed = {"step_ms": pipeline.median_gap_ms(settled), "tokens_per_second": pace}
+        return learned(speed, pipeline.curve(config, SavedSteps(output), lines) if learns else None)
 
     return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)
 

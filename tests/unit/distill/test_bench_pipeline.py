@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import pipeline, runs, vs_trl
+from distill.bench import pipeline, vs_trl
+from distill.bench.pipeline import CpuProfile
 from distill.bench.runner import Figures, TrialCache, comparison, cores
-from distill.bench.runs import CpuProfile
 from distill.loading import merge, parse_override
 
-SETTLED = runs.SETTLED
+SETTLED = pipeline.SETTLED
 
 
 def trial(step_ms: float, seed: int = 0, reverse_kl: float | None = 0.2) -> Figures:
@@ -41,7 +41,7 @@ def test_a_run_is_measured_from_its_files_without_its_first_steps(tmp_path: Path
             (110.0, {"trainer": 20.0, "machine": 20.0}),
         ]
     )
-    found = runs.measure(tmp_path, profile)
+    found = pipeline.measure(tmp_path, profile)
     assert found["step_ms"] == pytest.approx(250.0)
     assert found["trained_per_second"] == pytest.approx(900.0 / 0.25)
     assert found["generated_per_second"] == pytest.approx(1000.0 / 0.25)
@@ -67,8 +67,8 @@ def test_a_trial_is_kept_and_one_of_other_settings_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[object] = []
-    monkeypatch.setattr(runs, "run_quickstart", lambda *of: ran.append(of) or CpuProfile())
-    monkeypatch.setattr(runs, "measure", lambda *_: trial(250.0))
+    monkeypatch.setattr(pipeline, "run_quickstart", lambda *of: ran.append(of) or CpuProfile())
+    monkeypatch.setattr(pipeline, "measure", lambda *_: trial(250.0))
     for settings in (["a=1"], ["a=1"], ["a=2"]):
         cache = TrialCache(tmp_path / "trials.jsonl")
         assert pipeline.trial(cache, tmp_path, settings, 0, pipeline.SHORT)["step_ms"] == 250.0
@@ -85,7 +85,7 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
     }
     lines = pipeline.table(report).splitlines()
     assert "| ms per step, median | 300 | 150 | 2.00 |" in lines
-    assert f"| seconds to a reverse KL of {runs.TARGET_KL} | 30.0 | – |  |" in lines
+    assert f"| seconds to a reverse KL of {pipeline.TARGET_KL} | 30.0 | – |  |" in lines
     assert "| CPU ms per step: trainer | 101.0 | 100.5 |  |" in lines
 
 
