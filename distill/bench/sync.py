@@ -6,33 +6,242 @@
     whole_run   what all of it costs a run that trains                        toy
 
 `large` has 101 M parameters and comes with `full`.
+
+The trajectory: a small Qwen3, AdamW on fp32 masters, at several learning rates. The other formats are written
+from their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
+returns what it would send.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final
+from statistics import median
+from typing import Any, Final, NamedTuple
 
-from distill.bench import pipeline, sync_codec, sync_transports
-from distill.bench.runner import COLORS, Figures, TrialCache, bar, dress, markdown, panels
-from distill.bench.sync_codec import EFFORTS, FORMATS
+import numpy as np
+import zstandard
+
+from distill.bench import pipeline, sync_transports
+from distill.bench.runner import COLORS, Figures, TrialCache, Work, bar, dress, interleaved, markdown, panels
+from distill.bench.sync_transports import SHAPES
 from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
+from sync.delta import codec
+from sync.delta.codec import Effort
 
-WHOLE_RUN_STEPS: Final = 80
-SETTLED: Final = 20
-"""Steps of the whole run that are left out: the first ones pay for warming up."""
-PARTS: Final[dict[str, Callable[[bool, Path], Figures]]] = {
-    "codec": lambda large, _: sync_codec.run(sync_codec.LARGE if large else sync_codec.SMALL),
-    "transports": lambda large, folder: {"rows": sync_transports.run_stores(_shape(large), folder)},
-    "swaps": lambda large, folder: sync_transports.run_swaps(_shape(large), folder),
-    "whole_run": lambda _, folder: whole_run(folder),
+LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
+STEPS: Final = (1, 8)
+DENSITIES: Final = (0.01, 0.1, 0.3)
+ROUNDS: Final = 5
+EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
+SEQUENCE: Final = 64
+
+Weights = dict[str, np.ndarray]
+"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
+Encoder = Callable[[np.ndarray, np.ndarray], bytes]
+
+
+# --- other formats ----------------------------------------------------------------------------------------
+
+
+def int32_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """A 32-bit index and the new value of each changed element: six bytes."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    return index.astype("<i4").tobytes() + new.ravel()[index].tobytes()
+
+
+def gap16_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """The distance from the last changed element in 16 bits (0xFFFF: 32 more bits follow), and the value."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    gap = np.diff(index, prepend=-1) - 1
+    wide = gap[gap >= 0xFFFF].astype("<u4").tobytes()
+    return np.minimum(gap, 0xFFFF).astype("<u2").tobytes() + wide + new.ravel()[index].tobytes()
+
+
+def row_gaps_and_values(old: np.ndarray, new: np.ndarray) -> bytes:
+    """PULSE (arXiv 2602.03839): row and column differences in the narrowest type, absolute values, zstd-1."""
+    row, column = np.nonzero(old != new)
+    down = np.diff(row, prepend=0)
+    right = np.diff(column, prepend=0)
+    right[down != 0] = column[down != 0]
+    streams = [
+        down.astype("<u1" if down.size == 0 or down.max() < 256 else "<i4"),
+        right.astype("<u2" if right.size == 0 or right.max() < 65536 else "<i4"),
+        new[row, column],
+    ]
+    return zstandard.ZstdCompressor(level=1).compress(b"".join(stream.tobytes() for stream in streams))
+
+
+def xor_planes(old: np.ndarray, new: np.ndarray) -> bytes:
+    """High and low bytes of old XOR new, each compressed with zstd-3."""
+    planes = np.ascontiguousarray((old ^ new).ravel()).view("u1").reshape(-1, 2)
+    compressor = zstandard.ZstdCompressor(level=3)
+    return b"".join(compressor.compress(planes[:, byte].tobytes()) for byte in (0, 1))
+
+
+FORMATS: Final[dict[str, Encoder]] = {
+    "int32+value": int32_and_value,
+    "gap16+value": gap16_and_value,
+    "PULSE-style": row_gaps_and_values,
+    "XOR planes": xor_planes,
 }
 
 
-def _shape(large: bool) -> sync_transports.Shape:
-    return sync_transports.LARGE if large else sync_transports.TOY
+def entropy_given_exponent(old: np.ndarray, new: np.ndarray) -> float:
+    """Bits that the changes of flat bf16 arrays carry when the old exponent is known.
+
+    Σ over exponents of N · H(step), the step being 0 or the difference of the sign-ordered integers.
+    """
+    exponent = (old >> 7) & 255
+    step = _ordered(new) - _ordered(old)
+    pairs, counts = np.unique(exponent.astype(np.int64) << 32 | (step + (1 << 20)), return_counts=True)
+    total = np.bincount(pairs >> 32, counts, 256)[pairs >> 32]
+    return float(-(counts * np.log2(counts / total)).sum())
+
+
+def _ordered(bits: np.ndarray) -> np.ndarray:
+    """int64 that grows with the value of the float."""
+    wide = bits.astype(np.int64)
+    return np.where(wide & 0x8000, 0x7FFF - wide, wide)
+
+
+# --- the trajectory ---------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """What is trained, and how long."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int
+    """Per step."""
+    warm_up: int
+    """Steps at learning rate 1e-3 before anything is measured."""
+    settle: int
+    """Steps at the measured learning rate before the first weights are kept."""
+    speed_elements: int
+    """Of the tensor that speeds are taken on."""
+
+
+SIZES: Final = {
+    "toy": Size(256, 3, 2048, tokens=512, warm_up=60, settle=4, speed_elements=16 << 20),
+    "large": Size(768, 12, 20480, tokens=256, warm_up=40, settle=2, speed_elements=64 << 20),
+}
+
+
+def trajectory(size: Size) -> Iterator[tuple[float, int, Weights, Weights]]:
+    """(learning rate, steps, old, new): for each of LRS the weights, and those each of STEPS steps later."""
+    import torch
+
+    torch.manual_seed(0)
+    model = sync_transports.qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    _train(model, optimizer, size, size.warm_up)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for lr in LRS:
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        optimizer.param_groups[0]["lr"] = lr
+        _train(model, optimizer, size, size.settle)
+        old, done = _bits(model), 0
+        for count in STEPS:
+            _train(model, optimizer, size, count - done)
+            done = count
+            yield lr, count, old, _bits(model)
+
+
+def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
+    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
+    import torch
+
+    for _ in range(steps):
+        rows = size.tokens // SEQUENCE
+        first = torch.randint(size.vocabulary, (rows, 1))
+        stride = torch.randint(1, 17, (rows, 1))
+        tokens = (first + stride * torch.arange(SEQUENCE)) % size.vocabulary
+        noise = torch.rand(tokens.shape) < 0.1
+        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _bits(model: Any) -> Weights:
+    """The masters rounded to bf16."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
+    return found
+
+
+# --- bytes and speed of the codec ------------------------------------------------------------------------
+
+
+def run_codec(size: Size) -> Figures:
+    """Bytes on the trajectory, speeds on one large tensor."""
+    rows, parameters = [], 0
+    for lr, steps, old, new in trajectory(size):
+        rows.append({"lr": lr, "steps": steps} | row(old, new))
+        parameters = sum(bits.size for bits in old.values())
+    speeds = [speed(density, size.speed_elements) for density in DENSITIES]
+    return {"parameters": parameters, "rows": rows, "speeds": speeds}
+
+
+def row(old: Weights, new: Weights) -> Figures:
+    """Bytes per parameter of every format; "entropy" is the bound given the old exponent."""
+    flat_old, flat_new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (old, new))
+    encoders = FORMATS | {effort: partial(encode, effort) for effort in EFFORTS}
+    sizes: dict[str, float] = {
+        name: sum(len(encoder(bits, new[tensor])) for tensor, bits in old.items())
+        for name, encoder in encoders.items()
+    }
+    sizes["entropy"] = entropy_given_exponent(flat_old, flat_new) / 8
+    return {
+        "changed": float((flat_old != flat_new).mean()),
+        "bytes_per_parameter": {name: size / flat_old.size for name, size in sizes.items()},
+    }
+
+
+def speed(density: float, size: int) -> Figures:
+    """GB/s of dense weights, of which `density` change by one ULP, in one thread; "compare" only compares."""
+    random = np.random.default_rng(0)
+    old = ((random.standard_normal(size, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
+    sign = random.choice(np.array([1, 65535], np.uint16), size)
+    new = np.where(random.random(size, np.float32) < density, old + sign, old)
+    differs = np.ones(size, bool)
+    works = {"compare": Work(partial(np.not_equal, old, new, out=differs))}
+    for effort in EFFORTS:
+        blob, target = encode(effort, old, new), old.copy()
+        codec.apply(target, blob, "bf16")
+        assert np.array_equal(target, new)
+        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
+        works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.copy)
+    found = interleaved(works, ROUNDS)
+    return {"density": density} | {name: old.nbytes / median(taken) / 1e9 for name, taken in found.items()}
+
+
+def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
+    """The delta of one tensor, as published."""
+    return codec.encode(old.ravel(), new.ravel(), "bf16", effort)
+
+
+# --- parts -----------------------------------------------------------------------------------------------
+
+WHOLE_RUN_STEPS: Final = 80
+PARTS: Final[dict[str, Callable[[str, Path], Figures]]] = {
+    "codec": lambda size, _: run_codec(SIZES[size]),
+    "transports": lambda size, folder: {"rows": sync_transports.run_stores(SHAPES[size], folder)},
+    "swaps": lambda size, folder: sync_transports.run_swaps(SHAPES[size], folder),
+    "whole_run": lambda _, folder: whole_run(folder),
+}
 
 
 def run(folder: Path, full: bool) -> dict[str, Figures]:
@@ -42,9 +251,8 @@ def run(folder: Path, full: bool) -> dict[str, Figures]:
     """
     cache, figures = TrialCache(folder / "trials.jsonl"), {}
     for size in ("toy", "large") if full else ("toy",):
-        large = size == "large"
         figures[size] = {
-            name: cache.get({"size": size, "part": name}, lambda: part(large, folder))  # noqa: B023
+            name: cache.get({"size": size, "part": name}, lambda: part(size, folder))  # noqa: B023
             for name, part in PARTS.items()
             if (size, name) != ("large", "whole_run")
         }
@@ -52,14 +260,14 @@ def run(folder: Path, full: bool) -> dict[str, Figures]:
     return figures
 
 
-def whole_run(folder: Path, steps: int = WHOLE_RUN_STEPS) -> Figures:
-    """What syncing costs a quickstart of `steps` steps. Raises DistillError when it fails."""
-    settings = [f"evaluation.every={steps}", "evaluation.prompts=64"]
-    pipeline.run_quickstart(folder, "quickstart", 0, steps, settings)
+def whole_run(folder: Path) -> Figures:
+    """What syncing costs a quickstart. Raises DistillError when it fails."""
+    settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64"]
+    pipeline.run_quickstart(folder, "quickstart", 0, WHOLE_RUN_STEPS, settings)
     return figures_of_run(folder / "quickstart")
 
 
-def figures_of_run(run_dir: Path, settled: int = SETTLED) -> Figures:
+def figures_of_run(run_dir: Path, settled: int = pipeline.SETTLED) -> Figures:
     """From a finished run's own files."""
     steps = pipeline.step_lines(run_dir)[settled:]
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -103,20 +311,20 @@ def goals(toy: Figures) -> Iterator[tuple[str, float, float]]:
     yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
 
 
-def _codec(size: str, codec: Figures) -> list[str]:
+def _codec(size: str, found: Figures) -> list[str]:
     columns, rows = (*FORMATS, *EFFORTS, "entropy"), []
-    for row in codec["rows"]:
+    for row in found["rows"]:
         sizes = row["bytes_per_parameter"]
         rows.append(
             [f"{row['lr']:.0e}, {row['steps']}", f"{row['changed']:.2%}"]
             + [f"{sizes[name]:.3g}" for name in columns]
             + [f"{sizes['small'] / sizes['PULSE-style']:.2f}"]
         )
-    speeds = codec["speeds"]
+    speeds = found["speeds"]
     ways = [name for name in speeds[0] if name != "density"]
     cells = [[f"{speed['density']:.0%}", *(f"{speed[way]:.2f}" for way in ways)] for speed in speeds]
     return [
-        f"### Codec, {size}: bytes per parameter, {codec['parameters']:,} parameters (dense bf16: 2)",
+        f"### Codec, {size}: bytes per parameter, {found['parameters']:,} parameters (dense bf16: 2)",
         "",
         *markdown(["lr, steps apart", "changed", *columns, "small / PULSE-style"], rows),
         "",

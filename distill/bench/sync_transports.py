@@ -76,10 +76,11 @@ class Shape(NamedTuple):
     """In a window that has some."""
 
 
-TOY: Final = Shape(96, 2, 256, 29, rank=8, repeats=7, in_flight=256, window_seconds=4, swaps=8)
-"""The quickstart's student, and its load."""
-LARGE: Final = Shape(768, 12, 2304, 20480, rank=32, repeats=3, in_flight=16, window_seconds=12, swaps=3)
-"""101 M parameters."""
+SHAPES: Final = {
+    "toy": Shape(96, 2, 256, 29, rank=8, repeats=7, in_flight=256, window_seconds=4, swaps=8),
+    "large": Shape(768, 12, 2304, 20480, rank=32, repeats=3, in_flight=16, window_seconds=12, swaps=3),
+}
+"""The quickstart's student and its load; 101 M parameters."""
 
 
 def qwen3(vocabulary: int, hidden: int, layers: int, feed_forward: int) -> Any:

@@ -11,9 +11,8 @@ import pytest
 import zstandard
 
 from distill.bench import sync as bench
-from distill.bench import sync_codec as codec
 from distill.bench import sync_transports as transports
-from distill.bench.sync_codec import (
+from distill.bench.sync import (
     FORMATS,
     entropy_given_exponent,
     gap16_and_value,
@@ -81,23 +80,23 @@ def test_the_entropy_given_the_exponent_matches_a_case_counted_by_hand() -> None
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures of the codec on a trajectory of one learning rate."""
-    monkeypatch.setattr(codec, "LRS", (1e-6,))
-    monkeypatch.setattr(codec, "ROUNDS", 1)
-    return codec.run(codec.Size(64, 1, 64, tokens=64, warm_up=2, settle=1, speed_elements=1 << 16))
+    monkeypatch.setattr(bench, "LRS", (1e-6,))
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    return bench.run_codec(bench.Size(64, 1, 64, tokens=64, warm_up=2, settle=1, speed_elements=1 << 16))
 
 
 def test_a_tiny_trajectory_is_measured_in_every_format(tiny: dict[str, Any]) -> None:
     assert [(row["lr"], row["steps"]) for row in tiny["rows"]] == [(1e-6, 1), (1e-6, 8)]
     for row in tiny["rows"]:
         size_of = row["bytes_per_parameter"]
-        assert size_of.keys() == {*FORMATS, *codec.EFFORTS, "entropy"}
+        assert size_of.keys() == {*FORMATS, *bench.EFFORTS, "entropy"}
         assert size_of["int32+value"] == pytest.approx(6 * row["changed"])
         assert size_of["small"] < size_of["fast"] < size_of["int32+value"]
     assert [speed["density"] for speed in tiny["speeds"]] == [0.01, 0.1, 0.3]
 
 
 def test_every_store_takes_every_kind(tmp_path: Path) -> None:
-    found = transports.run_stores(transports.TOY._replace(repeats=1), tmp_path)
+    found = transports.run_stores(transports.SHAPES["toy"]._replace(repeats=1), tmp_path)
     assert [(one["store"], one["kind"]) for one in found] == [
         (store, kind) for store in ("directory", "xet", "bucket", "s3") for kind in ("full", "delta", "lora")
     ]
@@ -143,12 +142,12 @@ def test_parts_are_kept_printed_drawn_and_held_against_the_goals(
     one = {"store": "xet", "kind": "delta", "bytes": 7, "publish_seconds": 0.001, "stage_seconds": 0.001}
     whole = bench.figures_of_run(run_folder(tmp_path / "run"), settled=1)
     made = {"codec": tiny, "transports": {"rows": [one]}, "swaps": SWAPS, "whole_run": whole}
-    asked: list[tuple[bool, str]] = []
+    asked: list[tuple[str, str]] = []
     for name, figures in made.items():
         monkeypatch.setitem(bench.PARTS, name, lambda f, _, n=name, g=figures: asked.append((f, n)) or g)
     bench.run(tmp_path / "out", full=False)
     results = bench.run(tmp_path / "out", full=True)
-    toy, large = ([name for full, name in asked if full is size] for size in (False, True))
+    toy, large = ([name for of, name in asked if of == size] for size in ("toy", "large"))
     assert toy == list(made), "what is kept is not measured again"
     assert large == ["codec", "transports", "swaps"], "no run trains the large model"
     assert (tmp_path / "out/sync.png").stat().st_size > 10_000

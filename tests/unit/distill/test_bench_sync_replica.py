@@ -76,7 +76,7 @@ class Events:
 def shape(monkeypatch: pytest.MonkeyPatch) -> bench.Shape:
     """The toy in short windows: two full versions, then two turns of three deltas."""
     monkeypatch.setattr(bench, "TURNS", 2)
-    return bench.TOY._replace(window_seconds=0.05, swaps=3, repeats=2, in_flight=16)
+    return bench.SHAPES["toy"]._replace(window_seconds=0.05, swaps=3, repeats=2, in_flight=16)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
