@@ -14,8 +14,7 @@
     disk        the disk of the run's folder is full for a while
 
 Every kind hits every target once before any does so again, in random order. Each event is a line of
-chaos.jsonl in the run's folder. The same command given again, after this program was stopped, resumes with
-the next one; of a run that has ended it prints the figures again.
+chaos.jsonl in the run's folder.
 """
 
 from __future__ import annotations
@@ -26,21 +25,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from distill import quickstart
-from distill.bench.faults import keep, mount
-from distill.bench.kill_target import CONTROLLER, KillTarget, kind_of
-from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
+from distill.bench.faults import CUT, MALFORMED, keep, mount
+from distill.bench.kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
 from distill.bench.runner import Figures, markdown
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.loading import load
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.errors import ConfigError, DistillError
-from sync.jsonl import JsonLines, read_lines
+from sync.jsonl import JsonLines
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"
@@ -60,62 +58,7 @@ STEPS_PER_EVENT = 40
 """Length of the quickstart: enough that it still runs at the last event."""
 TIMEOUT = 4.0
 """Times run.start_seconds that anything may take before the run counts as stuck."""
-_OTHERWISE = VIOLATIONS.keys() - {"lost", "trained_twice", "too_old"}
-Seconds = dict[str, dict[str, list[float]]]
-"""Kind → target's kind → seconds of every recovery."""
-
-
-def run(
-    kill_target: KillTarget,
-    events: int,
-    seed: int,
-    kinds: Sequence[str] = KINDS,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Start or resume the run, inject faults until there were `events`, let it end; figures.
-
-    Raises DistillError when it does not recover.
-    """
-    rng, path = random.Random(f"{seed} moments"), kill_target.run_dir / "chaos.jsonl"
-    done = read_lines(path)
-    before, left = (done[-1]["elapsed"], done[-1]["orphans"]) if done else (0.0, 0)
-    began = time.monotonic()
-    with kill_target:
-        newest = kill_target.step()
-        kill_target.start(resume=(kill_target.run_dir / "journal").is_dir())
-        kill_target.wait(lambda: kill_target.over() or kill_target.step() > newest, "a step")
-        kill_target.wait_at_work(kill_target.roles())
-        targets = _targets(random.Random(seed), kinds, kill_target.roles(), kill_target.helpers())
-        left_over = itertools.islice(targets, len(done), events)
-        for number, (kind, target) in enumerate(left_over, len(done) + 1):
-            time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
-            if kill_target.over():
-                break
-            step, took = kill_target.step(), INJECT[kind](kill_target, rng, target)
-            elapsed, orphans = before + time.monotonic() - began, left + kill_target.orphans()
-            event = {"kind": kind, "target": target, "step": step, "seconds": took}
-            done.append({**event, "elapsed": elapsed, "orphans": orphans})
-            _append(path, done[-1])
-            report(
-                f"{number:>3} of {events}, {elapsed / 60:.1f} min: {kind} {target} at step {step}, "
-                f"at work after {took:.1f} s"
-            )
-        kill_target.end()
-    seconds: Seconds = defaultdict(lambda: defaultdict(list))
-    for line in done:
-        seconds[line["kind"]][kind_of(line["target"])].append(line["seconds"])
-    return figures(audit(kill_target.run_dir), seconds, kill_target.summary()) | {
-        "events_asked": events,
-        "seed": seed,
-        "orphans": left + kill_target.orphans(),
-        "seconds": before + time.monotonic() - began,
-    }
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    lines = JsonLines(path)
-    lines.write(line)
-    lines.close()
+Line = dict[str, Any]
 
 
 def chosen(kinds: str) -> list[str]:
@@ -126,8 +69,8 @@ def chosen(kinds: str) -> list[str]:
     return found
 
 
-def kill_target(
-    config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str] = KINDS
+def target_of(
+    config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str]
 ) -> KillTarget:
     """The run of a file or the quickstart's, with restarts enough. Raises ConfigError."""
     path, ours = (config, []) if config else quickstart.source(0)
@@ -145,157 +88,175 @@ def kill_target(
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
     ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
     settings = load(path, ours)
-    relayed = "distill.bench.faults" if {"cut", "malformed"} & set(kinds) else "distill.cli.main"
-    command = [sys.executable, "-P", "-m", relayed, "run", str(path)]
+    program = ["distill.bench.faults"] if {CUT, MALFORMED} & set(kinds) else ["distill.cli.main", "run"]
+    command = [sys.executable, "-P", "-m", *program, str(path)]
     command += [word for override in ours for word in ("--set", override)]
     return KillTarget(command, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
 
 
-def mount_disk(run_dir: Path, gib: float) -> None:
-    """Put the folder of a run that has not begun on a small disk; keep that of one to resume."""
-    if not (run_dir / "journal").is_dir() and not run_dir.is_mount():
+@contextmanager
+def small_disk(run_dir: Path, gib: float) -> Iterator[None]:
+    """Put the folder of a run on a small disk, and its files back in the end; 0: leave it where it is."""
+    if gib:
         mount(run_dir, round(gib * (1 << 20)))
+    try:
+        yield
+    finally:
+        if gib:
+            keep(run_dir)
 
 
-def keep_run(run_dir: Path) -> None:
-    """Copy a run that has ended from its small disk to where the folder is."""
-    if run_dir.is_mount():
-        keep(run_dir)
+def run(
+    target: KillTarget, events: int, seed: int, kinds: Sequence[str], report: Callable[[str], None]
+) -> Figures:
+    """Start the run, inject faults, let it end; figures. Raises DistillError when it does not recover."""
+    rng, began = random.Random(f"{seed} moments"), time.monotonic()
+    done: list[Line] = []
+    with target:
+        target.start()
+        target.wait(lambda: target.over() or target.step() > 0, "a step")
+        target.wait_at_work(target.roles())
+        lines = JsonLines(target.run_dir / "chaos.jsonl")
+        pairs = targets(random.Random(seed), kinds, target.roles(), target.helpers())
+        for kind, hit in itertools.islice(pairs, events):
+            time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
+            if target.over():
+                break
+            step = target.step()
+            done.append(
+                {"kind": kind, "target": hit, "step": step, "seconds": INJECT[kind](target, rng, hit)}
+            )
+            lines.write(done[-1])
+            report(
+                f"{len(done):>3} of {events}, {(time.monotonic() - began) / 60:.1f} min: {kind} {hit} "
+                f"at step {step}, recovered in {done[-1]['seconds']:.1f} s"
+            )
+        target.end()
+    found = {"events_asked": events, "seconds": time.monotonic() - began, "orphans": target.orphans()}
+    return figures(audit(target.run_dir), done, target.summary()) | found
 
 
-# --- targets -----------------------------------------------------------------------------------------------
-
-
-def _targets(
+def targets(
     rng: random.Random, kinds: Sequence[str], roles: Sequence[str], helpers: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Rounds of every kind with every target, shuffled, without end; one of several processes of a role."""
     names = sorted([*roles, *helpers])
-    role_processes = sorted({kind_of(role) for role in roles})
-    servers = [one for one in role_processes if one != kind_of(TRAINER)]
-    targets = {
-        "kill": [*role_processes, CONTROLLER, ALL],
-        "stop": [*role_processes, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
-        "slow": [*role_processes, CONTROLLER],
+    processes = sorted({kind_of(role) for role in roles})
+    servers = [one for one in processes if one != kind_of(TRAINER)]
+    hit = {
+        "kill": [*processes, CONTROLLER, ALL],
+        "stop": [*processes, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
+        "slow": [*processes, CONTROLLER],
         "cut": [*servers, CONTROLLER],
         "malformed": [one for one in servers if one != EVALUATOR],
         "disk": [DISK],
     }
-    pairs = [(kind, target) for kind in KINDS if kind in kinds for target in targets[kind]]
+    pairs = [(kind, one) for kind in KINDS if kind in kinds for one in hit[kind]]
     while True:
         rng.shuffle(pairs)
-        for kind, target in pairs:
-            yield kind, rng.choice([name for name in names if kind_of(name) == target] or [target])
+        for kind, one in pairs:
+            yield kind, rng.choice([name for name in names if kind_of(name) == one] or [one])
 
 
 # --- faults: each is injected, waits for the recovery, and returns its seconds ---------------------------
 
 
-def _kill(kill_target: KillTarget, rng: random.Random, target: str) -> float:
-    roles, began = kill_target.roles(), time.monotonic()
-    if target in (CONTROLLER, ALL):
-        kill_target.kill_launcher(everything=target == ALL)
-        kill_target.start(resume=True)
-        kill_target.wait_at_work(roles)
+def _kill(target: KillTarget, rng: random.Random, role: str) -> float:
+    roles, began = target.roles(), time.monotonic()
+    if role in (CONTROLLER, ALL):
+        target.kill_launcher(everything=role == ALL)
+        target.start(resume=True)
+        target.wait_at_work(roles)
     else:
-        kill_target.wait(lambda: target in kill_target.roles(), f"a process of {target}")
-        kill_target.kill(target, rng)
-        kill_target.wait_at_work([target])
+        target.wait(lambda: role in target.roles(), f"a process of {role}")
+        target.kill(role, rng)
+        target.wait_at_work([role])
     return time.monotonic() - began
 
 
-def _stop(kill_target: KillTarget, rng: random.Random, target: str) -> float:
+def _stop(target: KillTarget, rng: random.Random, role: str) -> float:
     """Raises DistillError when the controller, continued, kills healthy processes."""
-    if target == CONTROLLER:
-        before = kill_target.processes()
-        seconds = _temporary(kill_target, target, lambda: kill_target.pause(target, STOP_SECONDS))
-        if gone := before - kill_target.processes():
+    if role == CONTROLLER:
+        before = target.processes()
+        seconds = _temporary(target, role, lambda: target.pause(role, STOP_SECONDS))
+        if gone := before - target.processes():
             raise DistillError(f"the controller was stopped for a while, and when continued it killed {gone}")
         return seconds
-    kill_target.wait(
-        lambda: target in [*kill_target.roles(), *kill_target.helpers()], f"a process of {target}"
-    )
+    target.wait(lambda: role in [*target.roles(), *target.helpers()], f"a process of {role}")
     began = time.monotonic()
-    kill_target.suspend(target, rng)
-    if target == DEEPSPEED:
-        kill_target.kill(TRAINER, rng)
-    kill_target.wait_at_work([TRAINER if target == DEEPSPEED else target.removeprefix(ENGINE_OF)])
+    target.suspend(role, rng)
+    if role == DEEPSPEED:
+        target.kill(TRAINER, rng)
+    target.wait_at_work([TRAINER if role == DEEPSPEED else role.removeprefix(ENGINE_OF)])
     return time.monotonic() - began
 
 
-def _temporary(kill_target: KillTarget, target: str, fault: Callable[[], None]) -> float:
+def _temporary(target: KillTarget, role: str, fault: Callable[[], None]) -> float:
     """A fault that kills no process: seconds from its end to the recovery."""
-    roles = kill_target.roles()
+    roles = target.roles()
     fault()
     began = time.monotonic()
-    kill_target.wait_at_work([target] if target in roles else roles, anew=False)
+    target.wait_at_work([role] if role in roles else roles, anew=False)
     return time.monotonic() - began
 
 
 INJECT: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
     "kill": _kill,
     "stop": _stop,
-    "slow": lambda one, rng, target: _temporary(one, target, lambda: one.slow(target, FAULT_SECONDS)),
-    "cut": lambda one, rng, target: _temporary(one, target, lambda: one.cut(target)),
-    "malformed": lambda one, rng, target: _temporary(one, target, lambda: one.malform(target)),
-    "disk": lambda one, rng, target: _temporary(one, target, lambda: one.fill_disk(FAULT_SECONDS)),
+    "slow": lambda one, rng, role: _temporary(one, role, lambda: one.slow(role, FAULT_SECONDS)),
+    "cut": lambda one, rng, role: _temporary(one, role, lambda: one.relay(role, CUT)),
+    "malformed": lambda one, rng, role: _temporary(one, role, lambda: one.relay(role, MALFORMED)),
+    "disk": lambda one, rng, role: _temporary(one, role, lambda: one.fill_disk(FAULT_SECONDS)),
 }
 
 
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def figures(report: AuditReport, seconds: Seconds, summary: dict[str, Any]) -> Figures:
-    """What the documentation prints."""
-    broken = {name: len(report.violations.get(name, [])) for name in VIOLATIONS}
+def figures(report: AuditReport, done: Sequence[Line], summary: dict[str, Any]) -> Figures:
+    """Recoveries by kind and target, and what the audit found."""
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in done:
+        seconds[line["kind"], kind_of(line["target"])].append(line["seconds"])
     return {
-        "events": {
-            kind: {
-                target: {"times": len(took), "median": median(took), "max": max(took)}
-                for target, took in sorted(seconds[kind].items())
-            }
-            for kind in KINDS
-            if kind in seconds
-        },
-        **broken,
+        "events": [
+            {"kind": kind, "of": of, "times": len(took), "median": median(took), "max": max(took)}
+            for (kind, of), took in sorted(seconds.items())
+        ],
+        **{name: len(report.violations.get(name, [])) for name in VIOLATIONS},
         "ok": report.ok,
         "trained": report.trained,
         "oldest": report.oldest,
         "weights_identical": summary.get("weights_identical"),
         "completed": summary.get("completed"),
-        "steps": summary.get("steps"),
-        "dropped": summary.get("tokens", {}).get("dropped"),
-        "audit": asdict(report),
     }
 
 
-def holds(figures: dict[str, Any]) -> bool:
+def holds(figures: Figures) -> bool:
     """Whether the run came through with every guarantee."""
     return bool(
         figures["ok"] and figures["completed"] and figures["weights_identical"] and not figures["orphans"]
     )
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: Figures) -> str:
     """The figures as Markdown."""
-    events = [
-        (kind, target, one) for kind, targets in figures["events"].items() for target, one in targets.items()
-    ]
+    events = figures["events"]
     rows = [
-        [kind, target, str(one["times"]), f"{one['median']:.1f}", f"{one['max']:.1f}"]
-        for kind, target, one in events
+        [one["kind"], one["of"], str(one["times"]), f"{one['median']:.1f}", f"{one['max']:.1f}"]
+        for one in events
     ]
     found = {
-        "events": f"{sum(one['times'] for *_, one in events)} of {figures['events_asked']}",
+        "events": f"{sum(one['times'] for one in events)} of {figures['events_asked']}",
         "rollouts trained": figures["trained"],
         "lost": figures["lost"],
         "trained twice": figures["trained_twice"],
-        "over age": figures["too_old"],
-        "otherwise wrong": sum(figures[name] for name in _OTHERWISE),
-        "weights identical": figures["weights_identical"],
+        "beyond the bound": figures["too_old"],
+        "otherwise wrong": sum(figures[n] for n in VIOLATIONS.keys() - {"lost", "trained_twice", "too_old"}),
+        "oldest, versions": figures["oldest"],
         "orphans": figures["orphans"],
-        "steps": figures["steps"],
+        "weights identical": figures["weights_identical"],
         "minutes": f"{figures['seconds'] / 60:.1f}",
     }
-    head = ["fault", "of", "times", "back at work, median s", "max s"]
+    head = ["fault", "of", "times", "recovered, median s", "max s"]
     return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in found.items())])

@@ -1,6 +1,6 @@
 """Faults that need help: relays that cut connections or malform answers, and a small disk that can be filled.
 
-    python -m distill.bench.faults run CONFIG …      `distill run` whose roles talk through relays
+    python -m distill.bench.faults CONFIG --set KEY=VALUE …      a run whose roles talk through relays
 
     controller ──▶ relay ──▶ replica, teacher, evaluator        trainer's ranks ──▶ relay ──▶ controller
 
@@ -15,21 +15,27 @@ The relays live in a thread of the launcher and end with it; it supervises its o
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from rich.console import Console
 
 from distill.config import RunConfig
 from distill.launch import run
 from distill.launch.roles import Plan, Ports, plan_servers, trainer_child
 from distill.launch.supervise import ChildSpec
+from distill.loading import load
 from sync.errors import ConfigError
+from sync.secrets import redact_process
 
 FAULTS = "faults"
 CUT, MALFORMED = "cut", "malformed"
@@ -152,7 +158,7 @@ class Relays:
     def __init__(self, folder: Path) -> None:
         """`folder`: of the orders; those for an earlier launcher are removed."""
         self._folder, self._relays = folder, dict[str, Relay]()
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
             old.unlink()
         self._loop = asyncio.new_event_loop()
@@ -174,25 +180,30 @@ class Relays:
 
 
 def main() -> None:
-    """The command line, with relays between the roles of the runs that it starts."""
-    from distill.cli.main import main as command_line
-
-    relays: list[Relays] = []
+    """Run a configuration with relays between the roles; exit 1 where the run ends with problems."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--resume", action="store_true")
+    given = parser.parse_args()
+    config = load(given.config, given.set)
+    redact_process()
+    relays = Relays(config.run_dir / FAULTS)
 
     def planned(config: RunConfig, token: str | None, ports: Ports) -> Plan:
-        relays.append(Relays(config.run_dir / FAULTS))
         plan = plan_servers(config, token, ports)
-        urls = {child.url: relays[0].before(child.name, child.url) for child in plan.children if child.url}
+        urls = {child.url: relays.before(child.name, child.url) for child in plan.children if child.url}
         plan.replicas = {name: urls.get(url, url) for name, url in plan.replicas.items()}
         plan.teachers = {name: [urls.get(url, url) for url in all_] for name, all_ in plan.teachers.items()}
         plan.evaluator = urls.get(plan.evaluator or "", plan.evaluator)
         return plan
 
     def trainer(config: RunConfig, url: str, token: str | None) -> ChildSpec:
-        return trainer_child(config, relays[0].before("controller", url), token)
+        return trainer_child(config, relays.before("controller", url), token)
 
     vars(run).update(plan_servers=planned, trainer_child=trainer)
-    command_line()
+    summary = asyncio.run(run.run(config, resume=given.resume, console=Console()))
+    sys.exit(bool(summary["problems"]))
 
 
 if __name__ == "__main__":

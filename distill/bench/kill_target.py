@@ -1,7 +1,7 @@
 """A real run in processes of its own: faults are injected into it, and it is observed from outside.
 
-    start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) | stop ─▶ end
-                             suspend … wait_at_work | slow, cut, malform, fill_disk … wait_at_work(anew=False)
+    start ─▶ wait_at_work ─▶ kill … wait_at_work | kill_launcher … start(resume=True) ─▶ end
+                             suspend … wait_at_work | slow, relay, fill_disk … wait_at_work(anew=False)
 
 Leaving the context kills what is left of it. Linux only: processes are found below the launcher's.
 """
@@ -10,32 +10,23 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 import psutil
 
-from distill.bench.faults import CUT, FAULTS, MALFORMED, fill, free
-from distill.bench.process_tree import (
-    DEEPSPEED,
-    ENGINE_OF,
-    descendants,
-    helpers,
-    lives,
-    role_processes,
-)
+from distill.bench.faults import FAULTS, fill, free
 from distill.launch.guardian import guarded_role
 from distill.launch.roles import EVALUATOR, TRAINER
 from distill.launch.supervise import last_lines
+from student_trainer.launch import ranks_of
 from sync.errors import DistillError
 
-CONTROLLER = "controller"
+CONTROLLER, DEEPSPEED, ENGINE_OF = "controller", "deepspeed launcher", "engine of "
 POLL_SECONDS = 0.2
 SLOW_SECONDS = 0.5
 """Of a slow process, from one stop to the next."""
@@ -63,7 +54,7 @@ class KillTarget:
     def __enter__(self) -> KillTarget:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -115,15 +106,8 @@ class KillTarget:
         for process in filter(lives, processes):
             process.resume()
 
-    def cut(self, role: str) -> None:
-        """Have a relay reset every connection to a role's server; returns once it had some."""
-        self._relay(role, CUT)
-
-    def malform(self, role: str) -> None:
-        """Have a relay malform a stretch of the role's next long answer; returns afterwards."""
-        self._relay(role, MALFORMED)
-
-    def _relay(self, role: str, fault: str) -> None:
+    def relay(self, role: str, fault: str) -> None:
+        """Have the relay before a role's server inject a fault of `faults`; returns afterwards."""
         order = self.run_dir / FAULTS / f"{role}.{fault}"
         order.touch()
         self.wait(lambda: self.over() or not order.exists(), f"{fault} of {role}")
@@ -135,21 +119,6 @@ class KillTarget:
         time.sleep(seconds)
         free(self.run_dir)
 
-    def kill_guardian(self, role: str) -> int:
-        """Kill −9 the guardian of a role; how many of the processes below it outlive it."""
-        guardian = next(
-            one for one in psutil.Process(self._launcher.pid).children() if guarded_role(one) == role
-        )
-        below = descendants(guardian.pid)
-        self._dead |= below
-        guardian.kill()
-        return len(_survivors(below))
-
-    def signal(self, role: str, number: signal.Signals) -> None:
-        """Send a signal to every process of a role."""
-        for process in self._role_processes()[role]:
-            process.send_signal(number)
-
     def kill_launcher(self, everything: bool = False) -> None:
         """Kill −9 the launcher, which is the controller, or all processes; wait until nothing is left."""
         self._role_processes()
@@ -159,12 +128,6 @@ class KillTarget:
             process.kill()
         self._launcher.wait()
         self._await_empty()
-
-    def stop(self) -> int:
-        """SIGTERM to the launcher; its exit status."""
-        self._role_processes()
-        self._launcher.send_signal(signal.SIGTERM)
-        return self._ended()
 
     def end(self) -> None:
         """Wait until the run has come to its end. Raises DistillError when it fails."""
@@ -180,7 +143,7 @@ class KillTarget:
 
     def helpers(self) -> list[str]:
         """What else has a process now: DEEPSPEED, "engine of student-0"."""
-        return sorted(helpers(self._launcher.pid))
+        return sorted(helper_processes(self._launcher.pid))
 
     def processes(self) -> set[psutil.Process]:
         """Of all roles, now."""
@@ -216,10 +179,6 @@ class KillTarget:
                 raise DistillError(f"{what} {why}; {self._log_end()}")
             time.sleep(POLL_SECONDS)
 
-    def wait_replaced(self, role: str) -> None:
-        """Until a role that was killed has a new process, working or not."""
-        self.wait(lambda: bool(set(self._role_processes().get(role, ())) - self._dead), f"another {role}")
-
     def wait_at_work(self, roles: Iterable[str], anew: bool = True) -> None:
         """Until every one of these roles has done work from now on; `anew`: with a new process."""
         since = {} if anew else dict.fromkeys(roles, time.time())
@@ -253,7 +212,7 @@ class KillTarget:
     def _named(self, role: str) -> list[psutil.Process]:
         """Processes of a role, of a helper, or the launcher, which is the controller."""
         launcher = psutil.Process(self._launcher.pid)
-        return {**self._role_processes(), **helpers(launcher.pid), CONTROLLER: [launcher]}[role]
+        return {**self._role_processes(), **helper_processes(launcher.pid), CONTROLLER: [launcher]}[role]
 
     def _ended(self) -> int:
         step, deadline = self.step(), time.monotonic() + self._timeout
@@ -269,7 +228,7 @@ class KillTarget:
 
     def _await_empty(self) -> None:
         """Count the processes that outlive the launcher."""
-        self._seen = _survivors(self._seen)
+        self._seen = survivors(self._seen)
         self._orphans += len(self._seen)
 
     def _log_end(self) -> str:
@@ -300,7 +259,60 @@ def kind_of(role: str) -> str:
     return "trainer rank" if role == TRAINER else role.split("-")[0]
 
 
-def _survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
+# --- processes of a run, by the launcher's process id ------------------------------------------------------
+
+
+def role_processes(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Role → the processes that do its work, the server or the trainer's ranks; only roles that have one."""
+    found = {}
+    for guardian in descendants(launcher, recursive=False):
+        name = guarded_role(guardian)
+        if name is not None:
+            working = (
+                ranks_of(guardian.pid) if name == TRAINER else descendants(guardian.pid, recursive=False)
+            )
+            found[name] = [process for process in working if lives(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def helper_processes(launcher: int) -> dict[str, list[psutil.Process]]:
+    """Name → processes that play no role and without which one is not played: the deepspeed launcher's, and
+    "engine of ROLE" where vLLM's engine has a process of its own; only those that are there."""
+    found: dict[str, list[psutil.Process]] = {}
+    for guardian in descendants(launcher, recursive=False):
+        role, below = guarded_role(guardian), descendants(guardian.pid)
+        if role == TRAINER:
+            ranks = set(ranks_of(guardian.pid))
+            found[DEEPSPEED] = [process for process in below - ranks if lives(process)]
+        elif role is not None:
+            found[ENGINE_OF + role] = [process for process in below if _is_engine(process)]
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def descendants(launcher: int, recursive: bool = True) -> set[psutil.Process]:
+    """Every process below the launcher; not `recursive`: its children."""
+    try:
+        return set(psutil.Process(launcher).children(recursive=recursive))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor waiting to be collected."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return any("EngineCore" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def survivors(processes: set[psutil.Process]) -> set[psutil.Process]:
     """Those that still live after ORPHAN_SECONDS."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while any(map(lives, processes)) and time.monotonic() < deadline:

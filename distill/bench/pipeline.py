@@ -1,167 +1,269 @@
 """What overlapping is worth: the quickstart one stage after the other, and all stages at once.
 
 Both are the same code on the same models, prompts and seed, on the same two cores; `buffer.max_staleness`
-tells them apart. The synchronous side gets both cores for whichever stage runs, or a thread a stage,
-whichever is faster in short runs before the first trial. Trials take turns, so that a noisy machine hurts
-both.
+tells them apart. The synchronous side gets both cores for whichever stage runs, or a thread per stage,
+whichever is faster in short runs before the first trial. Trials take turns: noise hurts both alike.
+
+Each is a quickstart as a user starts it, profiled from outside. Its versions are evaluated after the run:
+while it is timed, no evaluator works beside it.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from distill.bench import plot
-from distill.bench.runner import (
-    Figures,
-    Number,
-    TrialCache,
-    comparison,
-    cores,
-    medians,
-    ratios,
-    write_report,
-)
-from distill.bench.runs import SETTLED, TARGET_KL, measure, run_quickstart
-from distill.metrics.summary import versions
-from sync.errors import ConfigError
+import numpy as np
+import psutil
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from distill.bench.kill_target import descendants, role_processes
+from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
+from distill.config import EvaluationConfig, RunConfig
+from distill.evaluation.models import Weights, build
+from distill.evaluation.service import follow
+from distill.launch.run import claim_of
+from distill.loading import load_run_dir
+from sync.errors import DistillError
+from sync.jsonl import read_lines
+from sync.wire import Version
 
-SHORT: Final = 60
-"""Steps of the runs that choose the synchronous layout."""
+TARGET_KL: Final = 0.25
+"""Nats per token, held out: every way gets there before the end."""
+SETTLED: Final = 20
+"""Steps left out of step times and rates: the first ones pay for warming up."""
+EVERY: Final = 20
+"""Steps between the versions that are evaluated."""
+SAMPLE_SECONDS: Final = 0.5
+LIST_EVERY: Final = 10
+"""Samples between two listings of processes: listing costs more than reading their clocks."""
+STEPS, SHORT = 240, 60
+"""Of a trial, and of the runs that choose the synchronous layout."""
 LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled")
 """Both ways: one rank, as two would share two cores with the other roles."""
-OVERLAPPED: Final[tuple[str, ...]] = ("buffer.max_staleness=2",)
-IN_TURN: Final = ("buffer.max_staleness=0", "rollout.request_size=128")
-TWO_THREADS: Final = ("teachers.sorter.threads=2", "trainer.threads=2", 'student.env.OMP_NUM_THREADS="2"')
-SYNCHRONOUS: Final = {"two threads a stage": IN_TURN + TWO_THREADS, "one thread a stage": IN_TURN}
+OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")
+ONE_THREAD: Final = (*LAYOUT, "buffer.max_staleness=0", "rollout.request_size=128")
+TWO_THREADS: Final = (
+    *ONE_THREAD,
+    "teachers.sorter.threads=2",
+    "trainer.threads=2",
+    'student.env.OMP_NUM_THREADS="2"',
+)
+SYNCHRONOUS: Final = {"one thread per stage": ONE_THREAD, "two threads per stage": TWO_THREADS}
 """Layouts to choose from."""
-NUMBERS: Final = {
-    "step_ms": Number("ms a step, median", ".0f", "lower"),
-    "mean_step_ms": Number("ms a step, mean", ".0f", "lower"),
-    "seconds_to_target": Number("seconds to the target KL", ".1f", "lower"),
-    "reverse_kl": Number("reverse KL at the end", ".3f"),
-    "pass_rate": Number("pass rate at the end", ".3f"),
-    "generated_tokens_per_second": Number("tokens generated a second", ",.0f", "higher"),
-    "trained_tokens_per_second": Number("tokens trained on a second", ",.0f", "higher"),
-    "cpu_share": Number("both cores busy with the run", ".1%"),
-    "others_share": Number("both cores busy with other programs", ".1%"),
-    "age": Number("mean age, versions", ".2f"),
+ROWS: Final = {
+    "step_ms": Row("ms per step, median", ".0f", -1),
+    "mean_step_ms": Row("ms per step, mean", ".0f", -1),
+    "seconds_to_target": Row(f"seconds to a reverse KL of {TARGET_KL}", ".1f", -1),
+    "reverse_kl": Row("reverse KL at the end", ".3f"),
+    "pass_rate": Row("pass rate at the end", ".1%"),
+    "generated_per_second": Row("tokens generated per second", ",.0f", 1),
+    "trained_per_second": Row("tokens trained per second", ",.0f", 1),
+    "cpu_share": Row("cores busy with the run", ".1%"),
+    "others_share": Row("cores busy with other programs", ".1%"),
+    "age": Row("mean age, versions", ".2f"),
 }
-BY_ROLE: Final = {"cpu_ms_per_step": "CPU-ms a step", "idle_seconds": "idle seconds"}
+BY_ROLE: Final = {"cpu_ms_per_step": "CPU ms per step", "idle_seconds": "idle seconds"}
 
 
-def run(
-    folder: Path = Path("runs/bench-async"), seeds: Sequence[int] = (0, 1, 2), steps: int = 240
-) -> Figures:
-    """Run what is missing in `folder`; every trial and the medians, there also as JSON, table and picture.
+# --- both ways -------------------------------------------------------------------------------------------
 
-    Raises ConfigError for too few steps, DistillError when a run fails.
-    """
-    if steps < SETTLED + 2:
-        raise ConfigError(f"{steps} steps: {SETTLED} are left out of the figures: run {SETTLED + 2} or more")
+
+def run(folder: Path, seeds: int = 3) -> Figures:
+    """Run what is missing in `folder`; every trial, and the medians. Raises DistillError when a run fails."""
+    folder = folder.absolute()
     cache = TrialCache(folder / "trials.jsonl")
-    short = {
-        name: trial(cache, folder, f"choose {name}", 0, min(SHORT, steps), settings, evaluate=False)
-        for name, settings in SYNCHRONOUS.items()
-    }
+    short = {name: trial(cache, folder, words, 0, SHORT) for name, words in SYNCHRONOUS.items()}
     best = min(short, key=lambda name: short[name]["step_ms"])
     ways = {"synchronous": SYNCHRONOUS[best], "asynchronous": OVERLAPPED}
-    trials = [trial(cache, folder, way, seed, steps, ways[way]) for seed in seeds for way in ways]
-    by_way = {way: summary([one for one in trials if one["way"] == way]) for way in ways}
-    report: Figures = {
-        "benchmark": "async",
-        "steps": steps,
-        "seeds": list(seeds),
-        "target_kl": TARGET_KL,
-        "layout": list(LAYOUT),
+    trials: dict[str, list[Figures]] = {way: [] for way in ways}
+    for seed in range(seeds):
+        for way, words in ways.items():
+            trials[way].append(trial(cache, folder, words, seed, STEPS))
+    return {
         "synchronous": best,
         "synchronous_step_ms": {name: one["step_ms"] for name, one in short.items()},
-        "cores": cores(),
-        "versions": versions(),
-        "medians": by_way,
-        "ratios": ratios(by_way["synchronous"], by_way["asynchronous"], NUMBERS),
+        "medians": {way: summary(of) for way, of in trials.items()},
         "trials": trials,
     }
-    draw(report, folder / "async.png")
-    return write_report(folder, "async", report, table(report))
 
 
-def trial(
-    cache: TrialCache,
-    folder: Path,
-    way: str,
-    seed: int,
-    steps: int,
-    settings: Sequence[str],
-    evaluate: bool = True,
-) -> Figures:
-    """One run, or what is kept of it."""
-    words, name = [*LAYOUT, *settings], f"{way.replace(' ', '-')}-{seed}"
+def trial(cache: TrialCache, folder: Path, words: Sequence[str], seed: int, steps: int) -> Figures:
+    """One run, evaluated unless it is short, or what is kept of it."""
 
     def make() -> Figures:
-        profile = run_quickstart(folder, name, seed, steps, words)
-        return dict(measure(folder / name, way, seed, words, profile, evaluate))
+        profile = run_quickstart(folder, "trial", seed, steps, words)
+        found = measure(folder / "trial", profile)
+        return found if steps < STEPS else found | learned(folder / "trial")
 
-    return cache.get({"way": way, "seed": seed, "steps": steps, "settings": words}, make)
+    return cache.get({"seed": seed, "steps": steps, "settings": words}, make)
 
 
-def summary(trials: Sequence[Mapping[str, Any]]) -> Figures:
-    """Medians over the seeds, None where a seed has none; roles by name."""
-    roles = {name: [one[name] for one in trials] for name in BY_ROLE}
-    return medians(trials, NUMBERS) | {
-        name: {role: median(one.get(role, 0.0) for one in found) for role in found[0]}
-        for name, found in roles.items()
+def summary(trials: Sequence[Figures]) -> Figures:
+    """Medians over the seeds, None where a seed has none; of roles as "cpu_ms_per_step trainer"."""
+    found = medians(trials, ROWS)
+    for name in BY_ROLE:
+        for role in trials[0][name]:
+            found[f"{name} {role}"] = median(one[name].get(role, 0.0) for one in trials)
+    return found
+
+
+def table(report: Figures) -> str:
+    """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
+    ways = report["medians"]
+    rows, old, new = dict(ROWS), ways["synchronous"], ways["asynchronous"]
+    for key in old.keys() - ROWS.keys():
+        name, role = key.split(" ", 1)
+        rows[key] = Row(f"{BY_ROLE[name]}: {role}")
+    times = ", ".join(f"{name} {ms:.0f}" for name, ms in report["synchronous_step_ms"].items())
+    head = f"medians; synchronous: {report['synchronous']} (ms per step: {times})"
+    return "\n".join([head, "", *comparison(old, new, rows, list(ways))])
+
+
+# --- a run under observation ------------------------------------------------------------------------------
+
+
+class CpuProfile:
+    """CPU seconds of a tree of processes and of the machine, sampled."""
+
+    def __init__(self, samples: Sequence[tuple[float, dict[str, float]]] = ()) -> None:
+        self.samples = list(samples)
+        """(seconds since the epoch, {role or "machine": seconds used up to then})."""
+
+    def between(self, began: float, ended: float) -> dict[str, float]:
+        """Seconds of every role, and of the machine, between two moments."""
+        times = [at for at, _ in self.samples]
+        found = {}
+        for role in {role for _, used in self.samples for role in used}:
+            used = np.maximum.accumulate([used.get(role, 0.0) for _, used in self.samples])
+            found[role] = float(np.diff(np.interp([began, ended], times, used))[0])
+        return found
+
+    def watch(self, pid: int, done: threading.Event) -> None:
+        """Sample the launcher with this process id and its roles, until `done`."""
+        roles: dict[str, list[psutil.Process]] = {}
+        while not done.wait(SAMPLE_SECONDS):
+            if len(self.samples) % LIST_EVERY == 0:
+                roles = _processes(pid)
+            used = {role: sum(map(_cpu_seconds, processes)) for role, processes in roles.items()}
+            self.samples.append((time.time(), used | {"machine": _machine_seconds()}))
+
+
+def _processes(pid: int) -> dict[str, list[psutil.Process]]:
+    """Of every role, with those that they started themselves, such as an engine's core."""
+    found = {role: set(own) for role, own in role_processes(pid).items()}
+    for own in found.values():
+        own |= {child for one in list(own) for child in descendants(one.pid)}
+    if psutil.pid_exists(pid):
+        found["controller"] = {psutil.Process(pid)}
+    return {role: list(own) for role, own in found.items()}
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _machine_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "steal", 0.0))
+
+
+def run_quickstart(folder: Path, name: str, seed: int, steps: int, settings: Sequence[str]) -> CpuProfile:
+    """Run the quickstart for so many steps in `folder`/`name`. Raises DistillError when it fails."""
+    every = [f"run.folder={folder}", f"run.name={name}", f"run.steps={steps}", *settings]
+    return profiled(["quickstart", "--seed", str(seed), *(word for one in every for word in ("--set", one))])
+
+
+def profiled(words: Sequence[str]) -> CpuProfile:
+    """Run `distill` with these arguments to its end. Raises DistillError with its output when it fails."""
+    command = [sys.executable, "-P", "-m", "distill.cli.main", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    profile, done = CpuProfile(), threading.Event()
+    sampler = threading.Thread(target=profile.watch, args=(process.pid, done))
+    sampler.start()
+    try:
+        output, _ = process.communicate()
+    finally:
+        done.set()
+        sampler.join()
+        process.kill()
+        process.wait()
+    if process.returncode != 0:
+        raise DistillError(f"distill {' '.join(words)} ended with {process.returncode}:\n{output[-2000:]}")
+    return profile
+
+
+# --- its figures ------------------------------------------------------------------------------------------
+
+
+def step_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, one per optimizer step."""
+    return [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+
+
+def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
+    """Between two steps."""
+    return 1000 * median(b["time"] - a["time"] for a, b in pairwise(lines))
+
+
+def measure(run_dir: Path, profile: CpuProfile, settled: int = SETTLED) -> Figures:
+    """Speed, load and waiting of a finished run, after its first `settled` steps.
+
+    cpu_share, others_share: of all cores, used by the run and by everything else; a trial is worth little
+    where the latter is high. idle_seconds: of the whole run, by role. age: mean of what was trained on.
+    """
+    lines = step_lines(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    first, last, count = lines[settled], lines[-1], len(lines) - settled - 1
+    wall, used = last["time"] - first["time"], profile.between(first["time"], last["time"])
+    machine = used.pop("machine")
+    busy = sum(used.values())
+    return {
+        "step_ms": median_gap_ms(lines[settled:]),
+        "mean_step_ms": 1000 * wall / count,
+        "cpu_ms_per_step": {role: 1000 * seconds / count for role, seconds in used.items()},
+        "cpu_share": busy / wall / cores(),
+        "others_share": (machine - busy) / wall / cores(),
+        "generated_per_second": (last["tokens/generated"] - first["tokens/generated"]) / wall,
+        "trained_per_second": (last["tokens/trained"] - first["tokens/trained"]) / wall,
+        "idle_seconds": summary["idle_seconds"],
+        "age": summary["staleness"]["mean"],
     }
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
-    ways, numbers = report["medians"], dict(NUMBERS)
-    flat = {way: dict(figures) for way, figures in ways.items()}
-    for name, title in BY_ROLE.items():
-        for role in next(iter(ways.values()))[name]:
-            numbers[f"{name} {role}"] = Number(f"{title}: {role}", ".1f")
-            for way, figures in ways.items():
-                flat[way][f"{name} {role}"] = figures[name].get(role)
-    head = (
-        f"target {report['target_kl']:g} nats a token; {report['steps']} steps, seeds "
-        f"{', '.join(map(str, report['seeds']))}, medians; {report['cores']} cores; synchronous: "
-        f"{report['synchronous']}"
-    )
-    return "\n".join([head, "", *comparison(flat, report["ratios"], numbers)])
+def learned(run_dir: Path) -> Figures:
+    """The learning curve of a finished run, evaluated now: see `curve`."""
+    config, lines = load_run_dir(run_dir), step_lines(run_dir)
+    return curve(config, follow(config, claim_of(config)), lines)
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture; every trial is a line, the bars are medians."""
-    colors = {"synchronous": plot.GREY, "asynchronous": plot.BLUE}
-    with plot.panels(path, 1, 4.2, width_ratios=(3, 2)) as (left, right):
-        for one in report["trials"]:
-            label = one["way"] if one["seed"] == report["seeds"][0] else None
-            seconds, kl = ([point[place] for point in one["curve"]] for place in (0, 1))
-            left.plot(seconds, kl, color=colors[one["way"]], linewidth=1.6, label=label)
-        plot.target_line(left, report["target_kl"])
-        left.set_yscale("log")
-        plot.dress(left, "Exact reverse KL, held out, nats a token", "seconds since the first step")
-        plot.legend(left)
-        _draw_steps(right, report["medians"])
+def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, float]]) -> Figures:
+    """Quality of versions of the first lineage over seconds since the first step, and at the end.
 
-
-def _draw_steps(axes: Axes, by_way: Mapping[str, Mapping[str, Any]]) -> None:
-    """Processor time of a step by role, and its wall time as a line."""
-    colors = (plot.BLUE, plot.ORANGE, plot.GREEN, plot.PURPLE)
-    for height, found in enumerate(by_way.values()):
-        start = 0.0
-        for (role, used), color in zip(found["cpu_ms_per_step"].items(), colors, strict=False):
-            axes.barh(height, used, left=start, color=color, height=0.5, label=None if height else role)
-            start += used
-        wall = found["mean_step_ms"]
-        axes.plot([wall, wall], [height - 0.4, height + 0.4], color=plot.INK, linewidth=2)
-        axes.text(wall, height + 0.42, f"{wall:.0f} ms", ha="center", color=plot.INK)
-    axes.set_yticks(range(len(by_way)), list(by_way))
-    plot.dress(axes, "A step: processor time by role, and wall time, ms", grid="x")
-    plot.legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
+    `lines`: of the steps, with "step" and "time". Always the same held-out prompts with the same randomness.
+    Raises SnapshotError for a version that is not there.
+    """
+    if config.evaluation is None:
+        config = config.model_copy(update={"evaluation": EvaluationConfig(batch=512, threads=1)})
+    evaluator, points = build(config, weights), []
+    for step in [*range(0, len(lines), EVERY), len(lines)]:
+        report = evaluator.evaluate(Version(0, step))
+        seconds = lines[max(step, 1) - 1]["time"] - lines[0]["time"]
+        points.append((seconds, report.reverse_kl, report.pass_rate))
+    return {
+        "seconds_to_target": crossing([point[:2] for point in points], TARGET_KL),
+        "reverse_kl": points[-1][1],
+        "pass_rate": points[-1][2],
+        "curve": points,
+    }

@@ -1,49 +1,45 @@
-"""Run trials of named variants in turns, keep the finished ones, and compare medians with a baseline.
+"""What the benchmarks share.
 
-interleaved          short works in this process, in turns: a noisy machine slows all variants alike
-TrialCache           long trials, one JSON line each: a benchmark that was stopped resumes
-crossing, spread, medians, ratios                summaries
-markdown, comparison, write_report               tables and files
-serving                                          servers of a benchmark
+interleaved            short works in this process, in turns: noise slows all variants alike
+TrialCache             long trials, one JSON line each: a benchmark that was stopped resumes
+crossing, medians      summaries
+markdown, comparison   tables
+panels, dress, bar     pictures
+serving                servers of a benchmark
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import importlib
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, stdev
-from typing import Any, Final, Literal, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from distill.launch.supervise import ChildSpec, Supervisor
-from sync.durable import write_json
+from distill.metrics.plot import BLUE, BROWN, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED, TEAL
+from sync.errors import ConfigError
 from sync.jsonl import JsonLines, read_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 """What a trial found, or a report: JSON values by name."""
 ROOT: Final = Path(__file__).parents[2]
-PACKAGES: Final = ("sync", "teacher_service", "student_trainer", "distill")
-NOT_MEASURED: Final = (ROOT / "distill" / "bench", ROOT / "distill" / "cli")
+COLORS: Final = (RED, BLUE, PURPLE, ORANGE, GREEN, TEAL, BROWN, GREY)
 START_SECONDS: Final = 300.0
 
 
-# --- short works in this process --------------------------------------------------------------------------
-
-
-class Seconds(NamedTuple):
-    """Of one piece of work."""
-
-    wall: float
-    cpu: float
-    """Of the calling thread: what the core would need undisturbed."""
+# --- trials -----------------------------------------------------------------------------------------------
 
 
 class Work(NamedTuple):
@@ -54,146 +50,54 @@ class Work(NamedTuple):
     """None: `run` takes nothing."""
 
 
-def interleaved(works: Mapping[str, Work], rounds: int) -> dict[str, list[Seconds]]:
-    """Time every work once in each round. The caller has run them all before, to warm up."""
-    found: dict[str, list[Seconds]] = {name: [] for name in works}
+def interleaved(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Wall seconds of every work, once in each round. The caller has run them all before, to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
             given = [work.prepare()] if work.prepare else []
-            wall, cpu = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
             work.run(*given)
-            found[name].append(Seconds(time.perf_counter() - wall, time.thread_time() - cpu))
+            found[name].append(time.perf_counter() - began)
     return found
-
-
-# --- long trials ------------------------------------------------------------------------------------------
 
 
 class TrialCache:
-    """Finished trials in a JSONL file: {"key": …, "settings": {…}, "result": {…}}, one line each.
+    """Finished trials in a JSONL file: {"settings": {…}, "result": {…}}, one line each.
 
-    The key digests the settings and the source of the packages: a trial of other settings or of other code is
-    run again. A last line that a crash cut off counts as not there. Raises DataError for a file that was
-    altered.
+    After a change of the code, remove the file. A last line that a crash tore counts as not there. Raises
+    DataError for a file that was altered.
     """
 
-    def __init__(self, path: Path, *sources: str) -> None:
-        """`sources`: files of this folder that decide results too."""
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._source = path, source_hash(sources)
-        self._found = {line["key"]: line["result"] for line in read_lines(path)}
+        self._path = path
+        self._found = {_key(line["settings"]): line["result"] for line in read_lines(path)}
 
-    def get(self, settings: Mapping[str, Any], run: Callable[[], Figures]) -> Figures:
+    def get(self, settings: Figures, run: Callable[[], Figures]) -> Figures:
         """The result of a trial: from the file, or from `run` and then in the file."""
-        key = digest(settings, self._source)
-        if key not in self._found:
+        if _key(settings) not in self._found:
             log.info("trial: %s", settings)
-            result = run()
+            line = {"settings": settings, "result": run()}
             lines = JsonLines(self._path)
-            lines.write({"key": key, "settings": settings, "result": result})
+            lines.write(line)
             lines.close()
-            self._found[key] = json.loads(json.dumps(result))
-        return self._found[key]
+            self._found[_key(settings)] = json.loads(json.dumps(line["result"]))
+        return self._found[_key(settings)]
 
 
-@cache
-def source_hash(sources: Sequence[str] = ()) -> str:
-    """Digest of the four packages' modules, without benchmarks and command line, and of `sources`."""
-    modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    measured = [path for path in modules if not any(path.is_relative_to(folder) for folder in NOT_MEASURED)]
-    return digest(*(path.read_text() for path in [*measured, *map(Path, sources)]))
+def _key(settings: Figures) -> str:
+    return json.dumps(settings, sort_keys=True)
 
 
-def digest(*values: Any) -> str:
-    """Of JSON values: it changes when they do."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-# --- summaries --------------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float | None]) -> Figures | None:
-    """Mean, sample standard deviation (0 for a single value) and values; None: a value is missing."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return {"mean": fmean(known), "deviation": stdev(known) if len(known) > 1 else 0.0, "values": known}
-
-
-def crossing(curve: Iterable[tuple[float, float]], target: float) -> float | None:
-    """x at which a piecewise-linear curve of (x, value) first is at `target` or below; None: nowhere."""
-    points = list(curve)
-    if points and points[0][1] <= target:
-        return points[0][0]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if y0 > target >= y1:
-            return x0 + (x1 - x0) * (y0 - target) / (y0 - y1)
-    return None
-
-
-class Number(NamedTuple):
-    """How a figure of a comparison is printed."""
-
-    title: str
-    form: str
-    better: Literal["lower", "higher"] | None = None
-    """None: no ratio is taken."""
-
-
-def medians(trials: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Figures:
-    """Of every figure over the trials; None where a trial has none."""
-    values = {name: [trial[name] for trial in trials] for name in names}
-    return {name: None if None in of else median(of) for name, of in values.items()}
-
-
-def ratios(
-    baseline: Mapping[str, Any], variant: Mapping[str, Any], numbers: Mapping[str, Number]
-) -> dict[str, float]:
-    """How many times better than the baseline a variant is: above 1 is better. Of figures that both have."""
-    found = {}
-    for name, number in numbers.items():
-        old, new = baseline[name], variant[name]
-        if number.better and old and new:
-            found[name] = old / new if number.better == "lower" else new / old
-    return found
-
-
-# --- tables and files -------------------------------------------------------------------------------------
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def cell(value: float | None, form: str) -> str:
-    """A figure as it is printed; – for none."""
-    return "–" if value is None else format(value, form)
-
-
-def comparison(
-    variants: Mapping[str, Mapping[str, Any]], better: Mapping[str, float], numbers: Mapping[str, Number]
-) -> list[str]:
-    """A table of variants side by side, with the ratios where there are some; without empty rows."""
-    rows = []
-    for name, (title, form, _) in numbers.items():
-        values = [figures[name] for figures in variants.values()]
-        if any(value is not None for value in values):
-            ratio = f"{better[name]:.2f}" if name in better else ""
-            rows.append([title, *(cell(value, form) for value in values), ratio])
-    return markdown(["", *variants, "ratio"], rows)
-
-
-def write_report(folder: Path, name: str, report: Figures, text: str | None = None) -> Figures:
-    """Write NAME.json, and NAME.md where there is a text; the report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{name}.json", report)
-    if text is not None:
-        (folder / f"{name}.md").write_text(text + "\n")
-    return report
-
-
-# --- processes --------------------------------------------------------------------------------------------
+def of_tests(name: str) -> Any:
+    """A module of tests/support. Raises ConfigError outside of a source checkout."""
+    folder = ROOT / "tests" / "support"
+    if not (folder / f"{name}.py").is_file():
+        raise ConfigError(f"{name}.py is in tests/support: run this benchmark from a source checkout")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
 
 
 def cores() -> int:
@@ -211,3 +115,86 @@ async def serving(children: Sequence[ChildSpec], logs: Path) -> AsyncIterator[Su
         yield supervisor
     finally:
         await supervisor.stop(10.0)
+
+
+# --- summaries --------------------------------------------------------------------------------------------
+
+
+def crossing(curve: Iterable[tuple[float, float]], target: float) -> float | None:
+    """x at which a piecewise-linear curve of (x, value) first is at `target` or below; None: nowhere."""
+    points = list(curve)
+    if points and points[0][1] <= target:
+        return points[0][0]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y0 > target >= y1:
+            return x0 + (x1 - x0) * (y0 - target) / (y0 - y1)
+    return None
+
+
+def medians(trials: Sequence[Figures], names: Iterable[str]) -> Figures:
+    """Of every figure over the trials; None where a trial has none."""
+    values = {name: [trial[name] for trial in trials] for name in names}
+    return {name: None if None in of else median(of) for name, of in values.items()}
+
+
+class Row(NamedTuple):
+    """How a figure of a comparison is printed."""
+
+    title: str
+    form: str = ".1f"
+    better: int = 0
+    """+1: more is better, -1: less; 0: no ratio is printed."""
+
+
+def comparison(old: Figures, new: Figures, rows: Mapping[str, Row], names: Sequence[str]) -> list[str]:
+    """A table of two variants, called `names`, without empty rows; a ratio above 1: `new` is better."""
+    lines = []
+    for key, (title, form, better) in rows.items():
+        pair = [old.get(key), new.get(key)]
+        if pair != [None, None]:
+            ratio = f"{(new[key] / old[key]) ** better:.2f}" if better and all(pair) else ""
+            lines.append([title, *("–" if one is None else format(one, form) for one in pair), ratio])
+    return markdown(["", *names, "ratio"], lines)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+# --- pictures ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def panels(path: Path, rows: int, height: float) -> Iterator[list[Axes]]:
+    """Axes of `rows` × 2 panels, row by row; the picture is written when they are drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(12, height), dpi=130, layout="constrained")
+    try:
+        yield list(axes.flat)
+        figure.savefig(path)
+    finally:
+        pyplot.close(figure)
+
+
+def dress(axes: Axes, title: str, x_label: str) -> None:
+    """Title, label, grid, and a legend of what has a label."""
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel(x_label, color=FAINT)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=FAINT)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+
+
+def bar(axes: Axes, name: str, color: str, *widths: float) -> None:
+    """A horizontal bar of parts end to end, all but the first one light."""
+    for number, width in enumerate(widths):
+        axes.barh(name, width, left=sum(widths[:number]), color=color, alpha=0.45 if number else 1.0)

@@ -1,31 +1,26 @@
 """What a long run costs its controller: memory, disk, the loop's longest blocks and the restart at the end.
 
-Prompts, replicas, teacher, trainer and evaluator are in memory; the controller, its journal, the ledger,
-metrics and timeline are the real ones. `long` trains on many small rollouts. `wide` trains on few whose
-teacher sends hidden states, as objective "full" needs them: it shows what blocks the event loop.
+Prompts, replicas, teacher, trainer and evaluator are in memory, from the tests of a source checkout; the
+controller, its journal, the ledger, metrics and timeline are the real ones. `long` trains on many small
+rollouts. `wide` trains on few whose teacher sends hidden states, as objective "full" needs them: it shows
+what blocks the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from distill.bench.in_memory import (
-    MemoryEvaluator,
-    MemoryPrompts,
-    MemoryReplica,
-    MemoryTeacher,
-    MemoryTrainer,
-)
-from distill.bench.runner import Figures, markdown
+import psutil
+
+from distill.bench.runner import Figures, markdown, of_tests
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -45,8 +40,7 @@ SAMPLES: Final = 10
 """Of a part, at equal distances."""
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """How much of what one part trains on."""
 
     rollouts: int
@@ -59,21 +53,19 @@ class Size:
     """Steps."""
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Memory and disk after so many rollouts."""
 
     rollouts: int
-    seconds: float
     rss_mib: float
     """After a garbage collection."""
-    objects: int
-    """That the garbage collector tracks."""
     journal_mib: float
     """Segments that a restart replays or reads from."""
     archive_mib: float
     others_mib: float
     """ledger/, metrics.jsonl and timeline.jsonl."""
+    objects: int
+    """That the garbage collector tracks."""
 
 
 @dataclass
@@ -114,22 +106,6 @@ def _name(handle: asyncio.Handle) -> str:
     return str(getattr(callback, "__qualname__", callback))
 
 
-@dataclass
-class _Trainer(MemoryTrainer):
-    """Keeps a ledger, and nothing in memory."""
-
-    folder: Path = Path()
-    _ledger: Ledger | None = None
-
-    async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-        self._ledger = self._ledger or Ledger(self.folder / "ledger", version, None, 0)
-        ids = [rollout for share in shares for rows in share.micro_batches for rollout in rows.ids]
-        self._ledger.record(version.step + 1, ids, "")
-        after = await super()._step(version, shares)
-        self.batches.clear()
-        return after
-
-
 def configuration(folder: Path, size: Size) -> RunConfig:
     """A run of this size with default settings otherwise."""
     return RunConfig.model_validate(
@@ -148,37 +124,43 @@ def configuration(folder: Path, size: Size) -> RunConfig:
 
 async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB) -> list[Usage]:
     """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
-    config, began = configuration(folder, size), time.monotonic()
+    config, roles = configuration(folder, size), of_tests("in_memory")
     metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
+    replicas = {f"student-{i}": roles.MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
+    ledgers: list[Ledger] = []
     usages: list[Usage] = []
+    teacher = roles.MemoryTeacher()
+    teacher.width = size.width
 
     def step(version: Version, figures: dict[str, float]) -> None:
         metrics.log(version.step, figures)
-        teacher.requests.clear()
-        for replica in replicas.values():
-            replica.updates.clear()
+        for kept in (teacher.requests, *(replica.updates for replica in replicas.values())):
+            kept.clear()
 
-    replicas = {f"student-{i}": MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
-    teacher = MemoryTeacher()
-    teacher.width = size.width
+    def record(version: Version, shares: list[TrainBatch]) -> None:
+        if not ledgers:
+            ledgers.append(Ledger(folder / "ledger", version, None, 0))
+        ids = [rollout for share in shares for rows in share.micro_batches for rollout in rows.ids]
+        ledgers[0].record(version.step + 1, ids, "")
+
     parts = Components(
         replicas=dict(replicas),
         teachers={"t": teacher},
         route=lambda source: "t",
-        prompts=PromptStream(MemoryPrompts(), config.run.seed),
+        prompts=PromptStream(roles.MemoryPrompts(), config.run.seed),
         journal=Journal(folder / "journal", config.buffer.fsync, segment_bytes),
         want=needs(config.objective),
-        evaluator=MemoryEvaluator(),
+        evaluator=roles.MemoryEvaluator(),
     )
     controller = Controller(config, parts, Hooks(step=step, span=spans.write))
-    trainer = _Trainer(controller.session, checkpoint_every=size.checkpoint_every, folder=folder)
+    trainer = roles.MemoryTrainer(controller.session, checkpoint_every=size.checkpoint_every, record=record)
     with blocks.watched():
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
         for at in range(1, SAMPLES + 1):
             due = at * config.run.steps // SAMPLES
             while not any(task.done() for task in running) and _reached(controller) < due:
                 await trainer.stepped.wait(1.0)
-            usages.append(usage(folder, _reached(controller) * size.batch, began))
+            usages.append(usage(folder, _reached(controller) * size.batch))
         await asyncio.gather(*running)
     metrics.close()
     spans.close()
@@ -190,19 +172,18 @@ def _reached(controller: Controller) -> int:
     return reached.step if reached else 0
 
 
-def usage(folder: Path, rollouts: int, began: float) -> Usage:
+def usage(folder: Path, rollouts: int) -> Usage:
     """Memory and disk now."""
     gc.collect()
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
     journal = folder / "journal"
     others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
     return Usage(
-        rollouts,
-        time.monotonic() - began,
-        pages * os.sysconf("SC_PAGE_SIZE") / MIB,
-        len(gc.get_objects()),
-        *(_mib(paths) for paths in (journal.glob("journal-*"), journal.glob("archive-*"), others)),
+        rollouts=rollouts,
+        rss_mib=psutil.Process().memory_info().rss / MIB,
+        journal_mib=_mib(journal.glob("journal-*")),
+        archive_mib=_mib(journal.glob("archive-*")),
+        others_mib=_mib(others),
+        objects=len(gc.get_objects()),
     )
 
 
@@ -220,18 +201,21 @@ def part(folder: Path, size: Size) -> Figures:
     folder.mkdir(parents=True)
     blocks = Blocks()
     usages = asyncio.run(soak(folder, size, blocks))
-    replay = replay_seconds(folder, size)
-    began = time.monotonic()
+    moments = [time.monotonic()]
+    config, journal = configuration(folder, size), Journal(folder / "journal")
+    prompts = PromptStream(of_tests("in_memory").MemoryPrompts(), config.run.seed)
+    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    journal.close()
+    moments.append(time.monotonic())
     report = audit(folder)
+    moments.append(time.monotonic())
     return {
-        **asdict(size),
-        "usage": [asdict(one) for one in usages],
-        "replay_seconds": replay,
-        "audit_seconds": time.monotonic() - began,
+        **size._asdict(),
+        "usage": [one._asdict() for one in usages],
+        "restart_seconds": moments[1] - moments[0],
+        "audit_seconds": moments[2] - moments[1],
         "audit_ok": report.ok,
-        "trained": report.trained,
-        "longest_blocks_ms": _most(blocks.longest),
-        "busiest_blocks_ms": _most(blocks.busiest),
+        "blocks_ms": {"by the clock": _most(blocks.longest), "of CPU time": _most(blocks.busiest)},
     }
 
 
@@ -241,49 +225,27 @@ def _most(seconds: dict[str, float]) -> dict[str, float]:
     return {name: -1e3 * value for value, name in found[:5]}
 
 
-def replay_seconds(folder: Path, size: Size) -> float:
-    """What a restart of the controller takes to rebuild its state."""
-    config, began = configuration(folder, size), time.monotonic()
-    prompts = PromptStream(MemoryPrompts(), config.run.seed)
-    journal = Journal(folder / "journal")
-    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
-    journal.close()
-    return time.monotonic() - began
-
-
-def run(folder: Path = Path("runs/bench-soak"), rollouts: int = 500_000, wide: int = 2_000) -> Figures:
+def run(folder: Path, rollouts: int, wide: int) -> Figures:
     """Both parts; 0 leaves one out. `folder` is emptied."""
     sizes = {
         "long": Size(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50)),
         "wide": Size(wide, 32, 512, 4096, max(1, wide // 32 // 10)),
     }
-    parts = {name: part(folder / name, size) for name, size in sizes.items() if size.rollouts}
-    return {"benchmark": "soak", **parts}
-
-
-COLUMNS: Final = {
-    "rollouts": ("rollouts", ",.0f"),
-    "seconds": ("seconds", ".0f"),
-    "rss_mib": ("RSS, MiB", ".1f"),
-    "objects": ("objects", ",.0f"),
-    "journal_mib": ("journal, MiB", ".1f"),
-    "archive_mib": ("archive, MiB", ".2f"),
-    "others_mib": ("ledger, lines, MiB", ".1f"),
-}
+    return {name: part(folder / name, size) for name, size in sizes.items() if size.rollouts}
 
 
 def table(figures: Figures) -> str:
-    """The figures as text."""
+    """The figures as Markdown."""
+    head = ["rollouts", "RSS, MiB", "journal, MiB", "archive, MiB", "ledger, metrics, timeline, MiB"]
     lines = []
-    for name in (name for name in ("long", "wide") if name in figures):
-        one = figures[name]
-        rows = [[format(used[key], form) for key, (_, form) in COLUMNS.items()] for used in one["usage"]]
+    for name, one in figures.items():
+        rows = [[f"{used[key]:,.1f}" for key in Usage._fields[:5]] for used in one["usage"]]
         lines += [
             f"{name}: {one['rollouts']:,} rollouts of up to {one['tokens']} tokens, width {one['width']}",
-            *markdown([title for title, _ in COLUMNS.values()], rows),
-            f"  restart {one['replay_seconds']:.2f} s; audit {one['audit_seconds']:.1f} s: {one['audit_ok']}",
+            *markdown(head, rows),
+            f"restart {one['restart_seconds']:.2f} s; audit {one['audit_seconds']:.1f} s: {one['audit_ok']}",
         ]
-        for which, what in (("longest", "by the clock"), ("busiest", "of the processor")):
-            blocks = ", ".join(f"{who} {ms:.0f}" for who, ms in one[f"{which}_blocks_ms"].items())
-            lines.append(f"  longest blocks of the loop, ms {what}: {blocks}")
+        for how, blocks in one["blocks_ms"].items():
+            longest = ", ".join(f"{who} {ms:.0f}" for who, ms in blocks.items())
+            lines.append(f"longest blocks of the loop, ms {how}: {longest}")
     return "\n".join(lines)

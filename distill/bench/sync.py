@@ -6,105 +6,278 @@
     whole_run   what all of it costs a run that trains                        toy
 
 `large` has 101 M parameters and comes with `full`.
+
+The trajectory: a small Qwen3, AdamW on fp32 masters, at several learning rates. The other formats are written
+from their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
+returns what it would send.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from distill.bench import plot, runs, sync_codec, sync_replica, sync_stores
-from distill.bench.runner import Figures, TrialCache, markdown
-from distill.bench.sync_codec import EFFORTS, FORMATS
-from sync.errors import ConfigError, DistillError
+import numpy as np
+import zstandard
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from distill.bench import pipeline, sync_transports
+from distill.bench.runner import COLORS, Figures, TrialCache, Work, bar, dress, interleaved, markdown, panels
+from distill.bench.sync_transports import SHAPES
+from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
+from sync.delta import codec
+from sync.delta.codec import Effort
+
+LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
+STEPS: Final = (1, 8)
+DENSITIES: Final = (0.01, 0.1, 0.3)
+ROUNDS: Final = 5
+EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
+SEQUENCE: Final = 64
+
+Weights = dict[str, np.ndarray]
+"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
+Encoder = Callable[[np.ndarray, np.ndarray], bytes]
+
+
+# --- other formats ----------------------------------------------------------------------------------------
+
+
+def int32_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """A 32-bit index and the new value of each changed element: six bytes."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    return index.astype("<i4").tobytes() + new.ravel()[index].tobytes()
+
+
+def gap16_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
+    """The distance from the last changed element in 16 bits (0xFFFF: 32 more bits follow), and the value."""
+    index = np.flatnonzero(old.ravel() != new.ravel())
+    gap = np.diff(index, prepend=-1) - 1
+    wide = gap[gap >= 0xFFFF].astype("<u4").tobytes()
+    return np.minimum(gap, 0xFFFF).astype("<u2").tobytes() + wide + new.ravel()[index].tobytes()
+
+
+def row_gaps_and_values(old: np.ndarray, new: np.ndarray) -> bytes:
+    """PULSE (arXiv 2602.03839): row and column differences in the narrowest type, absolute values, zstd-1."""
+    row, column = np.nonzero(old != new)
+    down = np.diff(row, prepend=0)
+    right = np.diff(column, prepend=0)
+    right[down != 0] = column[down != 0]
+    streams = [
+        down.astype("<u1" if down.size == 0 or down.max() < 256 else "<i4"),
+        right.astype("<u2" if right.size == 0 or right.max() < 65536 else "<i4"),
+        new[row, column],
+    ]
+    return zstandard.ZstdCompressor(level=1).compress(b"".join(stream.tobytes() for stream in streams))
+
+
+def xor_planes(old: np.ndarray, new: np.ndarray) -> bytes:
+    """High and low bytes of old XOR new, each compressed with zstd-3."""
+    planes = np.ascontiguousarray((old ^ new).ravel()).view("u1").reshape(-1, 2)
+    compressor = zstandard.ZstdCompressor(level=3)
+    return b"".join(compressor.compress(planes[:, byte].tobytes()) for byte in (0, 1))
+
+
+FORMATS: Final[dict[str, Encoder]] = {
+    "int32+value": int32_and_value,
+    "gap16+value": gap16_and_value,
+    "PULSE-style": row_gaps_and_values,
+    "XOR planes": xor_planes,
+}
+
+
+def entropy_given_exponent(old: np.ndarray, new: np.ndarray) -> float:
+    """Bits that the changes of flat bf16 arrays carry when the old exponent is known.
+
+    Σ over exponents of N · H(step), the step being 0 or the difference of the sign-ordered integers.
+    """
+    exponent = (old >> 7) & 255
+    step = _ordered(new) - _ordered(old)
+    pairs, counts = np.unique(exponent.astype(np.int64) << 32 | (step + (1 << 20)), return_counts=True)
+    total = np.bincount(pairs >> 32, counts, 256)[pairs >> 32]
+    return float(-(counts * np.log2(counts / total)).sum())
+
+
+def _ordered(bits: np.ndarray) -> np.ndarray:
+    """int64 that grows with the value of the float."""
+    wide = bits.astype(np.int64)
+    return np.where(wide & 0x8000, 0x7FFF - wide, wide)
+
+
+# --- the trajectory ---------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """What is trained, and how long."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int
+    """Per step."""
+    warm_up: int
+    """Steps at learning rate 1e-3 before anything is measured."""
+    settle: int
+    """Steps at the measured learning rate before the first weights are kept."""
+    speed_elements: int
+    """Of the tensor that speeds are taken on."""
+
+
+SIZES: Final = {
+    "toy": Size(256, 3, 2048, tokens=512, warm_up=60, settle=4, speed_elements=16 << 20),
+    "large": Size(768, 12, 20480, tokens=256, warm_up=40, settle=2, speed_elements=64 << 20),
+}
+
+
+def trajectory(size: Size) -> Iterator[tuple[float, int, Weights, Weights]]:
+    """(learning rate, steps, old, new): for each of LRS the weights, and those each of STEPS steps later."""
+    import torch
+
+    torch.manual_seed(0)
+    model = sync_transports.qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    _train(model, optimizer, size, size.warm_up)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for lr in LRS:
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        optimizer.param_groups[0]["lr"] = lr
+        _train(model, optimizer, size, size.settle)
+        old, done = _bits(model), 0
+        for count in STEPS:
+            _train(model, optimizer, size, count - done)
+            done = count
+            yield lr, count, old, _bits(model)
+
+
+def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
+    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
+    import torch
+
+    for _ in range(steps):
+        rows = size.tokens // SEQUENCE
+        first = torch.randint(size.vocabulary, (rows, 1))
+        stride = torch.randint(1, 17, (rows, 1))
+        tokens = (first + stride * torch.arange(SEQUENCE)) % size.vocabulary
+        noise = torch.rand(tokens.shape) < 0.1
+        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _bits(model: Any) -> Weights:
+    """The masters rounded to bf16."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
+    return found
+
+
+# --- bytes and speed of the codec ------------------------------------------------------------------------
+
+
+def run_codec(size: Size) -> Figures:
+    """Bytes on the trajectory, speeds on one large tensor."""
+    rows, parameters = [], 0
+    for lr, steps, old, new in trajectory(size):
+        rows.append({"lr": lr, "steps": steps} | row(old, new))
+        parameters = sum(bits.size for bits in old.values())
+    speeds = [speed(density, size.speed_elements) for density in DENSITIES]
+    return {"parameters": parameters, "rows": rows, "speeds": speeds}
+
+
+def row(old: Weights, new: Weights) -> Figures:
+    """Bytes per parameter of every format; "entropy" is the bound given the old exponent."""
+    flat_old, flat_new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (old, new))
+    encoders = FORMATS | {effort: partial(encode, effort) for effort in EFFORTS}
+    sizes: dict[str, float] = {
+        name: sum(len(encoder(bits, new[tensor])) for tensor, bits in old.items())
+        for name, encoder in encoders.items()
+    }
+    sizes["entropy"] = entropy_given_exponent(flat_old, flat_new) / 8
+    return {
+        "changed": float((flat_old != flat_new).mean()),
+        "bytes_per_parameter": {name: size / flat_old.size for name, size in sizes.items()},
+    }
+
+
+def speed(density: float, size: int) -> Figures:
+    """GB/s of dense weights, of which `density` change by one ULP, in one thread; "compare" only compares."""
+    random = np.random.default_rng(0)
+    old = ((random.standard_normal(size, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
+    sign = random.choice(np.array([1, 65535], np.uint16), size)
+    new = np.where(random.random(size, np.float32) < density, old + sign, old)
+    differs = np.ones(size, bool)
+    works = {"compare": Work(partial(np.not_equal, old, new, out=differs))}
+    for effort in EFFORTS:
+        blob, target = encode(effort, old, new), old.copy()
+        codec.apply(target, blob, "bf16")
+        assert np.array_equal(target, new)
+        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
+        works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.copy)
+    found = interleaved(works, ROUNDS)
+    return {"density": density} | {name: old.nbytes / median(taken) / 1e9 for name, taken in found.items()}
+
+
+def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
+    """The delta of one tensor, as published."""
+    return codec.encode(old.ravel(), new.ravel(), "bf16", effort)
+
+
+# --- parts -----------------------------------------------------------------------------------------------
 
 WHOLE_RUN_STEPS: Final = 80
-SETTLED: Final = 20
-"""Steps of the whole run that are left out: the first ones pay for warming up."""
-PARTS: Final[dict[str, Callable[[bool, Path], Figures]]] = {
-    "codec": lambda full, _: sync_codec.run(full),
-    "transports": sync_stores.run,
-    "swaps": sync_replica.run,
+PARTS: Final[dict[str, Callable[[str, Path], Figures]]] = {
+    "codec": lambda size, _: run_codec(SIZES[size]),
+    "transports": lambda size, folder: {"rows": sync_transports.run_stores(SHAPES[size], folder)},
+    "swaps": lambda size, folder: sync_transports.run_swaps(SHAPES[size], folder),
     "whole_run": lambda _, folder: whole_run(folder),
 }
 
 
-def run(
-    folder: Path = Path("runs/bench-sync"), *, full: bool = False, only: Sequence[str] = ()
-) -> dict[str, Figures]:
+def run(folder: Path, full: bool) -> dict[str, Figures]:
     """Size → part → figures, of what is missing in `folder` and what was kept; draws sync.png there.
 
-    `only`: names of parts; empty: all. Raises ConfigError for another name, DistillError when an engine
-    fails.
+    Raises DistillError when an engine or a store's server fails.
     """
-    if unknown := set(only) - set(PARTS):
-        raise ConfigError(f"--only names {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    cache, figures = TrialCache(folder / "trials.jsonl", sync_codec.__file__, sync_stores.__file__), {}
+    cache, figures = TrialCache(folder / "trials.jsonl"), {}
     for size in ("toy", "large") if full else ("toy",):
         figures[size] = {
-            name: cache.get({"size": size, "part": name}, lambda: part(size == "large", folder))  # noqa: B023
+            name: cache.get({"size": size, "part": name}, lambda: part(size, folder))  # noqa: B023
             for name, part in PARTS.items()
-            if (not only or name in only) and (size, name) != ("large", "whole_run")
+            if (size, name) != ("large", "whole_run")
         }
-    draw(figures, folder / "sync.png")
+    draw(figures[size], folder / "sync.png")
     return figures
 
 
-def whole_run(folder: Path, steps: int = WHOLE_RUN_STEPS) -> Figures:
-    """What syncing costs a quickstart of `steps` steps. Raises DistillError when it fails."""
-    settings = [f"evaluation.every={steps}", "evaluation.prompts=64"]
-    runs.run_quickstart(folder, "quickstart", 0, steps, settings)
+def whole_run(folder: Path) -> Figures:
+    """What syncing costs a quickstart. Raises DistillError when it fails."""
+    settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64"]
+    pipeline.run_quickstart(folder, "quickstart", 0, WHOLE_RUN_STEPS, settings)
     return figures_of_run(folder / "quickstart")
 
 
-def figures_of_run(run_dir: Path, settled: int = SETTLED) -> Figures:
-    """From a finished run's own files. Raises DistillError when it has too few steps for medians."""
-    steps = runs.step_lines(run_dir)[settled:]
-    if len(steps) < 3:
-        raise DistillError(f"{run_dir} has {len(steps)} steps after the first {settled}: run more steps")
-    sync = json.loads((run_dir / "summary.json").read_text())["sync"]
+def figures_of_run(run_dir: Path, settled: int = pipeline.SETTLED) -> Figures:
+    """From a finished run's own files."""
+    steps = pipeline.step_lines(run_dir)[settled:]
+    summary = json.loads((run_dir / "summary.json").read_text())
     seconds = steps[-1]["time"] - steps[0]["time"]
-    blocked = [line["seconds/publish"] for line in steps]
-    kept = ("pause_seconds", "apply_seconds", "stage_seconds", "publish_seconds", "bytes_full", "bytes_delta")
     return {
         "steps": len(steps),
         "step_seconds": seconds / (len(steps) - 1),
-        "swaps_per_step": sync["updates"] / sync["versions"],
-        "trainer_blocked_seconds": median(blocked),
-        "trainer_blocked_share": sum(blocked[1:]) / seconds,
-        **{name: sync[name] for name in kept},
+        "trainer_blocked_share": sum(line["seconds/publish"] for line in steps[1:]) / seconds,
+        "pause_seconds": summary["sync"]["pause_seconds"],
     }
-
-
-# --- goals ------------------------------------------------------------------------------------------------
-
-
-class Goal(NamedTuple):
-    """A limit, and the measured figure: met when it is not above."""
-
-    text: str
-    limit: float
-    reached: float
-
-
-def goals(figures: Mapping[str, Figures]) -> Iterator[Goal]:
-    """Every goal whose figures are there."""
-    toy = figures.get("toy", {})
-    swaps, whole = toy.get("swaps"), toy.get("whole_run")
-    if swaps:
-        limit, pause = swaps["decode_step_seconds"] + 0.05, swaps["swaps"]["delta"]["pause_seconds"]
-        yield Goal("pause of a delta, seconds (a decode step + 50 ms)", limit, pause)
-    if swaps and whole:
-        share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
-        yield Goal("pause + recompute, share of engine time at one sync a step", 0.02, share)
-    if whole:
-        yield Goal("trainer time lost to publishing, share", 0.02, whole["trainer_blocked_share"])
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -114,96 +287,81 @@ def table(figures: Mapping[str, Figures]) -> str:
     """Everything that was measured, one section per part and size, and the goals."""
     lines: list[str] = []
     for size, parts in figures.items():
-        for name, section in _SECTIONS.items():
-            if name in parts:
-                lines += [*section(size, parts), ""]
+        lines += _codec(size, parts["codec"]) + _transports(size, parts["transports"]["rows"])
+        lines += _swaps(size, parts["swaps"])
     rows = [
-        [one.text, f"≤ {one.limit:.3g}", f"{one.reached:.3g}", "yes" if one.reached <= one.limit else "no"]
-        for one in goals(figures)
+        [text, f"≤ {limit:.3g}", f"{reached:.3g}", "yes" if reached <= limit else "no"]
+        for text, limit, reached in goals(figures["toy"])
     ]
-    return "\n".join([*lines, "### Goals, toy", "", *markdown(["goal", "limit", "reached", "met"], rows)])
+    whole = figures["toy"]["whole_run"]
+    lines += [
+        f"A run of {whole['steps']} steps of {_ms(whole['step_seconds'])} ms, with a version per step: "
+        f"pause {_ms(whole['pause_seconds'])} ms"
+    ]
+    return "\n".join([*lines, "", *markdown(["goal", "limit", "reached", "met"], rows)])
 
 
-def _codec(size: str, parts: Figures) -> list[str]:
-    codec, columns = parts["codec"], (*FORMATS, *EFFORTS, "entropy")
-    rows = []
-    for row in codec["rows"]:
+def goals(toy: Figures) -> Iterator[tuple[str, float, float]]:
+    """(goal, limit, reached): met when it is not above the limit."""
+    swaps, whole = toy["swaps"], toy["whole_run"]
+    limit, pause = swaps["decode_step_seconds"] + 0.05, swaps["swaps"]["delta"]["pause_seconds"]
+    yield "pause of a delta, seconds (one decode step + 50 ms)", limit, pause
+    share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
+    yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
+    yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
+
+
+def _codec(size: str, found: Figures) -> list[str]:
+    columns, rows = (*FORMATS, *EFFORTS, "entropy"), []
+    for row in found["rows"]:
         sizes = row["bytes_per_parameter"]
-        cells = [f"{row['lr']:.0e}, {row['steps']}", f"{row['changed']:.2%}", f"{row['by_one']:.0%}"]
-        cells += [f"{sizes[name]:.3g}" for name in columns]
         rows.append(
-            [*cells, *(f"{sizes['small'] / sizes[other]:.2f}" for other in ("PULSE-style", "entropy"))]
+            [f"{row['lr']:.0e}, {row['steps']}", f"{row['changed']:.2%}"]
+            + [f"{sizes[name]:.3g}" for name in columns]
+            + [f"{sizes['small'] / sizes['PULSE-style']:.2f}"]
         )
-    ways = [(effort, way) for effort in EFFORTS for way in ("encode", "decode")]
-    speeds = [
-        [f"{speed['density']:.0%}", _rate(speed["encode"]["compare"])]
-        + [_rate(speed[way][effort]) for effort, way in ways]
-        for speed in codec["speeds"]
-    ]
-    head = ["lr, steps", "changed", "by one ULP", *columns, "small / PULSE", "small / entropy"]
+    speeds = found["speeds"]
+    ways = [name for name in speeds[0] if name != "density"]
+    cells = [[f"{speed['density']:.0%}", *(f"{speed[way]:.2f}" for way in ways)] for speed in speeds]
     return [
-        f"### Codec, {size}: bytes per parameter, {codec['parameters']:,} parameters (dense bf16: 2)",
+        f"### Codec, {size}: bytes per parameter, {found['parameters']:,} parameters (dense bf16: 2)",
         "",
-        *markdown(head, rows),
+        *markdown(["lr, steps apart", "changed", *columns, "small / PULSE-style"], rows),
         "",
-        "GB/s of dense bf16 on one core, median by wall (by CPU time)",
+        "GB/s of dense bf16 on one core, medians",
         "",
-        *markdown(["changed", "compare", *(" ".join(one) for one in ways)], speeds),
+        *markdown(["changed", *ways], cells),
+        "",
     ]
 
 
-def _rate(rate: Mapping[str, float]) -> str:
-    return f"{rate['wall']:.2f} ({rate['cpu']:.2f})"
+def _transports(size: str, rows: list[Figures]) -> list[str]:
+    cells = [
+        [
+            one["store"],
+            one["kind"],
+            f"{one['bytes']:,.0f}",
+            _ms(one["publish_seconds"]),
+            _ms(one["stage_seconds"]),
+        ]
+        for one in rows
+    ]
+    head = ["store", "kind", "bytes", "publish, ms", "stage, ms"]
+    return [f"### Transports, {size}: medians of one version", "", *markdown(head, cells), ""]
 
 
-def _transports(size: str, parts: Figures) -> list[str]:
-    """Pause and apply are the replica's: they read its mirror, whatever the store."""
-    swaps = parts.get("swaps", {}).get("swaps", {})
-    rows = []
-    for one in parts["transports"]["transports"]:
-        swap = swaps.get(one["kind"])
-        last = [_ms(swap["pause_seconds"]), _ms(swap["apply_seconds"])] if swap else ["–", "–"]
-        seconds = [_ms(one["publish_seconds"]), _ms(one["stage_seconds"])]
-        rows.append([one["store"], one["kind"], f"{one['bytes']:,.0f}", *seconds, *last])
-    head = ["store", "kind", "bytes", "publish, ms", "stage, ms", "pause, ms", "of which apply, ms"]
-    skipped = [f"{name} left out: {reason}" for name, reason in parts["transports"]["skipped"].items()]
-    note = "Pause and apply are of a vLLM replica on the directory store: they read its mirror."
-    title = f"### Transports, {size}: medians of one version"
-    return [title, "", *markdown(head, rows), "", *([note] if swaps else []), *skipped]
-
-
-def _swaps(size: str, parts: Figures) -> list[str]:
-    swaps = parts["swaps"]
-    reload = swaps["vllm_reload_seconds"]
+def _swaps(size: str, swaps: Figures) -> list[str]:
     rows = [
-        ["decode step, ms", _ms(swaps["decode_step_seconds"])],
-        ["tokens a second, no swaps", f"{swaps['tokens_per_second']:,.0f}"],
-        ["engine time that a swap of a delta costs in all, ms", _ms(swaps["engine_seconds_per_swap"])],
-        ["plain full reload by vLLM itself, ms", "failed" if reload is None else _ms(reload)],
+        [f"{kind}: pause, of it loading", f"{_ms(swap['pause_seconds'])}, {_ms(swap['apply_seconds'])}"]
+        for kind, swap in swaps["swaps"].items()
     ]
-    for kind, swap in swaps["swaps"].items():
-        cells = [_ms(swap[f"{name}_seconds"]) for name in ("stage", "pause", "apply")]
-        rows.append([f"{kind}: stage, pause, apply in the replica, ms", ", ".join(cells)])
-    title = f"### Swaps, {size}: {swaps['in_flight']} completions of 12 tokens in flight"
-    return [title, "", *markdown(["what", "median"], rows)]
-
-
-def _whole_run(size: str, parts: Figures) -> list[str]:
-    run = parts["whole_run"]
-    paused = run["pause_seconds"] * run["swaps_per_step"] / run["step_seconds"]
-    rows = [
-        ["step, ms", _ms(run["step_seconds"])],
-        ["pause at a swap, of which apply, ms", f"{_ms(run['pause_seconds'])}, {_ms(run['apply_seconds'])}"],
-        ["pause alone, share of a step", f"{paused:.1%}"],
-        ["swaps a published version", f"{run['swaps_per_step']:.2f}"],
-        ["publishing in the background, ms a version", _ms(run["publish_seconds"])],
-        ["trainer blocked by it, ms a step (median)", _ms(run["trainer_blocked_seconds"])],
-        ["trainer blocked by it, share of time", f"{run['trainer_blocked_share']:.2%}"],
+    rows += [
+        ["decode step", _ms(swaps["decode_step_seconds"])],
+        ["engine time that a delta costs in all", _ms(swaps["engine_seconds_per_swap"])],
+        ["vLLM's own reload from disk", _ms(swaps["vllm_reload_seconds"])],
     ]
-    return [f"### A whole run, {size}: {run['steps']} steps", "", *markdown(["what", "figure"], rows)]
-
-
-_SECTIONS: Final = {"codec": _codec, "transports": _transports, "swaps": _swaps, "whole_run": _whole_run}
+    title = f"### Swaps, {size}: {swaps['in_flight']} completions in flight; medians in ms"
+    return [title, "", *markdown(["", "ms"], rows), ""]
 
 
 def _ms(seconds: float) -> str:
@@ -212,77 +370,29 @@ def _ms(seconds: float) -> str:
 
 # --- picture ----------------------------------------------------------------------------------------------
 
-COLORS: Final = {
-    **dict(zip(FORMATS, (plot.GREY, plot.OCHRE, plot.ORANGE, plot.PURPLE), strict=True)),
-    "fast": plot.BLUE,
-    "small": plot.GREEN,
-    "entropy": plot.RED,
-}
+KINDS: Final = {"full": GREY, "delta": BLUE, "lora": GREEN}
 
 
-def draw(figures: Mapping[str, Figures], path: Path) -> None:
-    """Write the picture of the largest size that was measured; parts that were not stay empty."""
-    size, parts = list(figures.items())[-1]
-    with plot.panels(path, 2, 8.4) as (sizes, frontier, transports, swaps):
-        if "codec" in parts:
-            _draw_sizes(sizes, parts["codec"]["rows"])
-            _draw_frontier(frontier, parts["codec"]["rows"])
-        if "transports" in parts:
-            rows = {f"{one['store']}, {one['kind']}": one for one in parts["transports"]["transports"]}
-            kinds = {"full": plot.GREY, "delta": plot.BLUE, "lora": plot.GREEN}
-            colors = {name: kinds[one["kind"]] for name, one in rows.items()}
-            seconds = {name: (one["publish_seconds"], one["stage_seconds"]) for name, one in rows.items()}
-            _draw_ms(transports, seconds, colors)
-        if "swaps" in parts:
-            _draw_swaps(swaps, parts["swaps"])
-        plot.dress(sizes, "Bytes per parameter, one step apart", "learning rate")
-        plot.dress(frontier, "Bytes against speed (lr 1e-6; ○ one step, □ eight)", "bytes per parameter")
-        plot.dress(transports, f"Publish, then stage, {size}", "milliseconds, median")
-        plot.dress(swaps, f"Pause at a swap, {size}", "milliseconds, median")
-
-
-def _draw_sizes(axes: Axes, rows: Sequence[Figures]) -> None:
-    one = [row for row in rows if row["steps"] == min(row["steps"] for row in rows)]
-    for name, color in COLORS.items():
-        values = [row["bytes_per_parameter"][name] for row in one]
-        line = "--" if name == "entropy" else "-"
-        axes.plot([row["lr"] for row in one], values, line, color=color, linewidth=1.8, label=name)
-    plot.target_line(axes, 2.0, "dense bf16")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    plot.legend(axes, loc="lower right", ncols=2)
-
-
-def _draw_frontier(axes: Axes, rows: Sequence[Figures]) -> None:
-    """Encoding by CPU time, at the lowest learning rate; the bound is a line."""
-    for row in (row for row in rows if row["lr"] == min(row["lr"] for row in rows)):
-        for name, color in COLORS.items():
-            x = row["bytes_per_parameter"][name]
-            if name == "entropy":
-                axes.axvline(x, color=color, linewidth=0.8, linestyle="--")
-                continue
-            at = x, row["encode"][name]["cpu"]
-            axes.plot(*at, "o" if row["steps"] == 1 else "s", color=color, markersize=7)
-            axes.annotate(name, at, xytext=(6, 3), textcoords="offset points", fontsize=8, color=color)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylabel("encoding, GB/s of dense bf16 a core", color=plot.FAINT)
-    axes.margins(x=0.2)
-
-
-def _draw_swaps(axes: Axes, swaps: Figures) -> None:
-    """Loading dark, the rest of the pause light; vLLM's own reload beside them."""
-    seconds: dict[str, Sequence[float]] = {
-        kind: (swap["apply_seconds"], swap["pause_seconds"] - swap["apply_seconds"])
-        for kind, swap in swaps["swaps"].items()
-    }
-    colors = dict.fromkeys(seconds, plot.PURPLE) | {"vLLM's own\nfull reload": plot.GREY}
-    if swaps["vllm_reload_seconds"] is not None:
-        seconds["vLLM's own\nfull reload"] = (swaps["vllm_reload_seconds"],)
-    _draw_ms(axes, seconds, colors)
-    axes.axvline(1e3 * swaps["decode_step_seconds"], color=plot.RED, linewidth=0.8, linestyle="--")
-
-
-def _draw_ms(axes: Axes, seconds: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> None:
-    widths: dict[str, Any] = {name: [1e3 * one for one in parts] for name, parts in seconds.items()}
-    plot.bars(axes, widths, colors)
+def draw(parts: Figures, path: Path) -> None:
+    """Write the picture of one size."""
+    with panels(path, 2, 8.4) as (sizes, speeds, transports, swaps):
+        rows = [row for row in parts["codec"]["rows"] if row["steps"] == 1]
+        for name, color in zip((*FORMATS, *EFFORTS, "entropy"), COLORS, strict=False):
+            values = [row["bytes_per_parameter"][name] for row in rows]
+            sizes.plot([row["lr"] for row in rows], values, color=color, label=name)
+        taken = parts["codec"]["speeds"]
+        for name in taken[0].keys() - {"density"}:
+            speeds.plot([one["density"] for one in taken], [one[name] for one in taken], label=name)
+        sizes.loglog()
+        speeds.loglog()
+        for one in parts["transports"]["rows"]:
+            name, color = f"{one['store']}, {one['kind']}", KINDS[one["kind"]]
+            bar(transports, name, color, one["publish_seconds"], one["stage_seconds"])
+        for kind, swap in parts["swaps"]["swaps"].items():
+            rest = swap["pause_seconds"] - swap["apply_seconds"]
+            bar(swaps, kind, KINDS[kind], swap["apply_seconds"], rest)
+        bar(swaps, "vLLM's own reload", PURPLE, parts["swaps"]["vllm_reload_seconds"])
+        dress(sizes, "Bytes per parameter, one step apart", "learning rate")
+        dress(speeds, "GB/s of dense bf16 on one core", "share of elements that changed")
+        dress(transports, "Publish, then stage", "seconds, median")
+        dress(swaps, "Pause at a swap: loading, then the rest", "seconds, median")

@@ -1,7 +1,8 @@
 """How fast a teacher scores tokens: our service, a stock vLLM server and a plain forward pass in one run.
 
 All see the same sequences of the same model with the same number of threads, in turns; every figure is the
-median of `repeats` turns, in scored positions per second of wall time, from token ids to arrays.
+median of `repeats` turns, in scored positions per second of wall time, from token ids to arrays. Then
+malformed requests and a flood, which come from the tests of a source checkout.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from distill.bench.fuzz import Request, flood, fuzz
-from distill.bench.process_tree import role_processes
-from distill.bench.runner import Figures, Work, interleaved, serving
+from distill.bench.kill_target import role_processes
+from distill.bench.runner import Figures, Work, interleaved, of_tests, serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
+from sync import wire
 from sync.replica.plugin import PLUGIN
-from sync.wire import ScoreRequest, ScoreSequence, TeacherGenerateRequest, TeacherPrompt, Want, pack
 from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Item, ScoreOptions
 
 QUEUE_TOKENS: Final = 1 << 18
@@ -36,6 +37,7 @@ VLLM_FLAGS: Final = (
     "--distributed-executor-backend=uni",
     "--gpu-memory-utilization=0.2",
     "--max-logprobs=64",
+    "--dtype=float32",
 )
 VLLM_ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -43,89 +45,86 @@ VLLM_ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": PLUGIN,
 }
+PROMPT_TOKENS: Final = 8
 Turn = Callable[[], int]
 """Score every sequence once; bytes received, 0 where nothing crosses a process."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is scored; lengths in tokens, completions vary from half to all of theirs."""
+class Setting(NamedTuple):
+    """What is scored, in fp32 with one thread each; completions vary from half to all of their length."""
 
     model: str
     rollouts: int = 64
-    prompt: int = 8
     completion: int = 64
+    """Tokens."""
     topk: int = 64
-    threads: int = 1
-    dtype: str = "float32"
     repeats: int = 7
+    malformed: int = 10_000
+    """Requests to each route."""
+    flood_factor: int = 20
+    """Times the bound of the queue; 0: no flood."""
+    vllm: bool = True
+    """Whether there is a stock server to compare with."""
 
 
-def run(
-    model: str, *, vllm: bool = True, malformed: int = 10_000, flood_factor: int = 20, **setting: Any
-) -> Figures:
-    """Figures by contender, and what a fuzzer and a flood found; counts of 0 leave those out.
+def run(model: str, **setting: Any) -> Figures:
+    """Figures by contender, and what a fuzzer and a flood found.
 
     `setting`: fields of `Setting`. Raises DistillError when a server does not come up.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     it = Setting(model, **setting)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
-        children = [_teacher(it, Path(folder), ports), *([_vllm(it, ports)] if vllm else [])]
+        children = [_teacher(it, Path(folder), ports), *([_vllm(it, ports)] if it.vllm else [])]
         stack = AsyncExitStack()
         try:
             loop.run(stack.enter_async_context(serving(children, Path(folder))))
             urls = [child.url or "" for child in children]
             client = TeacherClient("bench", urls[:1], request_tokens=QUEUE_TOKENS // 2)
             loop.run(stack.enter_async_context(client))
-            return _measure(it, loop, client, urls, malformed, flood_factor)
+            found = {"setting": it._asdict(), "figures": _speeds(it, loop, client, urls)}
+            return found | loop.run(_attacked(it, client, urls[0]))
         finally:
             loop.run(stack.aclose())
 
 
-def _measure(
-    setting: Setting,
-    loop: asyncio.Runner,
-    client: TeacherClient,
-    urls: list[str],
-    malformed: int,
-    flood_factor: int,
-) -> Figures:
-    info = loop.run(client.info())
-    k, items = min(setting.topk, info.vocab_size), _items(setting, info.vocab_size)
-    turns = {"plain forward": _plain(setting, items, info.vocab_size)}
-    turns |= _service(loop, client, items, k, info.vocab_size)
+def _speeds(setting: Setting, loop: asyncio.Runner, client: TeacherClient, urls: list[str]) -> Figures:
+    vocab_size = loop.run(client.info()).vocab_size
+    k, items = min(setting.topk, vocab_size), _items(setting, vocab_size)
+    turns = {"plain forward": _plain(setting, items, vocab_size)}
+    turns |= _service(loop, client, items, k, vocab_size)
     if urls[1:]:
-        turns |= _stock(urls[1], setting, items, k, info.vocab_size)
-    found: Figures = {"setting": asdict(setting)}
-    found["figures"] = _in_turns(turns, sum(item.positions for item in items), setting.repeats)
-    if malformed:
-        prompt = TeacherPrompt("0", pack(items[0].token_ids_L[: setting.prompt]), 0)
-        requests: dict[str, Request] = {
-            "malformed": ScoreRequest(sequences=_sequences(items[:2], 2, info.vocab_size), want=Want(topk=2)),
-            "malformed_to_write": TeacherGenerateRequest(prompts=[prompt], max_tokens=4),
-        }
-        for name, good in requests.items():
-            report = loop.run(fuzz(urls[0], malformed, good))
-            found[name] = asdict(report) | {"clean": report.clean}
-    if flood_factor:
-        length = min(info.max_length, setting.prompt + setting.completion)
-        (process,) = role_processes(os.getpid())["teacher"]
-        found["flood"] = asdict(loop.run(flood(urls[0], process.pid, QUEUE_TOKENS, length, flood_factor)))
-    return found
-
-
-def _in_turns(turns: Mapping[str, Turn], positions: int, repeats: int) -> dict[str, Figures]:
+        turns |= _stock(urls[1], setting, items, k, vocab_size)
+    positions = sum(item.positions for item in items)
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
-    found = {}
-    for name, taken in interleaved({name: Work(turn) for name, turn in turns.items()}, repeats).items():
-        walls = [one.wall for one in taken]
-        found[name] = {
-            "positions_per_second": positions / median(walls),
-            "fastest": positions / min(walls),
-            "slowest": positions / max(walls),
+    taken = interleaved({name: Work(turn) for name, turn in turns.items()}, setting.repeats)
+    return {
+        name: {
+            "positions_per_second": positions / median(seconds),
             "bytes_per_position": received[name] / positions,
         }
+        for name, seconds in taken.items()
+    }
+
+
+async def _attacked(setting: Setting, client: TeacherClient, url: str) -> Figures:
+    fuzz, info, found = of_tests("fuzz"), await client.info(), {}
+    item = _items(setting, info.vocab_size)[0]
+    prompt = wire.TeacherPrompt("0", wire.pack(item.token_ids_L[:PROMPT_TOKENS]), 0)
+    good = {
+        "malformed": wire.ScoreRequest(
+            sequences=_sequences([item, item], 2, info.vocab_size), want=wire.Want(topk=2)
+        ),
+        "malformed_to_write": wire.TeacherGenerateRequest(prompts=[prompt], max_tokens=4),
+    }
+    for name, request in good.items():
+        report = await fuzz.fuzz(url, setting.malformed, request)
+        found[name] = asdict(report) | {"clean": report.clean}
+    if setting.flood_factor:
+        length = min(info.max_length, PROMPT_TOKENS + setting.completion)
+        (process,) = role_processes(os.getpid())["teacher"]
+        report = await fuzz.flood(url, process.pid, QUEUE_TOKENS, length, setting.flood_factor)
+        found["flood"] = asdict(report)
     return found
 
 
@@ -134,20 +133,16 @@ def _in_turns(turns: Mapping[str, Turn], positions: int, repeats: int) -> dict[s
 
 def _items(setting: Setting, vocab_size: int) -> list[Item]:
     rng = np.random.default_rng(0)
-    lengths = setting.prompt + rng.integers(setting.completion // 2, setting.completion + 1, setting.rollouts)
-    return [Item(rng.integers(0, vocab_size, length).astype(np.int32), setting.prompt) for length in lengths]
+    lengths = PROMPT_TOKENS + rng.integers(setting.completion // 2, setting.completion + 1, setting.rollouts)
+    return [Item(rng.integers(0, vocab_size, length).astype(np.int32), PROMPT_TOKENS) for length in lengths]
 
 
-def _sequences(items: list[Item], k: int, vocab_size: int) -> list[ScoreSequence]:
+def _sequences(items: list[Item], k: int, vocab_size: int) -> list[wire.ScoreSequence]:
     """With k random ids to gather at each position; 0: none."""
     rng = np.random.default_rng(1)
+    ids = [rng.integers(0, vocab_size, (item.positions, k)).astype(np.int32) for item in items]
     return [
-        ScoreSequence(
-            str(i),
-            pack(item.token_ids_L),
-            item.first,
-            pack(rng.integers(0, vocab_size, (item.positions, k)).astype(np.int32)) if k else None,
-        )
+        wire.ScoreSequence(str(i), wire.pack(item.token_ids_L), item.first, wire.pack(ids[i]) if k else None)
         for i, item in enumerate(items)
     ]
 
@@ -155,7 +150,7 @@ def _sequences(items: list[Item], k: int, vocab_size: int) -> list[ScoreSequence
 def _service(
     loop: asyncio.Runner, client: TeacherClient, items: list[Item], k: int, vocab_size: int
 ) -> dict[str, Turn]:
-    def turn(want: Want, gather: int = 0) -> Turn:
+    def turn(want: wire.Want, gather: int = 0) -> Turn:
         sequences = _sequences(items, gather, vocab_size)
 
         def score() -> int:
@@ -166,11 +161,11 @@ def _service(
         return score
 
     return {
-        "service sampled": turn(Want()),
-        f"service topk {k}": turn(Want(topk=k)),
-        f"service gather {k}": turn(Want(), k),
-        "service entropy": turn(Want(entropy=True)),
-        "service hidden": turn(Want(hidden=True)),
+        "service sampled": turn(wire.Want()),
+        f"service topk {k}": turn(wire.Want(topk=k)),
+        f"service gather {k}": turn(wire.Want(), k),
+        "service entropy": turn(wire.Want(entropy=True)),
+        "service hidden": turn(wire.Want(hidden=True)),
     }
 
 
@@ -181,8 +176,8 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
 
     from teacher_service.engines.transformers import padded_ids
 
-    torch.set_num_threads(setting.threads)
-    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, setting.dtype)).eval()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
     ids = torch.from_numpy(padded_ids(items))
 
     def turn() -> int:
@@ -196,7 +191,6 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
 
 def _stock(url: str, setting: Setting, items: list[Item], k: int, vocab_size: int) -> dict[str, Turn]:
     """vLLM's own route, one request with every prompt, its JSON turned into arrays as our engine does it."""
-    from teacher_service.config import TeacherConfig
     from teacher_service.engines.vllm import VllmServer
 
     engine = VllmServer(TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
@@ -217,24 +211,19 @@ def _stock(url: str, setting: Setting, items: list[Item], k: int, vocab_size: in
 
 def _teacher(setting: Setting, folder: Path, ports: Ports) -> ChildSpec:
     config = folder / "teacher.json"
-    fields = {"path": setting.model, "threads": setting.threads, "dtype": setting.dtype}
-    config.write_text(json.dumps(fields | {"queue_tokens": QUEUE_TOKENS}))
-    words = ["teacher_service", "--config", str(config), "--name", "bench"]
-    return _server("teacher", words, setting, ports, {})
+    fields = {"path": setting.model, "threads": 1, "dtype": "float32", "queue_tokens": QUEUE_TOKENS}
+    config.write_text(json.dumps(fields))
+    return _server("teacher", ports, {}, "teacher_service", "--config", str(config), "--name", "bench")
 
 
 def _vllm(setting: Setting, ports: Ports) -> ChildSpec:
-    flags = {"--model": setting.model, "--dtype": setting.dtype}
-    flags["--max-model-len"] = str(setting.prompt + setting.completion + 1)
-    words = ["vllm.entrypoints.openai.api_server", *VLLM_FLAGS]
-    words += [f"{flag}={value}" for flag, value in flags.items()]
-    return _server("vllm", words, setting, ports, VLLM_ENVIRONMENT)
+    length = PROMPT_TOKENS + setting.completion + 1
+    words = [*VLLM_FLAGS, f"--model={setting.model}", f"--max-model-len={length}"]
+    return _server("vllm", ports, VLLM_ENVIRONMENT, "vllm.entrypoints.openai.api_server", *words)
 
 
-def _server(
-    name: str, words: list[str], setting: Setting, ports: Ports, environment: Mapping[str, str]
-) -> ChildSpec:
+def _server(name: str, ports: Ports, environment: dict[str, str], *words: str) -> ChildSpec:
     port = ports.take("127.0.0.1", 0, f"{name}.port")
     command = [sys.executable, "-P", "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
-    env = {**environment, "OMP_NUM_THREADS": str(setting.threads)}
+    env = {**environment, "OMP_NUM_THREADS": "1"}
     return ChildSpec(name, command, env, url=f"http://127.0.0.1:{port}")

@@ -1,9 +1,8 @@
-"""Distil a toy in one process: generate, score, train, again; no pipeline around it.
+"""One student distilled on a toy task in one process: generate, score, train, again.
 
 Completions come from `distill.evaluation.evaluation.sample`, scores from the teacher service's transformers
-engine, as the wire arrays that a trainer rank is sent; loss and gradients from the trainer's own objectives
-and chunked head. AdamW and a loop are all that is added, so that figures depend on the objective and
-not on engines.
+engine as the wire arrays that a trainer rank is sent, loss and gradients from the trainer: figures depend on
+the objective and not on engines.
 
 Letters in shapes: B completions, T longest of them, C completion tokens, K ids per token, V vocabulary.
 """
@@ -11,30 +10,30 @@ Letters in shapes: B completions, T longest of them, C completion tokens, K ids 
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from distill.bench.runner import Figures, Seconds
+from distill.bench.runner import Figures
 from distill.evaluation.evaluation import LanguageModel, Limits, evaluate, sample
 from distill.evaluation.models import load_model
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, spellings
 from student_trainer.engine import Student, head_shape
-from student_trainer.head import RHO_MAX, HeadShape, HeadWeights, Loss
-from student_trainer.objectives.config import SFT, ObjectiveConfig, needs, student_topk
-from student_trainer.objectives.token_statistics import STATS
+from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.objectives import config as objectives
 from student_trainer.step import collate, loss_of
+from sync.errors import ConfigError
 from sync.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions
@@ -42,15 +41,30 @@ from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import scored
 
+OBJECTIVES: Final = ("sampled", "topk", "student_topk", "forward_topk", "full", "jsd", "skew", "sft")
 SPARE_TOKENS: Final = 2
 """Of a completion, beyond the longest right one."""
-MAX_NORM, BETAS, WARM_UP_STEPS = 1.0, (0.9, 0.95), 10
-_TEACHER = "teacher"
+HEAD_CHUNK, MAX_NORM, BETAS, WARM_UP_STEPS = 1024, 1.0, (0.9, 0.95), 10
 
 
-@dataclass(frozen=True)
-class World:
-    """What all trials share: two models of one vocabulary, a task, held-out prompts."""
+class Setup(NamedTuple):
+    """What all trials share."""
+
+    models: str
+    """Name of the folder of the made models: it changes with their recipe."""
+    tokens: int = 50_000
+    """Completion tokens that a student is trained on."""
+    rows: int = 64
+    """Completions of one step."""
+    k: int = 64
+    evaluations: int = 5
+    """After the one at the start."""
+    held_out: int = 512
+    """Prompts of an evaluation."""
+
+
+class World(NamedTuple):
+    """Two models of one vocabulary, a task, held-out prompts."""
 
     teacher: LanguageModel
     engine: TransformersEngine
@@ -67,21 +81,45 @@ class World:
         return len(self.teacher.head.weight_VH)
 
 
-def open_world(folder: Path, held_out: int, seed: int = 0) -> tuple[World, str]:
-    """The models of `spellings`, made or found in `folder`, and the name of the folder that holds them."""
+class Trial(NamedTuple):
+    """One student."""
+
+    objective: str
+    rate: float
+    """Learning rate."""
+    seed: int
+    """Of prompts and samples."""
+    lag: int = 0
+    """Age of the weights that generate, in optimizer steps."""
+
+
+def configured(name: str, k: int) -> objectives.ObjectiveConfig:
+    """The objective called `name` with its defaults, and `k` where it has one. Raises ConfigError."""
+    if name not in OBJECTIVES:
+        raise ConfigError(f"objective {name!r} is not known: choose from {', '.join(OBJECTIVES)}")
+    config: objectives.ObjectiveConfig = TypeAdapter(objectives.ObjectiveConfig).validate_python(
+        {"type": name}
+    )
+    has_k = isinstance(config, objectives.TopK | objectives.StudentTopK | objectives.ForwardTopK)
+    return config.model_copy(update={"k": k}) if has_k else config
+
+
+def open_world(folder: Path) -> tuple[World, Setup]:
+    """The models of `spellings`, made or found in `folder`."""
     from transformers import AutoTokenizer
 
-    models, task = spellings.make_models(folder, seed), spellings.make()
+    models, task = spellings.make_models(folder, 0), spellings.make()
+    setup = Setup(models.teacher.parent.name)
     tokenizer = AutoTokenizer.from_pretrained(models.teacher)
     teacher, student = (load_model(ModelSource(path=str(path)), tokenizer, "cpu") for path in models)
-    made = [task.held_out(seed, index) for index in range(held_out)]
+    made = [task.held_out(0, index) for index in range(setup.held_out)]
     prompts = [Prompt(str(i), list(one.token_ids or ()), text=one.text) for i, one in enumerate(made)]
     limits = Limits(spellings.LONGEST + 1 + SPARE_TOKENS, (spellings.EOS_ID,))
     engine = TransformersEngine(teacher.model, len(spellings.VOCABULARY))
-    return World(teacher, engine, student, task, prompts, limits), models.teacher.parent.name
+    return World(teacher, engine, student, task, prompts, limits), setup
 
 
-# --- generate ---------------------------------------------------------------------------------------------
+# --- one trial --------------------------------------------------------------------------------------------
 
 
 class Completions(NamedTuple):
@@ -131,17 +169,15 @@ class Delayed:
     """A model as it was `lag` optimizer steps ago. `model` is called once per step, before it."""
 
     def __init__(self, live: LanguageModel, lag: int) -> None:
-        self._live, self._lag = live, lag
-        self._old = copy_of(live) if lag else live
+        self._live, self._old = live, copy_of(live)
         self._past: deque[list[Tensor]] = deque(maxlen=lag + 1)
 
     @torch.no_grad()
     def model(self) -> LanguageModel:
         """The model of `lag` calls ago; of the first call when there were fewer."""
-        if self._lag:
-            self._past.append([weight.clone() for weight in self._live.model.parameters()])
-            for weight, before in zip(self._old.model.parameters(), self._past[0], strict=True):
-                weight.copy_(before)
+        self._past.append([weight.clone() for weight in self._live.model.parameters()])
+        for weight, before in zip(self._old.model.parameters(), self._past[0], strict=True):
+            weight.copy_(before)
         return self._old
 
 
@@ -151,12 +187,9 @@ def copy_of(model: LanguageModel) -> LanguageModel:
     return LanguageModel(own, find_head(own, len(model.head.weight_VH)))
 
 
-# --- score ------------------------------------------------------------------------------------------------
-
-
-def score(engine: TransformersEngine, made: Completions, objective: ObjectiveConfig) -> Scored:
+def score(engine: TransformersEngine, made: Completions, objective: objectives.ObjectiveConfig) -> Scored:
     """What a teacher sends for all completions, one after the other; hidden states in bf16, top-k in fp16."""
-    want = needs(objective)
+    want = objectives.needs(objective)
     width = 0 if made.topk_CK is None else made.topk_CK.shape[1]
     found = engine.score(items(made), ScoreOptions(want.topk, width, want.entropy, want.hidden))
     if found.hidden_CH is not None:
@@ -171,10 +204,7 @@ def items(made: Completions) -> list[Item]:
     gather: Sequence[Any] = [None] * len(rows)
     if made.topk_CK is not None:
         gather = np.split(made.topk_CK, np.cumsum(made.completion_B)[:-1])
-    return [
-        Item(row_L, int(first), ids_TK)
-        for row_L, first, ids_TK in zip(rows, made.prompt_B, gather, strict=True)
-    ]
+    return [Item(*row) for row in zip(rows, map(int, made.prompt_B), gather, strict=True)]
 
 
 def wire_bytes(scores: Scored) -> int:
@@ -205,167 +235,67 @@ def rows_of(made: Completions, scores: Scored, step: int, by_teacher: bool) -> R
     )
 
 
-# --- train ------------------------------------------------------------------------------------------------
+def learn(world: World, setup: Setup, trial: Trial) -> Figures:
+    """Train a copy of the student on `setup.tokens` completion tokens, evaluating at even distances.
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What all trials of a benchmark share."""
-
-    models: str
-    """Name of the folder of the made models: it changes with their recipe."""
-    tokens: int = 50_000
-    """Completion tokens that a student is trained on."""
-    rows: int = 64
-    """Completions of one step."""
-    k: int = 64
-    evaluations: int = 5
-    """After the one at the start."""
-    held_out: int = 512
-    """Prompts of an evaluation."""
-    head_chunk: int = 1024
-
-
-class Trial(NamedTuple):
-    """One student."""
-
-    objective: str
-    rate: float
-    """Learning rate."""
-    seed: int
-    """Of prompts and samples."""
-    lag: int = 0
-    """Age of the weights that generate, in optimizer steps."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One evaluation."""
-
-    tokens: int
-    """Completion tokens trained on so far."""
-    reverse_kl: float
-    """Nats a token, exact."""
-    pass_rate: float
-
-
-class Learner:
-    """One trial under way. `step` trains once; `point` evaluates."""
-
-    def __init__(self, world: World, setup: Setup, trial: Trial, objective: ObjectiveConfig) -> None:
-        self._world, self._setup, self._trial, self._config = world, setup, trial, objective
-        self._live = copy_of(world.student)
-        shape = head_shape(self._live.model.config, world.vocab, temperature=1.0)
-        self._student = Student(self._live.model, shape, setup.head_chunk)
-        self._optimizer = torch.optim.AdamW(self._student.parameters(), trial.rate, BETAS, weight_decay=0.0)
-        self._delayed = Delayed(self._live, trial.lag)
-        self._generator = torch.Generator().manual_seed(trial.seed)
-        self._loss = self._make_loss()
-        self._by_teacher = isinstance(objective, SFT)
-        self._seconds: dict[str, list[Seconds]] = defaultdict(list)
-        self.steps = self.tokens = self.bytes = 0
-        self._sums = dict.fromkeys(STATS, 0.0)
-        self._age = 0.0
-
-    def step(self) -> None:
-        """Generate, score, train."""
-        with self._timed("generate"):
-            made = self._generate()
-        with self._timed("score"):
-            scores = self._score(made)
-        with self._timed("train"):
-            sampled_by = max(0, self.steps - self._trial.lag)
-            self._train(rows_of(made, scores, sampled_by, self._by_teacher))
-        self.steps += 1
-        self.tokens += len(made.logp_C)
-        self.bytes += wire_bytes(scores)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        self._seconds[part].append(Seconds(time.perf_counter() - wall, time.process_time() - cpu))
-
-    def _generate(self) -> Completions:
-        first, count = self.steps * self._setup.rows, self._setup.rows
-        made = (self._world.task.prompt(self._trial.seed, first + i) for i in range(count))
-        prompts = [list(prompt.token_ids or ()) for prompt in made]
-        model = self._world.teacher if self._by_teacher else self._delayed.model()
-        return generate(model, prompts, self._world.limits, self._generator, student_topk(self._config))
-
-    def _score(self, made: Completions) -> Scored:
-        if self._by_teacher:  # it knows the log-probabilities of its own tokens
-            return Scored(id="all", logprob=pack(made.logp_C))
-        return score(self._world.engine, made, self._config)
-
-    def _train(self, rows: Rows) -> None:
-        micro = collate(rows, self.steps, self._world.vocab)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._trial.rate * min(1.0, (self.steps + 1) / WARM_UP_STEPS)
-        loss, stats = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss)
+    points: the evaluations; cpu_seconds: medians of a step by part; teacher_bytes: per token; age: mean age
+    of the weights that generated, in steps.
+    """
+    config = configured(trial.objective, setup.k)
+    live, by_teacher, head = copy_of(world.student), isinstance(config, objectives.SFT), world.teacher.head
+    student = Student(live.model, head_shape(live.model.config, world.vocab, temperature=1.0), HEAD_CHUNK)
+    shape = HeadShape(world.vocab, head.scale, head.soft_cap)
+    heads = (HeadWeights(head.weight_VH, head.bias_V, shape),) if objectives.needs(config).hidden else ()
+    loss_spec, optimizer = loss_of(config, (), heads), torch.optim.AdamW(student.parameters(), betas=BETAS)
+    delayed, generator = Delayed(live, trial.lag), torch.Generator().manual_seed(trial.seed)
+    points, clocks, tokens, sent, age = [evaluated(world, live, 0)], [], 0, 0, 0.0
+    for step in itertools.count():
+        clock = [time.process_time()]
+        drawn = (world.task.prompt(trial.seed, step * setup.rows + i) for i in range(setup.rows))
+        model = world.teacher if by_teacher else delayed.model()
+        prompts = [list(prompt.token_ids or ()) for prompt in drawn]
+        made = generate(model, prompts, world.limits, generator, objectives.student_topk(config))
+        clock.append(time.process_time())
+        own = Scored(id="all", logprob=pack(made.logp_C))  # of the teacher, where it generates
+        scores = own if by_teacher else score(world.engine, made, config)
+        clock.append(time.process_time())
+        rows = rows_of(made, scores, max(0, step - trial.lag), by_teacher)
+        micro = collate(rows, step, world.vocab)
+        loss, _ = student(micro.tokens_RL, micro.positions_C, micro.targets, loss_spec)
         (loss / micro.counts["tokens"]).backward()
-        torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._age += micro.counts["age"]
-        for name, value in zip(STATS, stats[:RHO_MAX].tolist(), strict=True):
-            self._sums[name] += value
-
-    def _make_loss(self) -> Loss:
-        heads: tuple[HeadWeights, ...] = ()
-        if needs(self._config).hidden:
-            head = self._world.teacher.head
-            shape = HeadShape(self._world.vocab, head.scale, head.soft_cap)
-            heads = (HeadWeights(head.weight_VH, head.bias_V, shape),)
-        return loss_of(self._config, (), heads)
-
-    def point(self) -> Point:
-        """The student as it is now, on held-out prompts."""
-        return evaluated(self._world, self._live, self.tokens)
-
-    def figures(self) -> Figures:
-        """Medians of a step by part in seconds, and means over all tokens so far.
-
-        teacher_bytes: per token; effective_samples: effective sample size of the importance weights, as a
-        share of their number, 1 where there are none; support_mass: mass that the student gave to the k
-        tokens, None where the objective has none; age: of the weights that generated, in steps.
-        """
-        sums = self._sums
-        own, support = sums["own_tokens"], sums["support_tokens"]
-        return {
-            "steps": self.steps,
-            "wall_seconds": {part: median(s.wall for s in taken) for part, taken in self._seconds.items()},
-            "cpu_seconds": {part: median(s.cpu for s in taken) for part, taken in self._seconds.items()},
-            "teacher_bytes": self.bytes / self.tokens,
-            "effective_samples": sums["rho"] ** 2 / (sums["rho_squared"] * own) if own else 1.0,
-            "support_mass": sums["student_mass"] / support if support else None,
-            "age": self._age / self.tokens,
-        }
+        _update(student, optimizer, trial.rate * min(1.0, (step + 1) / WARM_UP_STEPS))
+        clock.append(time.process_time())
+        clocks.append(np.diff(clock))
+        tokens, sent, age = tokens + len(made.logp_C), sent + wire_bytes(scores), age + micro.counts["age"]
+        if tokens >= setup.tokens * len(points) / setup.evaluations:
+            points.append(evaluated(world, live, tokens))
+        if tokens >= setup.tokens:
+            break
+    return {
+        "points": points,
+        "steps": len(clocks),
+        "cpu_seconds": dict(zip(("generate", "score", "train"), np.median(clocks, 0).tolist(), strict=True)),
+        "teacher_bytes": sent / tokens,
+        "age": age / tokens,
+    }
 
 
-def evaluated(world: World, student: LanguageModel, tokens: int) -> Point:
+def _update(student: Student, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group.update(lr=rate, weight_decay=0.0)
+    torch.nn.utils.clip_grad_norm_(student.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated(world: World, student: LanguageModel, tokens: int) -> Figures:
     """Exact reverse KL and pass rate after `tokens`, always on the same prompts with the same randomness."""
     report = evaluate(
         student,
-        {_TEACHER: world.teacher},
+        {"teacher": world.teacher},
         world.held_out,
         world.limits,
-        route=lambda source: _TEACHER,
+        route=lambda source: "teacher",
         reward_fn=world.task.passes,
     )
-    assert report.pass_rate is not None, "every task has a reward_fn"
-    return Point(tokens, report.reverse_kl, report.pass_rate)
-
-
-def learn(world: World, setup: Setup, trial: Trial, objective: ObjectiveConfig) -> Figures:
-    """Train a copy of the student on `setup.tokens` completion tokens, evaluating at even distances.
-
-    The learner's figures, and "points": the evaluations.
-    """
-    learner = Learner(world, setup, trial, objective)
-    points = [learner.point()]
-    while learner.tokens < setup.tokens:
-        learner.step()
-        if learner.tokens >= setup.tokens * len(points) / setup.evaluations:
-            points.append(learner.point())
-    return {"points": [asdict(point) for point in points], **learner.figures()}
+    return {"tokens": tokens, "reverse_kl": report.reverse_kl, "pass_rate": report.pass_rate}

@@ -13,26 +13,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from distill import quickstart
-from distill.bench import pipeline, runs
-from distill.bench.runner import (
-    Figures,
-    Number,
-    TrialCache,
-    comparison,
-    cores,
-    medians,
-    ratios,
-    write_report,
-)
+from distill.bench import pipeline
+from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
 from distill.loading import load
-from distill.metrics.summary import versions
 from distill.tasks import Models
 from sync.errors import DistillError
 from sync.jsonl import read_lines
@@ -40,131 +30,101 @@ from sync.wire import Version
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
-REQUIREMENTS: Final = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
-SAME: Final = ("torch", "transformers")
-"""Installed for TRL in the very versions that we use."""
-PRECISIONS: Final = ("fp32", "bf16")
+REQUIREMENTS: Final = (
+    *("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
+    *(f"{name}=={metadata.version(name)}" for name in ("torch", "transformers")),
+)
+"""Of TRL's environment, with our own torch and transformers."""
 PROBE_STEPS: Final = 8
 """Of the runs that choose TRL's precision."""
-NUMBERS: Final = {
-    "step_ms": Number("ms a step", ".0f", "lower"),
-    "tokens_per_second": Number("tokens generated and trained on a second", ",.0f", "higher"),
-    "seconds_to_target": Number("seconds to the target KL", ".1f", "lower"),
-    "reverse_kl": Number("reverse KL at the end", ".3f"),
-    "pass_rate": Number("pass rate at the end", ".3f"),
+ROWS: Final = {
+    "step_ms": Row("ms per step", ",.0f", -1),
+    "tokens_per_second": Row("tokens generated and trained per second", ",.0f", 1),
+    "seconds_to_target": Row(f"seconds to a reverse KL of {pipeline.TARGET_KL}", ".1f", -1),
+    "reverse_kl": Row("reverse KL at the end", ".3f"),
+    "pass_rate": Row("pass rate at the end", ".1%"),
 }
 
 
 class Size(NamedTuple):
     """What both are run on."""
 
-    name: str
     steps: int
     settled: int
     """Steps left out of step times and rates."""
+    learns: bool
+    """Whether versions are evaluated; else speed is all that is compared."""
     settings: tuple[str, ...] = ()
     """Of our run, over the quickstart and the asynchronous layout."""
-    learns: bool = True
-    """Whether versions are evaluated; else speed is all that is compared."""
 
 
-TOY = Size("toy", steps=240, settled=runs.SETTLED)
-LARGE = Size(
-    "large",
-    steps=24,
-    settled=8,
-    settings=(
-        "rollout.batch=64",
-        "rollout.max_tokens=48",
-        "rollout.request_size=16",
-        "rollout.max_in_flight=64",
-        "buffer.score_batch=32",
-        "teachers.sorter.dtype=bfloat16",
-        "trainer.lr=1e-4",
-    ),
-    learns=False,
+LARGE_SETTINGS: Final = (
+    "rollout.batch=64",
+    "rollout.max_tokens=48",
+    "rollout.request_size=16",
+    "rollout.max_in_flight=64",
+    "buffer.score_batch=32",
+    "teachers.sorter.dtype=bfloat16",
+    "trainer.lr=1e-4",
 )
+SIZES: Final = {
+    "toy": Size(steps=240, settled=pipeline.SETTLED, learns=True),
+    "large": Size(steps=24, settled=8, learns=False, settings=LARGE_SETTINGS),
+}
 
 
-def run(folder: Path = Path("runs/bench-peers"), seeds: Sequence[int] = (0, 1)) -> Figures:
-    """Run what is missing in `folder`; every trial and the medians, there also as JSON and as a table.
+def run(folder: Path, seeds: int = 2) -> Figures:
+    """Run what is missing in `folder`; every trial, and the medians. `large` takes one seed.
 
     Raises DistillError when the environment cannot be made or a run fails.
     """
     folder = folder.absolute()
-    python, cache = environment(folder / "trl"), TrialCache(folder / "trials.jsonl", str(SCRIPT))
-    trials, precision = [], {}
-    for size, of in ((TOY, seeds), (LARGE, seeds[:1])):
-        precision[size.name] = faster_precision(cache, python, folder, size)
-        for seed in of:
-            trials.append(ours(cache, folder, size, seed))
-            trials.append(theirs(cache, python, folder, size, seed, precision[size.name]))
-    by_size = {size.name: summary(trials, size) for size in (TOY, LARGE)}
-    report = {
-        "benchmark": "peers",
-        "target_kl": runs.TARGET_KL,
-        "seeds": list(seeds),
-        "cores": cores(),
-        "trl_precision": precision,
-        "trl": REQUIREMENTS[0],
-        "versions": versions(),
-        "parameters": {size.name: parameters(config_of(size, 0)) for size in (TOY, LARGE)},
-        "medians": by_size,
-        "ratios": {size: ratios(found["trl"], found["ours"], NUMBERS) for size, found in by_size.items()},
-        "trials": trials,
-    }
-    return write_report(folder, "peers", report, table(report))
+    python, cache = environment(folder / "trl"), TrialCache(folder / "trials.jsonl")
+    report: Figures = {"cores": cores(), "requirements": REQUIREMENTS, "sizes": {}}
+    for name, size in SIZES.items():
+        trials: dict[str, list[Figures]] = {"TRL": [], "ours": []}
+        tries = {one: theirs(cache, python, folder, name, 0, one, PROBE_STEPS) for one in ("fp32", "bf16")}
+        precision = min(tries, key=lambda one: tries[one]["step_ms"])
+        for seed in range(seeds if size.learns else 1):
+            trials["ours"].append(ours(cache, folder, name, seed))
+            trials["TRL"].append(theirs(cache, python, folder, name, seed, precision, size.steps))
+        by_side = {side: medians(of, ROWS) for side, of in trials.items()}
+        report["sizes"][name] = {"trl_precision": precision, "medians": by_side, "trials": trials}
+    return report
 
 
-def summary(trials: Sequence[Mapping[str, Any]], size: Size) -> dict[str, Figures]:
-    """Medians over the seeds of one size, by who ran."""
-    return {
-        who: medians([one for one in trials if (one["who"], one["size"]) == (who, size.name)], NUMBERS)
-        for who in ("ours", "trl")
-    }
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The medians side by side, as Markdown; the ratio is above 1 where ours is better."""
-    rows = [f"{report['trl']}; {report['cores']} cores; target {report['target_kl']:g} nats a token"]
-    for size, found in report["medians"].items():
-        count = report["parameters"][size]
-        about = (
-            f"{size}: student {count['student'] / 1e6:.2f} M, teacher {count['teacher'] / 1e6:.2f} M "
-            f"parameters; TRL in {report['trl_precision'][size]}"
-        )
-        rows += ["", about, "", *comparison(found, report["ratios"][size], NUMBERS)]
-    return "\n".join(rows)
+def table(report: Figures) -> str:
+    """The medians side by side, as Markdown; a ratio above 1: ours is better."""
+    lines = []
+    for name, found in report["sizes"].items():
+        sides = found["medians"]
+        rows = comparison(sides["TRL"], sides["ours"], ROWS, ("TRL", "ours"))
+        lines += [f"{name}; TRL in {found['trl_precision']}", "", *rows, ""]
+    return "\n".join(lines)
 
 
 # --- what is run ------------------------------------------------------------------------------------------
 
 
-def requirements() -> list[str]:
-    """What TRL is run with."""
-    return [*(f"{name}=={metadata.version(name)}" for name in SAME), *REQUIREMENTS]
-
-
 def environment(folder: Path) -> Path:
     """The Python of an environment with TRL, made by pip as it is configured here unless it is there."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = requirements()
-    if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
+    if stamp.is_file() and json.loads(stamp.read_text()) == list(REQUIREMENTS):
         return python
-    log.info("installing %s", ", ".join(wanted))
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+    log.info("installing %s", ", ".join(REQUIREMENTS))
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS]
     for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise DistillError(f"{' '.join(command[:5])} … failed:\n{done.stderr[-2000:]}")
-    stamp.write_text(json.dumps(wanted))
+    stamp.write_text(json.dumps(REQUIREMENTS))
     return python
 
 
-def settings_of(size: Size, seed: int) -> list[str]:
+def settings_of(name: str, seed: int) -> list[str]:
     """Of our run, over the quickstart's."""
-    words = [*pipeline.LAYOUT, *pipeline.OVERLAPPED, *size.settings]
-    if size is LARGE:
+    words = [*pipeline.OVERLAPPED, *SIZES[name].settings]
+    if name == "large":
         pair = large_pair(quickstart.CACHE, seed)
         words += [f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
     return words
@@ -189,60 +149,48 @@ def large_pair(cache: Path, seed: int) -> Models:
     return made_once(cache.absolute() / f"large-{digest}", make)
 
 
-def config_of(size: Size, seed: int) -> RunConfig:
-    """The configuration that our run of `size` resolves to."""
-    path, ours = quickstart.source(seed)
-    return load(path, [*ours, *settings_of(size, seed)])
+def config_of(name: str, seed: int) -> RunConfig:
+    """The configuration that our run resolves to."""
+    path, words = quickstart.source(seed)
+    return load(path, [*words, *settings_of(name, seed)])
 
 
-def parameters(config: RunConfig) -> dict[str, int]:
-    """Of student and teacher, from their checkpoints in bf16."""
-    from sync.snapshots.checkpoint import tensors
-
-    (teacher,) = config.teachers.values()
-    folders = {"student": Path(config.student.path), "teacher": Path(teacher.path)}
-    return {
-        role: sum(place.nbytes for place in tensors(path).values()) // 2 for role, path in folders.items()
-    }
-
-
-def ours(cache: TrialCache, folder: Path, size: Size, seed: int) -> Figures:
+def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:
     """Our run, or what is kept of it."""
-    name, words = f"{size.name}-ours-{seed}", settings_of(size, seed)
-    who = {"who": "ours", "size": size.name, "seed": seed}
+    words, size = settings_of(name, seed), SIZES[name]
 
     def make() -> Figures:
-        profile = runs.run_quickstart(folder, name, seed, size.steps, words)
-        one = runs.measure(folder / name, name, seed, words, profile, size.learns, size.settled)
-        kept = ("steps", "step_ms", "seconds_to_target", "reverse_kl", "pass_rate", "curve")
-        figures = {key: value for key, value in one.items() if key in kept}
-        return who | {"tokens_per_second": one["trained_tokens_per_second"]} | figures
+        profile = pipeline.run_quickstart(folder, "ours", seed, size.steps, words)
+        found = pipeline.measure(folder / "ours", profile, size.settled)
+        speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
+        return learned(speed, pipeline.learned(folder / "ours") if size.learns else None)
 
-    config = config_of(size, seed).model_dump(mode="json")
-    return cache.get({**who, **size._asdict(), "config": config}, make)
+    return cache.get({"side": "ours", "seed": seed, "steps": size.steps, "settings": words}, make)
 
 
-def theirs(cache: TrialCache, python: Path, folder: Path, size: Size, seed: int, precision: str) -> Figures:
-    """TRL's run, or what is kept of it."""
-    config, output = config_of(size, seed), folder / f"{size.name}-trl-{precision}-{seed}"
-    save_at = [*range(runs.EVERY, size.steps, runs.EVERY), size.steps] if size.learns else []
-    task = job(config, size.steps, precision) | {"save_at": save_at}
-    who = {"who": "trl", "size": size.name, "seed": seed}
+def learned(speed: Figures, curve: Figures | None) -> Figures:
+    """Speed, and the learning curve where there is one."""
+    return speed | (curve or dict.fromkeys(("seconds_to_target", "reverse_kl", "pass_rate")))
+
+
+def theirs(
+    cache: TrialCache, python: Path, folder: Path, name: str, seed: int, precision: str, steps: int
+) -> Figures:
+    """TRL's run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
+    config, output, size = config_of(name, seed), folder / "theirs", SIZES[name]
+    learns = size.learns and steps == size.steps
+    task = job(config, steps, precision)
+    task["save_at"] = [*range(pipeline.EVERY, steps, pipeline.EVERY), steps] if learns else []
 
     def make() -> Figures:
         lines = train(python, output, task)
-        settled = lines[size.settled :]
+        settled = lines[size.settled if steps == size.steps else steps // 4 :]
         first, last = settled[0], settled[-1]
-        weights = SavedSteps(output)
-        points = runs.curve_points(config, weights, [0, *save_at]) if size.learns else []
-        return who | {
-            "steps": size.steps,
-            "step_ms": runs.median_gap_ms(settled),
-            "tokens_per_second": (last["generated"] - first["generated"]) / (last["time"] - first["time"]),
-            **runs.learning(points, lines),
-        }
+        pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
+        speed = {"step_ms": pipeline.median_gap_ms(settled), "tokens_per_second": pace}
+        return learned(speed, pipeline.curve(config, SavedSteps(output), lines) if learns else None)
 
-    return cache.get({**who, **size._asdict(), "requirements": requirements(), "job": task}, make)
+    return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)
 
 
 class SavedSteps(NamedTuple):
@@ -253,21 +201,6 @@ class SavedSteps(NamedTuple):
     def folder(self, version: Version) -> Path:
         """Of a step that was saved."""
         return self.output / f"step-{version.step}"
-
-
-def faster_precision(cache: TrialCache, python: Path, folder: Path, size: Size) -> str:
-    """In which TRL makes its steps faster at this size."""
-
-    def step_ms(precision: str) -> float:
-        task = job(config_of(size, 0), PROBE_STEPS, precision) | {"save_at": []}
-        output = folder / f"{size.name}-trl-try-{precision}"
-
-        def make() -> Figures:
-            return {"step_ms": runs.median_gap_ms(train(python, output, task)[PROBE_STEPS // 4 :])}
-
-        return float(cache.get({"requirements": requirements(), "job": task}, make)["step_ms"])
-
-    return min(PRECISIONS, key=step_ms)
 
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
@@ -296,7 +229,7 @@ def job(config: RunConfig, steps: int, precision: str) -> Figures:
     }
 
 
-def train(python: Path, output: Path, task: Mapping[str, Any]) -> list[dict[str, float]]:
+def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]:
     """Run TRL on one job in `output`; a line per step. Raises DistillError with its errors when it fails."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))

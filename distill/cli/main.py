@@ -327,11 +327,9 @@ def chaos(
     from distill.bench import chaos as bench
 
     chosen = bench.chosen(kinds)
-    kill_target = bench.kill_target(config, overrides, events, seed, chosen)
-    if "disk" in chosen:
-        bench.mount_disk(kill_target.run_dir, disk_gib)
-    figures = bench.run(kill_target, events, seed, chosen, typer.echo)
-    bench.keep_run(kill_target.run_dir)
+    target = bench.target_of(config, overrides, events, seed, chosen)
+    with bench.small_disk(target.run_dir, disk_gib if "disk" in chosen else 0):
+        figures = bench.run(target, events, seed, chosen, typer.echo)
     typer.echo(bench.table(figures))
     write_figures(json_file, figures)
     if not bench.holds(figures):

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from run_on_letters import NAME, command
+from stopped_run import KillTarget
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.bench.kill_target import KillTarget
 from distill.run_log.audit import audit
 from distill.tasks.sort_letters import EOS_ID, PAD_ID, VOCABULARY
 

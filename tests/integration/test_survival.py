@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
+from stopped_run import KillTarget
 
-from distill.bench.kill_target import KillTarget
-from distill.bench.process_tree import DEEPSPEED, ENGINE_OF
+from distill.bench.kill_target import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import read_all

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzz import flood, fuzz
 from ports import free_port
 from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from distill.bench.fuzz import flood, fuzz
 from distill.evaluation.evaluation import LanguageModel
 from distill.evaluation.reference_forward import log_probs
 from distill.preflight import probes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -350,3 +351,10 @@ def serve() -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+if __name__ == "__main__":  # print the address, end with standard input
+    with serve() as running:
+        sys.stdout.write(f"{running.base}\n")
+        sys.stdout.flush()
+        sys.stdin.read()

@@ -1,48 +1,93 @@
-"""The roles of `distill.bench.in_memory`, with faults: they die, refuse, spoil answers and broadcast."""
+"""Prompts, replica, teacher, evaluator and trainer in memory: the same protocols without engines.
+
+They obey the contracts of the real ones (frames as each completion ends, versions per token, idempotent
+batches), make their numbers from seeds, and fail on demand: they die, refuse, spoil answers and broadcast.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
-from distill.bench import in_memory as plain
-from distill.bench.in_memory import MemoryPrompts, weights_of
+from distill.aio import Signal
+from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
+from distill.trainer_api.session import TrainerSession
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
+    Array,
+    BatchRequest,
+    CheckpointSaved,
     EvalReport,
+    FinalDigests,
     Generated,
+    GeneratePrompt,
     GenerateRequest,
+    Head,
     Published,
+    ReplicaState,
     Scored,
     ScoreRefused,
     ScoreSequence,
+    StepReport,
+    Stop,
     TeacherCompletion,
+    TeacherInfo,
     TeacherPrompt,
+    TrainBatch,
+    TrainerHello,
+    TrainerWelcome,
+    UpdateReply,
+    UpdateRequest,
     Version,
+    VersionSpan,
+    Wait,
     Want,
     decode,
     encode,
     pack,
 )
+from teacher_service.client import Counters
 
-__all__ = [
-    "MemoryEvaluator",
-    "MemoryPrompts",
-    "MemoryReplica",
-    "MemoryTeacher",
-    "MemoryTrainer",
-    "weights_of",
-]
+
+class MemoryPrompts:
+    """Endless prompts without a tokenizer: row i is [i mod 50, 1, 2]."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index % 50, 1, 2])
+
+
+def some_ids(count: int, k: int) -> np.ndarray:
+    """i4 [count, k]: in each row different ids."""
+    return (np.arange(count)[:, None] + np.arange(k)).astype("i4") % 50
+
+
+def weights_of(version: Version | None) -> dict[str, str]:
+    """Digests of a version's weights."""
+    return {"model.weight": f"{version}"}
 
 
 @dataclass
-class MemoryReplica(plain.MemoryReplica):
-    """`die()` breaks every stream and connection until `revive()`, which starts it on the model folder."""
+class MemoryReplica:
+    """Completions of 1 to `longest` tokens; those of a request end one after the other.
 
+    `die()` breaks every stream and connection until `revive()`, which starts it on the model folder.
+    """
+
+    seed: int = 0
+    longest: int = 8
+    token_seconds: float = 0.0
+    version: Version | None = None
+    url: str = "memory"
+    generated: int = 0
+    """Completions it has finished."""
+    tokens: int = 0
+    """Tokens of those."""
+    updates: list[Version] = field(default_factory=list)
     up: bool = True
     spoil: Callable[[Generated], Answer] = lambda answer: answer
     """Change an answer on its way out."""
@@ -65,17 +110,62 @@ class MemoryReplica(plain.MemoryReplica):
             raise Unreachable("the replica is dead")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        async for answer in super().generate(request):
-            yield self.spoil(answer) if isinstance(answer, Generated) else answer
+        for prompt in request.prompts:
+            yield self.spoil(await self._complete(prompt, request))
+
+    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+        rng = np.random.default_rng([self.seed, self.generated])
+        sampling = request.sampling
+        count = int(rng.integers(1, min(self.longest, sampling.max_tokens) + 1))
+        in_time = int((sampling.max_seconds or 1e9) / max(self.token_seconds, 1e-9))
+        reason = "time" if in_time < count else "stop" if count < sampling.max_tokens else "length"
+        count = min(count, in_time)
+        before, half = self.version, count // 2
+        await self.pass_time(self.token_seconds * count)
+        spans = [
+            VersionSpan(before or Version(0, 0), 0, half),
+            VersionSpan(self.version or Version(0, 0), half, count),
+        ]
+        self.generated += 1
+        self.tokens += count
+        return Generated(
+            id=prompt.id,
+            token_ids=pack(rng.integers(0, 50, count).astype("i4")),
+            logprob=pack(-rng.random(count).astype("f4")),
+            spans=[span for span in spans if span.end > span.start],
+            finish_reason=reason,  # type: ignore[arg-type]
+            topk_ids=pack(some_ids(count, sampling.student_topk)) if sampling.student_topk else None,
+        )
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        await self.pass_time()
+        self.version = request.version
+        self.updates.append(request.version)
+        return UpdateReply(
+            version=request.version, bytes_read=10, stage_seconds=0.2, pause_seconds=0.1, apply_seconds=0.05
+        )
+
+    async def state(self, digests: bool = False) -> ReplicaState:
+        await self.pass_time()
+        held = weights_of(self.version) if digests else None
+        return ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
 
     async def alive(self) -> bool:
         return self.up
 
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
 
 @dataclass
-class MemoryTeacher(plain.MemoryTeacher):
-    """Also generates; `refuses` names ids it cannot serve."""
+class MemoryTeacher:
+    """Scores every token with -1; `refuses` names ids it cannot serve."""
 
+    width = 4
+    """Of its hidden states."""
+    requests: list[int] = field(default_factory=list)
+    """Sequences of each request."""
+    counters: Counters = field(default_factory=Counters)
     up: bool = True
     refuses: Callable[[str], bool] = lambda _: False
     rejects: Callable[[str], bool] = lambda _: False
@@ -86,17 +176,31 @@ class MemoryTeacher(plain.MemoryTeacher):
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
+        await asyncio.sleep(0)
         if not self.up:
-            await asyncio.sleep(0)
             raise Unreachable("the teacher is dead")
         if any(self.rejects(sequence.id) for sequence in sequences):
             raise RemoteError("one sequence cannot be read")
-        return await super().score(sequences, want)
+        self.requests.append(len(sequences))
+        self.counters.requests += 1
+        self.counters.sequences += len(sequences)
+        return [self._scores(sequence, want) for sequence in sequences]
 
     def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
         if self.refuses(sequence.id):
             return ScoreRefused(sequence.id, "too long for this teacher")
-        return super()._scores(sequence, want)
+        count = sequence.token_ids.shape[0] - sequence.start
+        ids = sequence.gather_ids
+        return Scored(
+            sequence.id,
+            logprob=pack(np.full(count, -1.0, "f4")),
+            topk_ids=pack(some_ids(count, want.topk)) if want.topk else None,
+            topk_logprob=pack(np.full((count, want.topk), -np.log(50), "f2")) if want.topk else None,
+            tail=pack(np.full(count, 1 - want.topk / 50, "f4")) if want.topk else None,
+            gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
+            entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
+            hidden=Array("bf16", (count, self.width), bytes(2 * self.width * count)) if want.hidden else None,
+        )
 
     async def generate(
         self,
@@ -121,9 +225,25 @@ class MemoryTeacher(plain.MemoryTeacher):
         tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
         return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 
+    async def head(self) -> Head:
+        return Head(teacher="memory", weight=pack(np.zeros((50, self.width), "f4")))
+
+    async def first_info(self) -> TeacherInfo:
+        return TeacherInfo(
+            name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
+            hidden_size=self.width, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
+            fingerprint="", can=["topk", "gather", "entropy", "hidden", "generate"],
+        )  # fmt: skip
+
+    def answered_by(self, id: str) -> str:
+        return "memory"
+
+    def leave_out(self, server: str) -> bool:
+        return False
+
 
 @dataclass
-class MemoryEvaluator(plain.MemoryEvaluator):
+class MemoryEvaluator:
     """Remembers what it evaluated; `kl` by step."""
 
     seen: list[Version] = field(default_factory=list)
@@ -140,9 +260,24 @@ class MemoryEvaluator(plain.MemoryEvaluator):
 
 
 @dataclass
-class MemoryTrainer(plain.MemoryTrainer):
-    """`broadcasts`: its versions go straight to the replicas instead of into a store."""
+class MemoryTrainer:
+    """All ranks in one task; "trains" by remembering what it was given.
 
+    `broadcasts`: its versions go straight to the replicas instead of into a store.
+    """
+
+    session: TrainerSession
+    ranks: int = 1
+    checkpoint_every: int = 0
+    step_seconds: float = 0.0
+    checkpoint: Version | None = None
+    """The newest it has saved; it resumes from there."""
+    batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
+    """What it trained on, by the version it was on top of."""
+    welcomes: list[TrainerWelcome] = field(default_factory=list)
+    record: Callable[[Version, list[TrainBatch]], None] | None = None
+    """Takes what it trained on instead of `batches`."""
+    stepped: Signal = field(default_factory=Signal)
     broadcasts: bool = False
 
     @property
@@ -154,15 +289,66 @@ class MemoryTrainer(plain.MemoryTrainer):
             lines[version.lineage][version.step + 1] = ids
         return lines
 
+    async def run(self) -> Stop:
+        """From hello to the last message. Cancel it to kill it."""
+        hello = TrainerHello(
+            world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.session.run.name
+        )
+        welcome = await self.session.hello(hello)
+        self.welcomes.append(welcome)
+        version = welcome.version
+        await self._publish(version, "full")
+        while True:
+            shares = [await self._batch(version, rank) for rank in range(self.ranks)]
+            stops = [share for share in shares if isinstance(share, Stop)]
+            if stops:
+                assert len(stops) == self.ranks, "ranks were told different things"
+                if stops[0].checkpoint:
+                    await self._save(version)
+                await self.session.event(FinalDigests(version=version, digests=weights_of(version)))
+                return stops[0]
+            version = await self._step(version, [s for s in shares if isinstance(s, TrainBatch)])
+
+    async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
+        request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
+        while True:
+            body = await self.session.batch(request)
+            answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
+            if not isinstance(answer, Wait):
+                return answer
+            if answer.publish:
+                await self._publish(version, "full")
+
+    async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
+        await asyncio.sleep(self.step_seconds)
+        if self.record is None:
+            self.batches[version] = shares
+        else:
+            self.record(version, shares)
+        self.stepped.wake()
+        after = Version(version.lineage, version.step + 1)
+        await self._publish(after, "delta")
+        if self.checkpoint_every and after.step % self.checkpoint_every == 0:
+            await self._save(after)
+        seconds = {"wait": 0.0, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
+        await self.session.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
+        return after
+
     async def _publish(self, version: Version, kind: str) -> None:
         if not self.broadcasts:
-            return await super()._publish(version, kind)
+            event = Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
+            await self.session.event(event)
+            return
         event = Published(
             version=version, kind="broadcast", bytes=5, full_bytes=20, seconds=0.1, rendezvous="nowhere:1"
         )
         while True:
             try:
                 await self.session.event(event)
-                return None
+                return
             except Overloaded as error:  # no replica listens yet
                 await asyncio.sleep(error.retry_after)
+
+    async def _save(self, version: Version) -> None:
+        self.checkpoint = version
+        await self.session.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))

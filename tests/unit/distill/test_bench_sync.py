@@ -11,9 +11,8 @@ import pytest
 import zstandard
 
 from distill.bench import sync as bench
-from distill.bench import sync_codec as codec
-from distill.bench import sync_replica, sync_stores
-from distill.bench.sync_codec import (
+from distill.bench import sync_transports as transports
+from distill.bench.sync import (
     FORMATS,
     entropy_given_exponent,
     gap16_and_value,
@@ -21,7 +20,6 @@ from distill.bench.sync_codec import (
     row_gaps_and_values,
     xor_planes,
 )
-from sync.errors import ConfigError, DistillError
 
 
 @pytest.fixture
@@ -82,36 +80,28 @@ def test_the_entropy_given_the_exponent_matches_a_case_counted_by_hand() -> None
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures of the codec on a trajectory of one learning rate."""
-    size = codec.Size(hidden=64, layers=1, vocabulary=64, tokens=64, warm_up=2, settle=1)
-    monkeypatch.setattr(codec, "SMALL", size)
-    monkeypatch.setattr(codec, "LRS", (1e-6,))
-    monkeypatch.setattr(codec, "TENSOR_ELEMENTS", (1 << 16, 1 << 16))
-    return codec.run(full=False, rounds=1)
+    monkeypatch.setattr(bench, "LRS", (1e-6,))
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    return bench.run_codec(bench.Size(64, 1, 64, tokens=64, warm_up=2, settle=1, speed_elements=1 << 16))
 
 
 def test_a_tiny_trajectory_is_measured_in_every_format(tiny: dict[str, Any]) -> None:
     assert [(row["lr"], row["steps"]) for row in tiny["rows"]] == [(1e-6, 1), (1e-6, 8)]
     for row in tiny["rows"]:
         size_of = row["bytes_per_parameter"]
+        assert size_of.keys() == {*FORMATS, *bench.EFFORTS, "entropy"}
         assert size_of["int32+value"] == pytest.approx(6 * row["changed"])
         assert size_of["small"] < size_of["fast"] < size_of["int32+value"]
-        assert row["encode"].keys() == {*FORMATS, *codec.EFFORTS, "compare"}
     assert [speed["density"] for speed in tiny["speeds"]] == [0.01, 0.1, 0.3]
 
 
-def test_every_store_takes_every_kind_and_one_that_is_missing_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync_stores, "COUNT", {"toy": 1})
-    monkeypatch.setattr(sync_stores, "_SUPPORT", tmp_path)
-    found = sync_stores.run(False, tmp_path)
-    assert [(one["store"], one["kind"]) for one in found["transports"]] == [
-        (store, kind) for store in ("directory", "xet", "s3") for kind in ("full", "delta", "lora")
+def test_every_store_takes_every_kind(tmp_path: Path) -> None:
+    found = transports.run_stores(transports.SHAPES["toy"]._replace(repeats=1), tmp_path)
+    assert [(one["store"], one["kind"]) for one in found] == [
+        (store, kind) for store in ("directory", "xet", "bucket", "s3") for kind in ("full", "delta", "lora")
     ]
-    assert all(one["bytes"] == one["read"] > 0 for one in found["transports"])
-    sizes = {one["kind"]: one["bytes"] for one in found["transports"]}
-    assert sizes["delta"] < sizes["lora"] < sizes["full"]
-    assert "source checkout" in found["skipped"]["bucket"]
+    sizes = {one["kind"]: one["bytes"] for one in found}
+    assert 0 < sizes["delta"] < sizes["lora"] < sizes["full"]
 
 
 def run_folder(folder: Path) -> Path:
@@ -121,75 +111,48 @@ def run_folder(folder: Path) -> Path:
         {"step": step, "loss": 1.0, "time": 100 + step / 2, "seconds/publish": 0.005} for step in range(6)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sync = {"updates": 12, "versions": 6, "bytes_full": 9, "bytes_delta": 3, "publish_seconds": 0.1}
-    sync |= {"pause_seconds": 0.02, "apply_seconds": 0.01, "stage_seconds": 0.03}
-    (folder / "summary.json").write_text(json.dumps({"sync": sync}))
+    (folder / "summary.json").write_text(json.dumps({"sync": {"pause_seconds": 0.02}}))
     return folder
 
 
 def test_a_runs_own_figures_say_what_syncing_cost(tmp_path: Path) -> None:
     found = bench.figures_of_run(run_folder(tmp_path / "run"), settled=1)
-    assert (found["steps"], found["step_seconds"], found["swaps_per_step"]) == (5, 0.5, 2.0)
+    assert (found["steps"], found["step_seconds"], found["pause_seconds"]) == (5, 0.5, 0.02)
     assert found["trainer_blocked_share"] == pytest.approx(0.01)
-    with pytest.raises(DistillError, match="run more steps"):
-        bench.figures_of_run(tmp_path / "run", settled=4)
 
 
 def test_what_a_swap_costs_is_what_is_not_generated_meanwhile() -> None:
     """Ten seconds at 80 instead of 100 tokens a second are two seconds, for four swaps."""
-    assert sync_replica.cost_of_a_swap(80.0, 100.0, 10.0, 4) == pytest.approx(0.5)
+    assert transports.cost_of_a_swap(80.0, 100.0, 10.0, 4) == pytest.approx(0.5)
 
 
-SWAP = {"count": 3, "bytes_read": 1, "stage_seconds": 0.1, "pause_seconds": 0.06, "apply_seconds": 0.04}
+SWAP = {"pause_seconds": 0.06, "apply_seconds": 0.04}
 SWAPS = {
     "in_flight": 16,
     "swaps": {"full": SWAP, "delta": SWAP, "lora": SWAP},
     "vllm_reload_seconds": 0.2,
-    "tokens_per_second": 1600.0,
     "decode_step_seconds": 0.01,
     "engine_seconds_per_swap": 0.015,
-    "engine_seconds_by_turn": [0.015],
 }
 
 
 def test_parts_are_kept_printed_drawn_and_held_against_the_goals(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("publish_seconds", "stage_seconds")
-    one = {"store": "xet", "kind": "delta", "bytes": 7, "read": 7, **dict.fromkeys(names, 0.001)}
+    one = {"store": "xet", "kind": "delta", "bytes": 7, "publish_seconds": 0.001, "stage_seconds": 0.001}
     whole = bench.figures_of_run(run_folder(tmp_path / "run"), settled=1)
-    made = {
-        "codec": tiny,
-        "transports": {"transports": [one], "skipped": {"s3": "no moto"}},
-        "swaps": SWAPS,
-        "whole_run": whole,
-    }
-    asked: list[str] = []
+    made = {"codec": tiny, "transports": {"rows": [one]}, "swaps": SWAPS, "whole_run": whole}
+    asked: list[tuple[str, str]] = []
     for name, figures in made.items():
-        monkeypatch.setitem(bench.PARTS, name, lambda _f, _p, n=name, g=figures: asked.append(n) or g)
-    bench.run(tmp_path / "out", only=["codec"])
-    results = bench.run(tmp_path / "out")
-    assert asked == ["codec", "transports", "swaps", "whole_run"], "what is kept is not measured again"
+        monkeypatch.setitem(bench.PARTS, name, lambda f, _, n=name, g=figures: asked.append((f, n)) or g)
+    bench.run(tmp_path / "out", full=False)
+    results = bench.run(tmp_path / "out", full=True)
+    toy, large = ([name for of, name in asked if of == size] for size in ("toy", "large"))
+    assert toy == list(made), "what is kept is not measured again"
+    assert large == ["codec", "transports", "swaps"], "no run trains the large model"
     assert (tmp_path / "out/sync.png").stat().st_size > 10_000
     text = bench.table(results)
-    assert "| xet | delta | 7 | 1.0 | 1.0 | 60.0 | 40.0 |" in text
-    assert "s3 left out: no moto" in text
-    reached = {goal.text: goal for goal in bench.goals(results)}
-    share = reached["pause + recompute, share of engine time at one sync a step"]
-    assert (share.reached, share.limit) == (pytest.approx(0.03), 0.02)
-    pause = reached["pause of a delta, seconds (a decode step + 50 ms)"]
-    assert (pause.limit, pause.reached) == (pytest.approx(0.06), 0.06)
-    assert "| trainer time lost to publishing, share | ≤ 0.02 | 0.01 | yes |" in text
-    with pytest.raises(ConfigError, match="choose from codec"):
-        bench.run(tmp_path / "out", only=["codecs"])
-
-
-def test_full_measures_the_large_model_too_but_trains_no_run_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(bench, "draw", lambda *_: None)
-    for name in bench.PARTS:
-        monkeypatch.setitem(bench.PARTS, name, lambda full, _p, n=name: asked.append((full, n)) or {})
-    assert bench.run(tmp_path, full=True)["large"].keys() == {"codec", "transports", "swaps"}
-    assert (True, "swaps") in asked
+    assert "| xet | delta | 7 | 1.0 | 1.0 |" in text
+    assert "| pause of a delta, seconds (one decode step + 50 ms) | ≤ 0.06 | 0.06 | yes |" in text
+    assert "share of engine time at a version per step | ≤ 0.02 | 0.03 | no |" in text
+    assert "| trainer's time lost to publishing, share | ≤ 0.02 | 0.01 | yes |" in text

@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from distill.bench import chaos
-from distill.bench.chaos import ALL, DISK, KINDS, _targets, chosen, figures, holds, table
-from distill.bench.kill_target import CONTROLLER, Tail, kind_of
-from distill.bench.process_tree import DEEPSPEED, descendants, role_processes
+from distill.bench.chaos import ALL, DISK, KINDS, chosen, figures, holds, table, targets
+from distill.bench.kill_target import CONTROLLER, DEEPSPEED, Tail, descendants, kind_of, role_processes
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.run_log.audit import AuditReport
 from sync.errors import ConfigError, DistillError
 
 SUMMARY = {"weights_identical": True, "completed": True, "steps": 40}
-SECONDS = {"kill": {"student": [9.0, 11.0, 16.0], CONTROLLER: [20.0]}, "stop": {"student": [30.0]}}
+HITS = [("kill", "student-0", 9.0), ("kill", "student-1", 11.0), ("kill", "student-0", 16.0)]
+HITS += [("kill", CONTROLLER, 20.0), ("stop", "student-0", 30.0)]
+SECONDS = [{"kind": kind, "target": target, "seconds": took} for kind, target, took in HITS]
 COUNTED = {"events_asked": 5, "orphans": 0, "seconds": 90.0}
 
 
@@ -54,7 +55,7 @@ def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
 def test_every_kind_hits_every_target_once_before_any_again_whatever_the_number_of_its_processes() -> None:
     roles = ["student-0", "student-1", "student-2", "teacher-a", "trainer", "evaluator"]
     helpers = [DEEPSPEED, "engine of student-1"]
-    chosen = list(itertools.islice(_targets(random.Random(1), KINDS, roles, helpers), 25 * 8))
+    chosen = list(itertools.islice(targets(random.Random(1), KINDS, roles, helpers), 25 * 8))
     role_processes, servers = (
         {"student", "teacher", "trainer rank", "evaluator"},
         {"student", "teacher", "evaluator"},
@@ -76,7 +77,7 @@ def test_every_kind_hits_every_target_once_before_any_again_whatever_the_number_
 def test_kinds_are_chosen_by_name_and_others_are_refused() -> None:
     assert chosen("stop, disk") == ["stop", "disk"]
     assert {
-        kind for kind, _ in itertools.islice(_targets(random.Random(0), ["cut"], ["student-0"], []), 9)
+        kind for kind, _ in itertools.islice(targets(random.Random(0), ["cut"], ["student-0"], []), 9)
     } == {"cut"}
     with pytest.raises(ConfigError, match="--kinds has melt: choose of kill,stop,slow,cut,malformed,disk"):
         chosen("kill,melt")
@@ -112,11 +113,8 @@ class Immortal:
     def slow(self, role: str, seconds: float) -> None:
         self.injected.append(("slow", role))
 
-    def cut(self, role: str) -> None:
-        self.injected.append(("cut", role))
-
-    def malform(self, role: str) -> None:
-        self.injected.append(("malformed", role))
+    def relay(self, role: str, fault: str) -> None:
+        self.injected.append((fault, role))
 
     def fill_disk(self, seconds: float) -> None:
         self.injected.append(("disk", DISK))
@@ -149,21 +147,16 @@ class Immortal:
         return SUMMARY
 
 
-def test_chaos_that_was_stopped_goes_on_with_the_next_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_event_is_injected_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "MAX_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(chaos, "audit", lambda run_dir: AuditReport())
-    first, second, whole = (Immortal(_folder(tmp_path, name)) for name in ("run", "run", "whole"))
-    chaos.run(first, 7, seed=3)
-    found = chaos.run(second, 24, seed=3)
-    chaos.run(whole, 24, seed=3)
-    assert (first.resumed[0], second.resumed[0]) == (False, True)
-    assert [*first.injected, *second.injected] == whole.injected
-    assert sum(one["times"] for targets in found["events"].values() for one in targets.values()) == 24
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "chaos.jsonl").read_text().splitlines()]
+    target = Immortal(tmp_path)
+    found = chaos.run(target, 24, seed=3, kinds=KINDS, report=lambda line: None)
+    assert target.resumed[0] is False
+    assert sum(one["times"] for one in found["events"]) == 24
+    lines = [json.loads(line) for line in (tmp_path / "chaos.jsonl").read_text().splitlines()]
     told = [(line["kind"], line["target"]) for line in lines]
-    assert [one for one in whole.injected if one != ("kill", "trainer")] == [
+    assert [one for one in target.injected if one != ("kill", "trainer")] == [
         one for one in told if one != ("kill", "trainer")
     ]
 
@@ -173,11 +166,6 @@ def test_a_continued_controller_that_kills_healthy_processes_is_reported(tmp_pat
     kill_target.processes = iter([{1, 2}, {1, 3}]).__next__  # type: ignore[method-assign]
     with pytest.raises(DistillError, match=r"when continued it killed \{2\}"):
         chaos.INJECT["stop"](kill_target, random.Random(0), CONTROLLER)
-
-
-def _folder(parent: Path, name: str) -> Path:
-    (parent / name).mkdir(exist_ok=True)
-    return parent / name
 
 
 def test_lines_are_returned_once_and_whole(tmp_path: Path) -> None:

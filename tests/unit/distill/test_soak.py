@@ -13,7 +13,8 @@ from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout, Snapshot
 
-SIZE = Size(rollouts=6_400, batch=64, tokens=8, width=0, checkpoint_every=10)
+SIZE = Size(rollouts=6_400, batch=64, tokens=8, width=0, checkpoint_every=7)
+"""Samples are taken every 10 steps: few of them meet a checkpoint."""
 INTERVAL = SIZE.batch * SIZE.checkpoint_every
 """Rollouts between two checkpoints."""
 

@@ -23,7 +23,7 @@ SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
 SCRIPT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from distill.bench import runs
+from distill.bench import pipeline
 from distill.bench.kill_target import KillTarget
 from distill.cli.options import guarded
 def killing():
@@ -32,7 +32,7 @@ def killing():
         time.sleep(600)
 def profiling():
     sys.executable = sys.argv[2]
-    runs.profiled([])
+    pipeline.profiled([])
 def waiting():
     subprocess.run({SLEEP})
 sys.exit(guarded(globals()[sys.argv[3]]))

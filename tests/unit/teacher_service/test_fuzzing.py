@@ -9,9 +9,9 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from fuzz import fuzz
 from table_engine import TableEngine, random_table
 
-from distill.bench.fuzz import fuzz
 from sync.wire import (
     Array,
     ScoreRequest,
