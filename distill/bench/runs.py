@@ -24,11 +24,11 @@ from distill.bench.process_tree import descendants, role_processes
 from distill.bench.runner import Figures, cores, crossing
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.models import Weights, build
-from distill.evaluation.service import follow
 from distill.launch.run import claim_of
 from distill.loading import load_run_dir
 from sync.errors import DistillError
 from sync.jsonl import read_lines
+from sync.subscribe import Subscriber
 from sync.wire import Version
 
 TARGET_KL: Final = 0.25
@@ -243,7 +243,7 @@ def measure(
     if evaluate:
         config = load_run_dir(run_dir)
         steps = [*range(0, len(lines), EVERY), len(lines)]
-        points = curve_points(config, follow(config, claim_of(config)), steps)
+        points = curve_points(config, Subscriber(config.subscriber("evaluator"), claim_of(config)), steps)
     return RunFigures(
         way=way,
         seed=seed,

@@ -109,11 +109,6 @@ def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Pat
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
-def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
-    more = ("--model", str(tmp_path / "none"))
-    assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
-
-
 def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Path, tmp_path: Path) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)
@@ -328,18 +323,6 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
     message = distill("objective.teacher_coefficients.math=2.0")
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
-
-
-def test_an_engine_that_cannot_write_what_the_teacher_is_to_write_is_refused(distill: Distill) -> None:
-    message = distill("objective.on_policy=0.5", "teachers.sorter.engine=openai")
-    assert "objective.on_policy is 0.5 and engine 'openai' of teacher 'sorter' cannot generate" in message
-
-
-def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:
-    asked = "rollout.temperature=0.7", "objective.type=sampled", "objective.teacher_temperature=rollout"
-    message = distill(*asked, "teachers.sorter.engine=vllm")
-    assert "teacher_temperature is \"rollout\" at temperature 0.7, and engine 'vllm'" in message
-    assert "ready to run" in distill(*asked, name="preflight", status=0)
 
 
 def test_an_optimum_that_is_not_the_teacher_is_warned_of(
