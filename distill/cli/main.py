@@ -17,6 +17,7 @@ from distill.cli import bench as cli_bench
 from distill.cli.options import (
     Config,
     Controller,
+    Index,
     JsonFile,
     Overrides,
     Resume,
@@ -164,11 +165,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 
 @app.command(rich_help_panel=ROLES)
-def student(
-    config: Config,
-    overrides: Overrides,
-    index: Annotated[int, typer.Option(help="Index of the replica; 0 is the first.")] = 0,
-) -> None:
+def student(config: Config, overrides: Overrides, index: Index = 0) -> None:
     """Serve one student replica; put its URL into student.urls of the controller's file."""
     from distill.launch import roles
 
@@ -180,7 +177,7 @@ def teacher(
     config: Config,
     overrides: Overrides,
     name: Annotated[str, typer.Option(help="NAME of its section teachers.NAME, if there are several.")] = "",
-    index: Annotated[int, typer.Option(help="Index of its process; 0 is the first.")] = 0,
+    index: Index = 0,
 ) -> None:
     """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
     from distill.launch import roles

@@ -24,17 +24,8 @@ from torch import Tensor
 
 from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt
-from sync.wire import (
-    Array,
-    EvalReport,
-    ProbeReply,
-    ProbeRequest,
-    ReferenceScores,
-    ScoreSequence,
-    Version,
-    pack,
-    unpack,
-)
+from sync import wire
+from sync.wire import EvalReport, ScoreSequence, Version, pack, unpack
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import Sampled, completions, grow
 
@@ -162,22 +153,22 @@ def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:
 
 
 def probe(
-    request: ProbeRequest,
+    request: wire.ProbeRequest,
     student: LanguageModel,
     teachers: Mapping[str, LanguageModel],
     temperature: float,
-) -> ProbeReply:
+) -> wire.ProbeReply:
     """Reply of an evaluator; `temperature`: of the rollouts. Raises KeyError for an unknown teacher."""
 
-    def scores(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Array:
+    def scores(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> wire.Array:
         completion = unpack(sequence.token_ids)[sequence.start :].astype(np.int64)
         logp_TV = log_probs(model, sequence, temperature).cpu()
         return pack(logp_TV.gather(1, torch.from_numpy(completion)[:, None])[:, 0].numpy())
 
-    return ProbeReply(
+    return wire.ProbeReply(
         student=[scores(student, one, temperature) for one in request.student],
         teachers={
-            name: ReferenceScores([scores(teachers[name], one) for one in sequences])
+            name: wire.ReferenceScores([scores(teachers[name], one) for one in sequences])
             for name, sequences in request.teachers.items()
         },
     )
