@@ -1,7 +1,7 @@
 """Configuration of a run: the sections of its TOML file.
 
 A section stands beside the code that reads it; this module holds the controller's and joins them all.
-`python -m distill.reference` writes docs/configuration.md from the text under each field.
+`python tests/support/reference.py` writes docs/configuration.md from the text under each field.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class RunConfigSection(Settings):
     unloads the least recently used. None: no limit."""
     health_timeout_seconds: float = Field(120.0, ge=0)
     """Liveness: a server that has answered /health and then does not for so long, or a trainer rank without a
-    heartbeat for so long, is hung. It is killed and, when it was started here, restarted (one of `restarts`).
-    Keep it above the longest call that holds Python's interpreter lock: /health waits for that lock too.
-    0: never."""
+    heartbeat for so long, is killed and, when it was started here, restarted (one of `restarts`). Keep it
+    above the longest call that holds Python's interpreter lock. 0: never."""
     restarts: int = Field(10, ge=0)
     """Restarts of processes that died, all roles together; one more death ends the run."""
     min_free_disk_gib: float = Field(0.5, ge=0)
@@ -83,12 +82,11 @@ class RowPrompts(Settings):
     answer_field: str | None = None
     """Field of the reference answer, which `reward_fn` reads; None: there are none."""
     reward_fn: str | None = None
-    """Reward of a completion, for `objective.task` and the pass rate. "exact": 1 when it equals the answer,
-    else 0; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on the same
-    number. "package.module:function": what function(prompt, completion) returns, a bool or a finite number,
-    from `prompt.answer`, `prompt.text` and the completion's text. A reward above 0 is a pass. None: no reward
-    and no pass rate. The controller calls the function in its event loop, so it must take milliseconds; the
-    evaluator calls it in a thread, where signals (so `signal.alarm`) do not work."""
+    """Reward of a completion, for `objective.task` and the pass rate; above 0 is a pass. "exact": 1 when it
+    equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
+    the same number; "package.module:function": what function(prompt, completion) returns, a bool or a finite
+    number, from `prompt.answer`, `prompt.text` and the completion's text. It runs in the controller's event
+    loop, so it must take milliseconds, and in a thread of the evaluator. None: no reward and no pass rate."""
     template: Literal["chat", "plain"] = "chat"
     """chat: apply the student's chat template, once. plain: take the text as it is."""
 
@@ -116,8 +114,6 @@ class DatasetPrompts(RowPrompts):
 
 
 PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
-
-
 AtLimit = Literal["keep", "drop", "requeue"]
 
 
@@ -143,9 +139,9 @@ class RolloutConfig(Settings):
     completion_timeout_seconds: float | None = Field(None, gt=0)
     """Time limit of a completion from the dispatch of its prompt; None: no limit."""
     stall_timeout_seconds: float = Field(240.0, ge=0)
-    """Progress: a replica with work (completions or an update) that answers /health and produces no token for
-    so long is hung. Its prompts are requeued, and its process is killed and, when it was started here,
-    restarted (one of `run.restarts`). Keep it below `weights.timeout_seconds`. 0: never."""
+    """Progress: a replica with work that answers /health and produces no token for so long is killed and,
+    when it was started here, restarted (one of `run.restarts`). Keep it below `weights.timeout_seconds`.
+    0: never."""
     on_timeout: AtLimit = "requeue"
     """Completion cut off by `completion_timeout_seconds`. keep: train on the tokens so far, as truncated;
     drop: quarantine it; requeue: generate its prompt again."""
@@ -259,12 +255,10 @@ class PreflightConfig(Settings):
     """Mean absolute difference, in nats per token, allowed between a teacher's scores of the same tokens, and
     between them and a plain fp32 forward pass. None: 0.001 for a teacher in float32, else 0.1."""
     mismatch_tolerance: float = Field(0.02, gt=0)
-    """KL(μ‖p), in nats per token, allowed between rollout engine and trainer on tokens sampled from the
-    weights that are trained. bf16 rounding gives 1e-5 to 1e-3; another temperature, template or head 0.05 or
-    more."""
+    """KL(μ‖p), in nats per token, allowed between rollout engine and trainer on tokens of the same weights.
+    bf16 rounding gives 1e-5 to 1e-3; another temperature, template or head 0.05 or more."""
     longest: bool = True
-    """Probe each teacher with a sequence of the greatest length too. false: for teachers whose last scores
-    cannot depend on a sequence's first token (sliding window)."""
+    """Probe each teacher with a sequence of the greatest length too. false: for sliding windows."""
 
 
 class TrackingConfig(Settings):
@@ -313,7 +307,6 @@ class RunConfig(Settings):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of this run."""
         return self.run.folder / self.run.name
 
     def subscriber(self, process: str) -> ReplicaConfig:

@@ -1,13 +1,14 @@
-"""Read a TOML file and `--set` overrides into a RunConfig, or say in one message what to change."""
+"""Read a TOML file and `--set` overrides into a RunConfig; one message for all that must change."""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args, get_origin
+from typing import Any, Final, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -81,16 +82,13 @@ def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
 def parse_override(text: str) -> dict[str, Any]:
     """The nested table that "a.b=value" stands for; a value that is no TOML is a string."""
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {text!r}: the form is section.key=value")
-    try:
-        return tomllib.loads(f"{key} = {value}")
-    except tomllib.TOMLDecodeError:
-        pass
-    try:
-        return tomllib.loads(f"{key} = {json.dumps(value)}")
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--set {text!r}: the form is section.key=value ({error})") from None
+    problem: Exception | None = None
+    for literal in (value, json.dumps(value)) if equals else ():
+        try:
+            return tomllib.loads(f"{key} = {literal}")
+        except tomllib.TOMLDecodeError as error:
+            problem = error
+    raise ConfigError(f"--set {text!r}: the form is section.key=value" + (f" ({problem})" if problem else ""))
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,60 +108,35 @@ def sections(annotation: Any) -> list[type[Settings]]:
     return [found for part in get_args(annotation) for found in sections(part)]
 
 
-def summary(section: type[Settings]) -> str:
-    """What a section is for: its docstring without the leading "[name]: "."""
-    text = " ".join((section.__doc__ or "").split())
-    said = text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
-    return said[0].upper() + said[1:]
+def _fields(section: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
+    """Name and field of every key of a section and of those inside it."""
+    for name, field in section.model_fields.items():
+        yield name, field
+        for inner in sections(field.annotation):
+            yield from _fields(inner)
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One problem: the key as it stands in the file, the value, the rule, and the key's documentation."""
-    *place, last = map(str, detail["loc"] or ("",))
-    keys, section = _walk(place)
-    key, field = ".".join([*keys, last]), section.model_fields.get(last) if section else None
-    if detail["type"] == "extra_forbidden" and section:
-        return f"{key} is not a known key{_nearest(last, section)}"
-    about = _about(field) if field else ""
+    """One problem: the key as it stands in the file, the value, and the rule."""
+    fields = list(_fields(RunConfig))
+    unions = {name for name, field in fields if len(sections(field.annotation)) > 1}
+    place = [str(part) for part in detail["loc"]] or [""]
+    keys = [part for before, part in itertools.pairwise(["", *place]) if before not in unions]  # no tags
+    key, last = ".".join(keys), keys[-1]
+    if detail["type"] == "extra_forbidden":
+        return f"{key} is not a known key: {_nearest(last, {name for name, _ in fields})}"
     if detail["type"] == "missing":
-        return f"{key} is missing: {about or 'it has no default'}"
+        return f"{key} is missing: it has no default"
     given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
     rule = detail["msg"].removeprefix("Value error, ")
-    return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}" + (f" ({about})" if about else "")
+    return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}"
 
 
-def _about(field: FieldInfo) -> str:
-    """What a key is for, in a line; of a section, what it is for."""
-    inner = sections(field.annotation)
-    text = field.description or (summary(inner[0]) if len(inner) == 1 else "")
-    return text.split("\n\n")[0].replace("\n", " ").rstrip(".")
-
-
-def _nearest(key: str, section: type[Settings]) -> str:
-    known = sorted(section.model_fields)
-    if RENAMED.get(key) in known:
-        return f": it is now called {RENAMED[key]!r}"
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(known)}"
-
-
-def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
-    """The keys of a pydantic location, without its tags of unions, and the section that they lead to."""
-    here: list[type[Settings]] = [RunConfig]
-    keys: list[str] = []
-    named = False
-    for part in place:
-        if len(here) > 1:
-            here = [one for one in here if part in get_args(one.model_fields["type"].annotation)]
-            continue
-        keys.append(part)
-        if named:  # such as a teacher's name
-            named = False
-            continue
-        field = here[0].model_fields.get(part) if here else None
-        annotation = field.annotation if field else None
-        here, named = sections(annotation), get_origin(annotation) is dict
-    return keys, here[0] if len(here) == 1 and not named else None
+def _nearest(key: str, known: Collection[str]) -> str:
+    if key in RENAMED:
+        return f"it is now called {RENAMED[key]!r}"
+    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "docs/configuration.md lists them"
 
 
 def _absolute(settings: S) -> S:

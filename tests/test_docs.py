@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import reference
 import typer
 
-from distill import reference
 from distill.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -16,7 +16,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob
 
 
 def test_the_configuration_page_is_written_from_the_classes() -> None:
-    assert reference.PAGE.read_text() == reference.page(), "run: python -m distill.reference"
+    assert reference.PAGE.read_text() == reference.page(), "run: python tests/support/reference.py"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -28,11 +28,11 @@ from distill.bench.kill_target import descendants, role_processes
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
 from distill.config import EvaluationConfig, RunConfig
 from distill.evaluation.models import Weights, build
-from distill.evaluation.service import follow
 from distill.launch.run import claim_of
 from distill.loading import load_run_dir
 from sync.errors import DistillError
 from sync.jsonl import read_lines
+from sync.subscribe import Subscriber
 from sync.wire import Version
 
 TARGET_KL: Final = 0.25
@@ -245,7 +245,7 @@ def measure(run_dir: Path, profile: CpuProfile, settled: int = SETTLED) -> Figur
 def learned(run_dir: Path) -> Figures:
     """The learning curve of a finished run, evaluated now: see `curve`."""
     config, lines = load_run_dir(run_dir), step_lines(run_dir)
-    return curve(config, follow(config, claim_of(config)), lines)
+    return curve(config, Subscriber(config.subscriber("evaluator"), claim_of(config)), lines)
 
 
 def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, float]]) -> Figures:

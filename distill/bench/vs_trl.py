@@ -205,13 +205,12 @@ class SavedSteps(NamedTuple):
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
-    from distill.models import longest_sequence
     from distill.prompts.sources import open_prompts
     from distill.prompts.stream import PromptStream
     from sync.tokenizers import load_tokenizer
 
     (teacher,) = config.teachers.values()
-    split = open_prompts(config, load_tokenizer(config.student), longest_sequence(config))
+    split = open_prompts(config, load_tokenizer(config.student))
     prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)
     return {
         "student": config.student.path,

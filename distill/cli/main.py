@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence, Sized
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
-from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
     Controller,
+    Index,
     JsonFile,
     Overrides,
     Resume,
@@ -44,7 +45,8 @@ app = typer.Typer(
     context_settings=HELP,
 )
 replicas = typer.Typer(help="List, add and remove student replicas of a live run.", no_args_is_help=True)
-app.add_typer(cli_sync.app, name="sync", rich_help_panel=RESULTS)
+sync = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
+app.add_typer(sync, name="sync", rich_help_panel=RESULTS)
 app.add_typer(replicas, name="replicas", rich_help_panel=ROLES)
 app.add_typer(cli_bench.app, name="bench", rich_help_panel=TESTS)
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(guarded(lambda: app(words)))
 
 
-# --- runs -------------------------------------------------------------------------------------------------
+# --- runs
 
 
 @app.command(rich_help_panel=RUNS)
@@ -89,26 +91,21 @@ def preflight(
     config: Config,
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it.")] = False,
-    tokens_per_second: Annotated[float, typer.Option(help="Generation rate assumed for disk use.")] = 1000,
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; train nothing.
 
     Example: distill preflight configs/single_node.toml --engines
     """
     from distill.launch.run import check_machine, rehearse
-    from distill.preflight import machine
-    from distill.preflight.checks import check
+    from distill.preflight import checks, machine
 
     settings = load_config(config, overrides)
-    split = check(settings)
+    split = checks.check(settings)
     check_machine(settings)
-    needed = machine.estimate(settings, tokens_per_second)
-    warning = machine.check_room(settings, needed)
-    for line in [*machine.lines(settings, needed, tokens_per_second), *([warning] if warning else [])]:
-        typer.echo(line)
+    needed = machine.estimate(settings)
+    machine.check_room(settings, needed)
+    typer.echo("\n".join(machine.lines(settings, needed)))
     if engines:
-        import asyncio
-
         _log_to_stderr()
         asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
@@ -118,8 +115,6 @@ def preflight(
 def _run(
     config: RunConfig, resume: bool, json_file: Path | None, seconds: dict[str, float] | None = None
 ) -> None:
-    import asyncio
-
     from distill.launch.run import run as launch
 
     _log_to_stderr()
@@ -137,16 +132,15 @@ def _log_to_stderr() -> None:
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the result of a run. Raises DistillError with what is wrong with its end."""
-    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
+    from distill.metrics.summary import before_and_after, use_of_tokens
 
-    table = Table("", "before", "after", title=None)
+    table = Table("", "before", "after")
     for row in before_and_after(summary):
         table.add_row(*row)
     if table.rows:
         console.print(table)
     lines = {
         "tokens": use_of_tokens(summary),
-        "waited": longest_waits(summary),
         "model": summary["model"],
         "picture": config.run_dir / "report.png",
         "figures": config.run_dir / "summary.json",
@@ -157,7 +151,7 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
         raise DistillError("\n".join(summary["problems"]))
 
 
-# --- roles on several machines ----------------------------------------------------------------------------
+# --- roles on several machines
 
 
 @app.command(rich_help_panel=ROLES)
@@ -171,11 +165,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 
 @app.command(rich_help_panel=ROLES)
-def student(
-    config: Config,
-    overrides: Overrides,
-    index: Annotated[int, typer.Option(help="Index of the replica; 0 is the first.")] = 0,
-) -> None:
+def student(config: Config, overrides: Overrides, index: Index = 0) -> None:
     """Serve one student replica; put its URL into student.urls of the controller's file."""
     from distill.launch import roles
 
@@ -187,7 +177,7 @@ def teacher(
     config: Config,
     overrides: Overrides,
     name: Annotated[str, typer.Option(help="NAME of its section teachers.NAME, if there are several.")] = "",
-    index: Annotated[int, typer.Option(help="Index of its process; 0 is the first.")] = 0,
+    index: Index = 0,
 ) -> None:
     """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
     from distill.launch import roles
@@ -205,7 +195,7 @@ def evaluator(config: Config, overrides: Overrides) -> None:
 
 @app.command(rich_help_panel=ROLES)
 def train(config: Config, overrides: Overrides, controller: Controller) -> None:
-    """Run the trainer for a controller whose file says controller.trainer = "external"."""
+    """Run the trainer for a controller whose file sets controller.trainer = "external"."""
     from distill.launch import roles
 
     roles.replace_process(roles.train(load_config(config, overrides), controller))
@@ -241,7 +231,6 @@ def remove_replica(
 
 
 def _replicas(controller: str, action: str, body: Message | None) -> None:
-    """Ask a live controller, and print its replicas."""
     from sync.client import BlockingPeer, token_from_environment
     from sync.wire import Replicas
 
@@ -255,29 +244,80 @@ def _replicas(controller: str, action: str, body: Message | None) -> None:
         typer.echo(f"{one.name:<12} {one.phase:<11} {version!s:<16} {one.in_flight:>5} in flight  {one.url}")
 
 
-# --- results ----------------------------------------------------------------------------------------------
+# --- results
+
+
+@sync.command("ls")
+def list_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """List every published version; fail when something in the store is unreadable."""
+    from distill.published import listing
+
+    found = listing(run_dir)
+    write_figures(json_file, found)
+    for one in (one for one in found if "problem" not in one):
+        base = f"on {one['base']}" if one["base"] else ""
+        mark = "  latest" if one["latest"] else ""
+        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
+    _report_unusable([one for one in found if "problem" in one])
+
+
+@sync.command("verify")
+def verify_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Read every version back as a replica would."""
+    from distill.published import verification
+
+    found = []
+    for one in verification(run_dir):
+        found.append(one)
+        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
+    write_figures(json_file, found)
+    if not found:
+        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
+    if broken := [one for one in found if one["problem"]]:
+        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+@sync.command("gc")
+def collect_versions(
+    run_dir: RunDir,
+    grace_seconds: Annotated[float, typer.Option(help="Keep what was in use so recently.")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Remove versions that no reader needs; fail when something unreadable was left."""
+    from distill.published import collection
+
+    done = collection(run_dir, grace_seconds, dry_run)
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
+    write_figures(json_file, done)
+    _report_unusable(done["odd"])
+
+
+def _report_unusable(odd: list[dict[str, Any]]) -> None:
+    for one in odd:
+        typer.echo(f"{one['name']}  {one['problem']}")
+    if odd:
+        raise DistillError(
+            f"{len(odd)} entries of the store cannot be used: see above; all others were handled"
+        )
 
 
 @app.command(rich_help_panel=RESULTS)
-def evaluate(
-    config: Config,
-    overrides: Overrides,
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: student.path.")] = None,
-    json_file: JsonFile = None,
+@sync.command()
+def export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to create.", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest.")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter, unmerged.")] = False,
 ) -> None:
-    """Measure exact reverse KL and pass rate of a model folder against the run's teachers.
+    """Write a published version as a Hugging Face folder; merge an adapter into its base.
 
-    Example: distill evaluate configs/single_node.toml --model runs/NAME/final
+    Example: distill export runs/NAME model --version L000-v00000120
     """
-    from distill.evaluation.models import evaluate_folder
+    from distill.published import export_version
 
-    figures = evaluate_folder(load_config(config, overrides), model)
-    for name, value in figures.items():
-        typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
-    write_figures(json_file, figures)
-
-
-app.command(rich_help_panel=RESULTS)(cli_sync.export)
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
 
 
 @app.command(rich_help_panel=RESULTS)

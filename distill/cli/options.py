@@ -40,6 +40,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Index = Annotated[int, typer.Option(help="Index of the process; 0 is the first.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE too.")

@@ -4,8 +4,10 @@ Completions are sampled at temperature 1 from the full distribution. KL(p‖q) =
 is summed over the whole vocabulary at every completion token, end token included, in fp32, and averaged over
 tokens. Rows of a model beyond the tokenizer's vocabulary do not exist for it.
 
+The preflight compares every faster path with `probe`: plain forward passes of one sequence at a time.
+
 Letters in shapes: B prompts of a batch, P their padded length, L padded length with completion,
-C completion tokens, N tokens of one chunk, H hidden size, V vocabulary.
+C completion tokens, T those of one sequence, N tokens of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt
-from sync.wire import EvalReport, Version
+from sync import wire
+from sync.wire import EvalReport, ScoreSequence, Version, pack, unpack
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import Sampled, completions, grow
 
@@ -50,13 +54,6 @@ class Limits:
     """Positions whose full-vocabulary distributions are in memory at once."""
 
 
-class Divergence(NamedTuple):
-    """Reverse KL in nats, summed over `tokens` completion tokens."""
-
-    kl: float = 0.0
-    tokens: int = 0
-
-
 def evaluate(
     student: LanguageModel,
     teachers: Mapping[str, LanguageModel],
@@ -79,8 +76,8 @@ def evaluate(
     with torch.inference_mode():
         for name, batch in _batches(prompts, limits.batch, route):
             sampled = sample(student, [p.token_ids for p in batch], limits, generator)
-            found = compare(student, teachers[name], sampled, limits.chunk)
-            kl, tokens = kl + found.kl, tokens + found.tokens
+            total, count = compare(student, teachers[name], sampled, limits.chunk)
+            kl, tokens = kl + total, tokens + count
             for prompt, completion in zip(batch, completions(sampled), strict=True):
                 cut += completion[-1] not in limits.end_ids
                 passed += reward_fn is not None and reward_fn(prompt, completion) > 0
@@ -98,7 +95,6 @@ def evaluate(
 def _batches(
     prompts: Sequence[Prompt], size: int, route: Callable[[str], str]
 ) -> Iterator[tuple[str, list[Prompt]]]:
-    """Batches of one teacher each, prompts of like length together."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
         groups.setdefault(route(prompt.source), []).append(prompt)
@@ -127,8 +123,10 @@ def sample(
     return deque(states, maxlen=1)[0]
 
 
-def compare(student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int) -> Divergence:
-    """Exact reverse KL summed over every completion token, `chunk` positions at a time."""
+def compare(
+    student: LanguageModel, teacher: LanguageModel, sampled: Sampled, chunk: int
+) -> tuple[float, int]:
+    """Exact reverse KL, summed over every completion token, and their number; `chunk` positions at a time."""
     pairs = zip(_hidden(student, sampled).split(chunk), _hidden(teacher, sampled).split(chunk), strict=True)
     kl, tokens = 0.0, 0
     for student_NH, teacher_NH in pairs:
@@ -136,7 +134,7 @@ def compare(student: LanguageModel, teacher: LanguageModel, sampled: Sampled, ch
         logq_NV = teacher.head.logits(teacher_NH).log_softmax(-1)
         kl += float((logp_NV.exp() * (logp_NV - logq_NV)).sum())
         tokens += len(logp_NV)
-    return Divergence(kl, tokens)
+    return kl, tokens
 
 
 def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:
@@ -149,3 +147,37 @@ def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:
         use_cache=False,
     ).last_hidden_state
     return hidden_BLH[sampled.completion_BL[:, 1:]]
+
+
+# --- reference values for the preflight: one sequence at a time, without padding or packing
+
+
+def probe(
+    request: wire.ProbeRequest,
+    student: LanguageModel,
+    teachers: Mapping[str, LanguageModel],
+    temperature: float,
+) -> wire.ProbeReply:
+    """Reply of an evaluator; `temperature`: of the rollouts. Raises KeyError for an unknown teacher."""
+
+    def scores(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> wire.Array:
+        completion = unpack(sequence.token_ids)[sequence.start :].astype(np.int64)
+        logp_TV = log_probs(model, sequence, temperature).cpu()
+        return pack(logp_TV.gather(1, torch.from_numpy(completion)[:, None])[:, 0].numpy())
+
+    return wire.ProbeReply(
+        student=[scores(student, one, temperature) for one in request.student],
+        teachers={
+            name: wire.ReferenceScores([scores(teachers[name], one) for one in sequences])
+            for name, sequences in request.teachers.items()
+        },
+    )
+
+
+@torch.inference_mode()
+def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
+    """fp32 [T, V]: distributions of the completion's tokens."""
+    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(model.model.device)
+    output = model.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
+    hidden_TH = output.last_hidden_state[0, sequence.start - 1 : -1]
+    return (model.head.logits(hidden_TH) / temperature).log_softmax(-1)

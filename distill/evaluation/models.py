@@ -9,15 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from distill.config import EvaluationConfig, RunConfig
-from distill.evaluation.evaluation import LanguageModel, Limits, evaluate
-from distill.evaluation.reference_forward import probe
-from distill.models import longest_sequence
+from distill.evaluation.evaluation import LanguageModel, Limits, evaluate, probe
 from distill.prompts.sources import NOTHING_HELD_OUT, open_prompts
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
@@ -54,7 +51,7 @@ def build(config: RunConfig, weights: Weights) -> LoadedModels:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(config.student)
-    split = open_prompts(config, tokenizer, longest_sequence(config))
+    split = open_prompts(config, tokenizer)
     if not split.held_out:
         raise ConfigError(NOTHING_HELD_OUT)
     teachers = {
@@ -79,42 +76,14 @@ def build(config: RunConfig, weights: Weights) -> LoadedModels:
         )
 
     def probe_models(request: ProbeRequest) -> ProbeReply:
-        unknown = request.teachers.keys() - teachers.keys()
-        if unknown:
+        if unknown := request.teachers.keys() - teachers.keys():
             raise ConfigError(
                 f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
             )
         student = load_model(config.student, tokenizer, settings.device)
-        return probe(request, student, teachers, config.objective, config.rollout.temperature)
+        return probe(request, student, teachers, config.rollout.temperature)
 
     return LoadedModels(evaluate_version, probe_models)
-
-
-class _OneFolder:
-    """Every version is this folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def folder(self, version: Version) -> Path:
-        return self._path
-
-
-def evaluate_folder(config: RunConfig, model: Path | None) -> dict[str, Any]:
-    """Evaluate `model` (None: the configuration's student) without a run: what `distill evaluate` prints.
-
-    Raises ConfigError when `model` is no model folder.
-    """
-    if model is not None and not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
-    if config.evaluation is None:
-        config = config.model_copy(update={"evaluation": EvaluationConfig()})
-    folder = model or Path(config.student.path)
-    report = build(config, _OneFolder(folder)).evaluate(Version(0, 0 if model is None else 1))
-    figures = msgspec.to_builtins(report)
-    for name in ("schema", "type", "version"):
-        figures.pop(name, None)
-    return {"model": str(folder)} | figures
 
 
 def load_model(source: ModelSource, tokenizer: Any, device: Device = "auto") -> LanguageModel:
@@ -123,10 +92,7 @@ def load_model(source: ModelSource, tokenizer: Any, device: Device = "auto") -> 
 
 
 def load_student(
-    student: ModelSource,
-    folder: Path | None,
-    tokenizer: Any,
-    device: Device = "auto",
+    student: ModelSource, folder: Path | None, tokenizer: Any, device: Device = "auto"
 ) -> LanguageModel:
     """A version of `student`: the model or adapter in `folder`; None: the student itself."""
     if folder is None:

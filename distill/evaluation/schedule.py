@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from distill.aio import Signal
+from distill.aio import Signal, cancel, until_stalled
 from distill.config import EvaluationConfig
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
@@ -20,11 +20,15 @@ from distill.metrics.timeline import Timeline
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import report_problem
+from sync.claims import Claim
+from sync.client import Peer
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
-from sync.wire import EvalReport, Version, checks
+from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, checks
 
 logger = logging.getLogger(__name__)
 Metric = Literal["reverse_kl", "pass_rate"]
+STALL_SECONDS = 900.0
+"""Without an answer of /health after which the evaluator counts as gone; covers loading its models."""
 
 
 def score(report: EvalReport, metric: Metric) -> float:
@@ -94,7 +98,6 @@ class Evaluations:
             self._changed.wake()
 
     async def run(self) -> None:
-        """Evaluate pending versions until cancelled."""
         while True:
             while self._pending is None:
                 await self._changed.wait()
@@ -117,7 +120,6 @@ class Evaluations:
             return known[0] if known else await self._evaluate(version)
 
     async def _evaluate(self, version: Version) -> EvalReport:
-        """Evaluate, record the report, check patience."""
         metric, reports = self._config.metric, self._run_log.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
@@ -149,3 +151,42 @@ class Evaluations:
         if self._trust is not None:
             self._trust.good("the evaluator")
         return report
+
+
+class HttpEvaluator:
+    """Client of the evaluator's HTTP service (`distill.evaluation.service`)."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        stall_timeout_seconds: float = STALL_SECONDS,
+        claim: Claim | None = None,
+    ) -> None:
+        self._peer, self._stall_timeout_seconds = Peer(url, token, claim=claim), stall_timeout_seconds
+
+    async def evaluate(self, version: Version) -> EvalReport:
+        """Evaluate a published version, however long it takes; retried only when the connection is lost.
+
+        Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
+        """
+        request = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
+        stalled = until_stalled(self._peer.alive, self._stall_timeout_seconds)
+        work, watch = asyncio.create_task(request), asyncio.create_task(stalled)
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise Unreachable(
+                f"{self._peer.url}/health has not answered for {self._stall_timeout_seconds:.0f} s "
+                f"while {version} was evaluated: is the process running?"
+            )
+        finally:
+            await cancel([work, watch])
+
+    async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
+        """Reference values of plain forward passes. Raises Unreachable, RemoteError."""
+        return await self._peer.call("/v1/probe", request, ProbeReply, timeout)
+
+    async def aclose(self) -> None:
+        await self._peer.aclose()

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -33,7 +33,7 @@ from distill.evaluation.schedule import score
 from sync.claims import Claim
 from sync.client import token_from_environment
 from sync.durable import write_json
-from sync.errors import ConfigError, DistillError
+from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
 from sync.settings import read_settings
@@ -42,15 +42,13 @@ from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest
 
 log = logging.getLogger("distill.evaluation.service")
 
-if TYPE_CHECKING:
-    from distill.evaluation.models import Weights
-
 R = TypeVar("R", EvalRequest, ProbeRequest)
 Evaluate = Callable[[Version], EvalReport]
-Probe = Callable[[ProbeRequest], ProbeReply]
 
 
-def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> Starlette:
+def app(
+    evaluate: Evaluate, token: str | None, probe: Callable[[ProbeRequest], ProbeReply], claim: Claim
+) -> Starlette:
     """The HTTP side: evaluations and probes run one at a time, in a thread; a DistillError becomes a 409.
 
     The first run that has a version evaluated claims the process.
@@ -69,14 +67,12 @@ def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> St
 
         return answer
 
-    def evaluated(wanted: EvalRequest) -> EvalReport:
-        return evaluate(wanted.version)
-
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
+    evaluated = endpoint(EvalRequest, lambda wanted: evaluate(wanted.version))
     routes = [
-        Route("/v1/evaluate", endpoint(EvalRequest, evaluated), methods=["POST"]),
+        Route("/v1/evaluate", evaluated, methods=["POST"]),
         Route("/v1/probe", endpoint(ProbeRequest, probe), methods=["POST"]),
         Route("/health", health),
     ]
@@ -90,8 +86,7 @@ def app(evaluate: Evaluate, token: str | None, probe: Probe, claim: Claim) -> St
 class BestKeeper:
     """Evaluates versions and keeps the best one, by the configuration's metric, as the folder best/."""
 
-    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Weights, claim: Claim) -> None:
-        """`claim`: the run whose best version it is."""
+    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Subscriber, claim: Claim) -> None:
         self._evaluate, self._weights, self._claim = evaluate, weights, claim
         self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
         self._target = config.run_dir / "best"
@@ -132,19 +127,6 @@ def keep_best(folder: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def follow(config: RunConfig, claim: Claim) -> Subscriber:
-    """Subscribe to the versions of the run that claims this process.
-
-    Raises ConfigError when versions are not published to the store.
-    """
-    if config.weights.transport != "snapshot":
-        raise ConfigError(
-            f'weights.transport is "{config.weights.transport}" and the evaluator reads the store: '
-            'set weights.transport = "snapshot", or evaluation = false'
-        )
-    return Subscriber(config.subscriber("evaluator"), claim)
-
-
 def serve(config: RunConfig, host: str, port: int) -> None:
     """Load everything, then answer on host:port until SIGTERM or SIGINT."""
     token = token_from_environment()
@@ -154,9 +136,9 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     from distill.evaluation.models import build
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     claim = Claim(RunIdentity(config.run.name))
-    weights = follow(config, claim)
+    weights = Subscriber(config.subscriber("evaluator"), claim)
     evaluator = build(config, weights)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     serve_app(app(keeper, token, evaluator.probe, claim), host, port, grace=5)
@@ -183,10 +165,6 @@ def main() -> int:
         log.error("%s", error)
         return 2
     return 0
-
-
-def _leave(*_: object) -> None:
-    os._exit(0)
 
 
 if __name__ == "__main__":

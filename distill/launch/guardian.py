@@ -64,7 +64,6 @@ def main() -> int:
 
 
 def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> None:
-    """In the fork: turn into the command; dies with the guardian."""
     for number in ended:
         signal.signal(number, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -83,7 +82,8 @@ def _watch(child: int, pipe: int) -> int:
     deadline: float | None = None
     while (status := _reap(child)) is None:
         if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
-            at_once = _bytes_in(pipe) > 0
+            # bytes stay in the pipe, for other guardians
+            at_once = any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
             deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)
             os.killpg(0, signal.SIGTERM)
         elif deadline is not None:
@@ -91,11 +91,6 @@ def _watch(child: int, pipe: int) -> int:
                 return 128 + signal.SIGKILL
             time.sleep(POLL_SECONDS)
     return status
-
-
-def _bytes_in(pipe: int) -> int:
-    """Bytes that wait in a pipe; they stay there, for other guardians."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _reap(child: int) -> int | None:
@@ -127,11 +122,6 @@ def kill_descendants() -> None:
 # --- in the launcher
 
 
-def child_pids() -> set[int]:
-    """Process ids of the children of this process, zombies too."""
-    return {child.pid for child in psutil.Process().children()}
-
-
 def adopt_orphans(adopt: bool = True) -> None:
     """Whether descendants whose parents die become children of this process (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
@@ -141,8 +131,8 @@ def adopt_orphans(adopt: bool = True) -> None:
 def kill_adopted(own: Collection[int]) -> int:
     """Kill and collect the children of this process that it adopted, and theirs; how many there were.
 
-    `own`: children that it started itself; so are guardians, and those of its session: a guardian begins one
-    of its own, and nothing below it can come back to this one.
+    `own`: children that it started itself. Not adopted either: guardians, and what shares this session, since
+    nothing below a guardian can come back to it.
     """
     killed: set[int] = set()
     while adopted := [one for one in psutil.Process().children() if one.pid not in own and _is_adopted(one)]:

@@ -20,16 +20,15 @@ from distill.config import RunConfig
 from distill.launch import student
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.models import check_folder
-from distill.preflight.checks import check_following, check_secrets
-from distill.preflight.machine import check_processor, runs_vllm
+from distill.preflight.checks import check_following, check_model, check_secrets, check_transport, refuse
+from distill.preflight.machine import runs_vllm
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
 from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone, check_bind
-from sync.settings import ModelSource, Placement
+from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
@@ -52,12 +51,10 @@ class Ports:
         try:
             held = bind_alone(host, port)
         except (OSError, OverflowError) as error:
-            problem = (
-                f"{key}: cannot listen on {host} port {port} ({error}): choose an address of this machine"
-            )
+            reason = f"cannot listen on {host} port {port} ({error}): choose an address of this machine"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-                problem = f"{key}: port {port} of {host} is in use: choose another one, or 0 for any free one"
-            raise ConfigError(problem) from None
+                reason = f"port {port} of {host} is in use: choose another one, or 0 for any free one"
+            raise ConfigError(f"{key}: {reason}") from None
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         number = int(held.getsockname()[1])
@@ -120,7 +117,6 @@ def token_of(config: RunConfig) -> str | None:
 
 
 def _is_local(config: RunConfig) -> bool:
-    """Whether every role is started by this launcher and listens on loopback."""
     placements: list[Placement] = [config.student, *config.teachers.values()]
     if config.evaluation is not None:
         placements.append(config.evaluation.placement)
@@ -151,27 +147,44 @@ def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
 def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> ChildSpec:
     """Process `index` of the teacher called `name`."""
     place, run = config.teachers[name], config.run
-    port = _port(place, index, f"teachers.{name}", ports)
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
-    argv = _module("teacher_service", write_role(config.run_dir, f"teacher-{name}", place), place.host, port)
-    env = _environment(place, index, label) | hidden.environment(place.model_dump(mode="json"))
+    path = write_role(config.run_dir, f"teacher-{name}", place)
+    env: dict[str, str] = {}
     if place.follow_student_every is not None:
         env |= config.subscriber(f"teacher-{name}-{index}").environment()
     if place.idle_unload_seconds is not None and run.max_loaded_teachers is not None:
         env |= GpuSlotsConfig(folder=config.run_dir / "slots", slots=run.max_loaded_teachers).environment()
-    argv += ["--name", name, "--index", str(index)]
-    return ChildSpec(label, argv, env, url=url_of(place.host, port))
+    child = _server("teacher_service", path, place, index, f"teachers.{name}", label, ports)
+    argv = [*child.argv, "--name", name, "--index", str(index)]
+    return replace(child, argv=argv, env={**child.env, **_secrets(place), **env})
 
 
 def evaluator_child(config: RunConfig, ports: Ports) -> ChildSpec:
     """The evaluator."""
     assert config.evaluation is not None, "there is one only with an evaluation"
-    place = config.evaluation.placement
-    port = _port(place, 0, "evaluation.placement", ports)
-    path = write_role(config.run_dir, EVALUATOR, config)
-    argv = _module("distill.evaluation.service", path, place.host, port)
-    env = _environment(place, 0, EVALUATOR) | hidden.environment(config.model_dump(mode="json"))
-    return ChildSpec(EVALUATOR, argv, env, url=url_of(place.host, port))
+    path, place = write_role(config.run_dir, EVALUATOR, config), config.evaluation.placement
+    child = _server("distill.evaluation.service", path, place, 0, "evaluation.placement", EVALUATOR, ports)
+    return replace(child, env={**child.env, **_secrets(config)})
+
+
+def _server(
+    module: str, path: Path, place: Placement, index: int, key: str, label: str, ports: Ports
+) -> ChildSpec:
+    """A process of ours that serves with the settings in `path`; `key`: the section of `place`."""
+    port = _port(place, index, key, ports)
+    argv = [sys.executable, "-m", module, "--config", str(path), "--host", place.host, "--port", str(port)]
+    env = {
+        "PYTHONSAFEPATH": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(ON_LOOPBACK if is_loopback(place.host) else {}),
+        **place.env,
+        **student.visible_devices(place, index, label),
+    }
+    return ChildSpec(label, argv, env, url=url_of(place.host, port))
+
+
+def _secrets(settings: Settings) -> dict[str, str]:
+    return hidden.environment(settings.model_dump(mode="json"))
 
 
 def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> ChildSpec:
@@ -208,16 +221,6 @@ def _port(place: Placement, index: int, key: str, ports: Ports) -> int:
     return ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
 
 
-def _module(module: str, path: Path, host: str, port: int) -> list[str]:
-    return [sys.executable, "-m", module, "--config", str(path), "--host", host, "--port", str(port)]
-
-
-def _environment(place: Placement, index: int, label: str) -> dict[str, str]:
-    near = ON_LOOPBACK if is_loopback(place.host) else {}
-    own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**own, **near, **place.env, **student.visible_devices(place, index, label)}
-
-
 # --- a role on its own: `distill student | teacher | evaluator | train`
 
 
@@ -228,8 +231,7 @@ def replace_process(child: ChildSpec) -> NoReturn:
 
 def serve_student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
-    check_folder(config.student, "student")
-    check_processor("student")
+    check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
     return student_child(config, index, _ports(config.student))
 
@@ -242,9 +244,7 @@ def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
     check_secrets(config)
-    check_folder(place, f"teachers.{name}")
-    if runs_vllm(place):
-        check_processor(f"teachers.{name}")
+    check_model(place, f"teachers.{name}", runs_vllm(place))
     check_following(config, name)
     return teacher_child(config, name, index, _ports(place))
 
@@ -253,12 +253,13 @@ def serve_evaluator(config: RunConfig) -> ChildSpec:
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
+    refuse(check_transport(config))
     return evaluator_child(config, _ports(config.evaluation.placement))
 
 
 def train(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
-    check_folder(config.student, "student")
+    check_model(config.student, "student")
     check_secrets(config)
     return trainer_process(config, controller_url)
 

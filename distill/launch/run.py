@@ -22,10 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
+from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.evaluation.client import HttpEvaluator
-from distill.events import Quarantined
+from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Components, Hooks
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
@@ -38,7 +38,7 @@ from distill.preflight import engines as live
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import PromptStream
-from distill.rollout.replica_client import HttpReplica
+from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import Opened
 from student_trainer.objectives.config import needs, student_topk
@@ -79,8 +79,7 @@ async def run(
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
     split = checks.check(config)
-    if warning := machine.check_room(config, machine.estimate(config)):
-        say(warning)
+    machine.check_room(config, machine.estimate(config))
     token = token_of(config)
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
@@ -112,22 +111,19 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-class _Clients:
+def _connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
     """Clients of the servers of a plan."""
+    return live.Engines(
+        {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
+        HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
+        {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()},
+        load_transforms(config.teachers),
+    )
 
-    def __init__(self, config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> None:
-        self.teachers = {
-            name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()
-        }
-        self.replicas = {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()}
-        self.evaluator = HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None
-        self.transforms = load_transforms(config.teachers)
 
-    async def aclose(self) -> None:
-        closing = [teacher.aclose() for teacher in self.teachers.values()]
-        closing += [replica.aclose() for replica in self.replicas.values()]
-        closing += [self.evaluator.aclose()] if self.evaluator else []
-        await asyncio.gather(*closing, return_exceptions=True)
+async def _disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
+    closing = [*clients.teachers.values(), *clients.replicas.values(), clients.evaluator, *others]
+    await asyncio.gather(*(one.aclose() for one in closing if one), return_exceptions=True)
 
 
 class _Launcher:
@@ -153,7 +149,7 @@ class _Launcher:
         self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
         self._claim = Claim()
-        self._clients = _Clients(config, plan, token, self._claim)
+        self._clients = _connect(config, plan, token, self._claim)
         self._controller = Controller(config, self._components(), self._hooks(), token)
         self._controller.withhold()
         children = list(plan.children)
@@ -167,10 +163,8 @@ class _Launcher:
                     left=self._controller.trainer_left,
                 )
             )
-        health_seconds = config.run.health_timeout_seconds
-        self._supervisor = Supervisor(
-            children, folder.logs, config.run.restarts, health_seconds=health_seconds
-        )
+        restarts, health = config.run.restarts, config.run.health_timeout_seconds
+        self._supervisor = Supervisor(children, folder.logs, restarts, health_seconds=health)
 
     async def run(self) -> dict[str, Any]:
         """The controller's figures."""
@@ -185,8 +179,8 @@ class _Launcher:
                 sink.close()
             self._spans.close()
             self._quarantine.close()
-            joined_later = [one.engine.aclose() for one in self._controller.pool.replicas.values()]
-            await asyncio.gather(self._clients.aclose(), *joined_later, return_exceptions=True)
+            joined_later = [one.engine for one in self._controller.pool.replicas.values()]
+            await _disconnect(self._clients, *joined_later)
 
     async def _supervised(self) -> dict[str, Any]:
         """Controller, children and their supervision side by side, until the controller is done."""
@@ -206,9 +200,7 @@ class _Launcher:
             await self._trainer_end()
             return controller.result()
         finally:
-            for task in (controller, *others):
-                task.cancel()
-            await asyncio.gather(controller, *others, return_exceptions=True)
+            await cancel([controller, *others])
 
     async def _supervise(self) -> None:
         seconds = self._config.run.start_seconds
@@ -216,7 +208,6 @@ class _Launcher:
         await self._supervisor.watch(seconds)
 
     async def _trainer_end(self) -> None:
-        """Give a trainer that has joined time to leave by itself."""
         if self._joined and TRAINER in self._supervisor.children:
             grace = self._config.run.grace_seconds * STOP_SHARE
             left = max(0.0, min(grace, self._stop_deadline - time.monotonic()))
@@ -224,10 +215,11 @@ class _Launcher:
                 await asyncio.wait_for(self._supervisor.children[TRAINER].exit(), left)
 
     async def _preflight(self) -> None:
-        """Let training begin when the engines agree, and go on when the first step does too."""
-        # the trainer's first step stands for the replicas
-        clients = self._clients
-        engines = live.Engines(clients.teachers, clients.evaluator, transforms=clients.transforms)
+        """Let training begin when the engines agree, and go on when the first step does too.
+
+        The replicas are compared with the trainer itself, at its first step.
+        """
+        engines = replace(self._clients, replicas={})
         await live.check_engines(self._config, self._split, engines, self._say)
         self._controller.allow()
         findings = await self._first_step
@@ -239,7 +231,6 @@ class _Launcher:
         self._display.say(finding.line)
 
     async def _watch_disk(self) -> None:
-        """Start no rollouts while a disk of the run is nearly full."""
         held, least = False, self._config.run.min_free_disk_gib
         while True:
             await asyncio.sleep(DISK_POLL_SECONDS)
@@ -254,7 +245,6 @@ class _Launcher:
 
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Stop in an orderly way on the first stop signal, at once on the second."""
         this = asyncio.current_task()
         assert this is not None, "runs in a task"
 
@@ -292,7 +282,7 @@ class _Launcher:
             vocab_size=split.vocab_size,
             evaluator=clients.evaluator,
             reward_fn=split.reward_fn,
-            transforms=clients.transforms,
+            transforms=dict(clients.transforms),
             claim=self._claim,
         )
 
@@ -302,9 +292,6 @@ class _Launcher:
         def opened(_: object) -> None:
             self._joined = True
             self._roll_back_to.clear()
-
-        def quarantined(one: Quarantined) -> None:
-            self._quarantine.write(one)
 
         def step(version: Version, figures: dict[str, float]) -> None:
             log_all(self._sinks, version.step, figures)
@@ -320,9 +307,9 @@ class _Launcher:
             step=step,
             evaluated=evaluated,
             opened=opened,
-            quarantined=quarantined,
+            quarantined=self._quarantine.write,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
-            stuck=lambda name: self._supervisor.kill_child(name),
+            stuck=lambda name: self._supervisor.kill_child(name),  # made after the controller
             span=self._spans.write,
         )
 
@@ -357,14 +344,13 @@ async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding
     with _temporary(config) as moved, Ports() as ports:
         plan = plan_servers(moved, token, ports)
         supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
-        clients = _Clients(moved, plan, token, claim_of(config))
+        engines = _connect(moved, plan, token, claim_of(config))
         try:
             await supervisor.start()
             await supervisor.ready(moved.run.start_seconds)
-            engines = live.Engines(clients.teachers, clients.evaluator, clients.replicas, clients.transforms)
             await live.check_engines(moved, split, engines, say)
         finally:
-            await clients.aclose()
+            await _disconnect(engines)
             await supervisor.stop(REHEARSAL_GRACE_SECONDS)
 
 
@@ -377,6 +363,5 @@ def claim_of(config: RunConfig) -> Claim:
 
 @contextlib.contextmanager
 def _temporary(config: RunConfig) -> Iterator[RunConfig]:
-    """The configuration in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
         yield config.model_copy(update={"run": config.run.model_copy(update={"folder": Path(root)})})

@@ -50,9 +50,8 @@ class RunFolder:
         try:
             durable.make_folder(path)
         except OSError as error:
-            raise ConfigError(
-                f"run folder {path} cannot be made ({error.strerror}): set run.folder"
-            ) from None
+            reason = f"run folder {path} cannot be made ({error.strerror}): set run.folder"
+            raise ConfigError(reason) from None
         check_disk(path, config.run.min_free_disk_gib)
         lock = _take_lock(path / "lock")
         if existing and not resume:
@@ -61,9 +60,8 @@ class RunFolder:
                 f"run folder {path} holds a run already: go on with --resume, choose another run.name, "
                 "or remove the folder"
             )
-        folder = cls(path, lock, resume)
-        folder.logs.mkdir(exist_ok=True)
-        return folder
+        (path / "logs").mkdir(exist_ok=True)
+        return cls(path, lock, resume)
 
     def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
         """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
@@ -86,10 +84,8 @@ class RunFolder:
     def fullest(self) -> tuple[Path, int]:
         """The part of the folder on the fullest disk, and the free bytes there."""
         parts = [self.path, *(self.path / name for name in ("journal", "checkpoints", "store"))]
-        return min(
-            ((part, shutil.disk_usage(part).free) for part in parts if part.is_dir()),
-            key=lambda found: found[1],
-        )
+        free = {part: shutil.disk_usage(part).free for part in parts if part.is_dir()}
+        return min(free.items(), key=lambda item: item[1])
 
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that the next trainer resumes there.
@@ -106,7 +102,6 @@ class RunFolder:
                 shutil.rmtree(path)
 
     def close(self) -> None:
-        """Let another process use the folder."""
         self._lock.close()
 
     def __enter__(self) -> RunFolder:
@@ -202,11 +197,10 @@ def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
 
 
 def _digest(prompts: Any, which: str = "") -> str:
-    """Number and BLAKE3 of prompts, with answers and sources."""
-    state, count = blake3(), len(prompts)
-    for index in range(count):
+    state = blake3()
+    for index in range(len(prompts)):
         state.update(msgspec.msgpack.encode(prompts[index]))
-    return " ".join(filter(None, [which, f"{count} prompts,", state.hexdigest(length=16)]))
+    return f"{which} {len(prompts)} prompts, {state.hexdigest(length=16)}".strip()
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -22,16 +22,17 @@ _OURS: Final[dict[str, Any]] = {
 """Flags that correctness depends on; users cannot change them."""
 _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for max-lora-rank."""
-_ROUTED: Final = "enable-return-routed-experts"
-_PLACED: Final = {
+_FIELDS: Final = {
     "model": "path",
-    "revision": "revision",
-    "trust-remote-code": "trust_remote_code",
-    "dtype": "dtype",
-    "host": "host",
-    "port": "port",
+    **{key.replace("_", "-"): key for key in ("revision", "trust_remote_code", "dtype", "host", "port")},
 }
 """Flags with a field of their own in [student]."""
+_HARMFUL: Final = {
+    "disable-log-stats": "takes vLLM's count of tokens from rollout.stall_timeout_seconds: leave it out"
+}
+_HARMFUL_ON_CPU: Final = {
+    "enable-return-routed-experts": "needs the second model runner, which runs on GPUs: leave it out"
+}
 _DEFAULTS: Final[dict[str, Any]] = {
     "max-logprobs": -1,
     "enable-prefix-caching": False,
@@ -65,20 +66,9 @@ def command(
     `devices` has no entry for, and when `host` needs a token.
     """
     check_bind(host, token_from_environment())
-    cpu = runs_on_cpu()
-    user = config.flags()
+    cpu, user = runs_on_cpu(), config.flags()
     ours = _OURS | _adapters(replica.lora_rank)
-    _refuse_reserved(user, ours)
-    if user.get("disable-log-stats"):
-        raise ConfigError(
-            "student.engine_args has 'disable-log-stats', and the watchdog of rollout.stall_timeout_seconds "
-            "reads vLLM's count of generated tokens: leave it out"
-        )
-    if cpu and user.get(_ROUTED):
-        raise ConfigError(
-            f"student.engine_args has {_ROUTED!r}, and vLLM returns routes of experts only from its second "
-            "model runner, which runs on GPUs: leave it out"
-        )
+    _refuse_reserved(user, ours, cpu)
     arguments: dict[str, Any] = {
         "model": config.path,
         "dtype": config.dtype,
@@ -97,10 +87,8 @@ def command(
         arguments["trust-remote-code"] = True
     if cpu and not _PARALLEL & user.keys():
         arguments["distributed-executor-backend"] = "uni"
-    line = [sys.executable, "-m", "sync.replica.plugin"]
-    for name, value in arguments.items():
-        line += flags(name, value)
-    return line, {
+    words = [word for name, value in arguments.items() for word in flags(name, value)]
+    return [sys.executable, "-m", "sync.replica.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
         **(_CPU_ENVIRONMENT if cpu else {}),
@@ -113,51 +101,44 @@ def command(
 
 def visible_devices(place: Placement, index: int, label: str) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of process `index`; empty: inherited. Raises ConfigError when it has no entry."""
-    if not place.devices:
-        return {}
-    if index >= len(place.devices):
+    if place.devices and index >= len(place.devices):
         raise ConfigError(
             f"{label}: devices has {len(place.devices)} entries and this is process {index}: "
             "give one entry for each"
         )
-    return {"CUDA_VISIBLE_DEVICES": place.devices[index]}
+    return {"CUDA_VISIBLE_DEVICES": place.devices[index]} if place.devices else {}
 
 
 def flags(name: str, value: Any) -> list[str]:
-    """An engine argument as words of a command line.
-
-    true → bare flag, false → --no-flag, list → one word each, table → JSON.
-    """
-    if value is True:
-        return [f"--{name}"]
-    if value is False:
-        return [f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    if isinstance(value, dict):
-        return [f"--{name}", json.dumps(value)]
+    """Words of an engine argument: true → bare flag, false → --no-flag, list → a word each, table → JSON."""
+    match value:
+        case bool():
+            return [f"--{name}" if value else f"--no-{name}"]
+        case list():
+            return [f"--{name}", *map(str, value)]
+        case dict():
+            return [f"--{name}", json.dumps(value)]
     return [f"--{name}={value}"]
 
 
 def _adapters(rank: int | None) -> dict[str, Any]:
-    """Flags of a replica that follows adapters of `rank`: one at a time, through our update route alone."""
+    """Flags of a replica that serves adapters of `rank`: one at a time, through our update route alone."""
     if rank is None:
         return {}
-    room = next((most for most in _LORA_RANKS if most >= rank), None)
-    if room is None:
+    if rank > _LORA_RANKS[-1]:
         raise ConfigError(f"trainer.lora.rank is {rank}: vLLM serves adapters up to rank {_LORA_RANKS[-1]}")
-    return {"enable-lora": True, "max-loras": 1, "max-lora-rank": room}
+    return {
+        "enable-lora": True,
+        "max-loras": 1,
+        "max-lora-rank": next(most for most in _LORA_RANKS if most >= rank),
+    }
 
 
-def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any]) -> None:
-    for name in user:
-        if name in _PLACED:
-            raise ConfigError(
-                f"student.engine_args has {name!r}, which has a field of its own: "
-                f"set student.{_PLACED[name]} instead"
-            )
-        if name in ours:
-            raise ConfigError(
-                f"student.engine_args has {name!r}, which must stay {ours[name]!r} "
-                "for weights and log-probabilities to be right: leave it out"
-            )
+def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], cpu: bool) -> None:
+    fixed = {name: f"has a field of its own: set student.{key} instead" for name, key in _FIELDS.items()}
+    for name, value in ours.items():
+        fixed[name] = f"must stay {value!r} for weights and log-probabilities to be right: leave it out"
+    harmful = _HARMFUL | (_HARMFUL_ON_CPU if cpu else {})
+    for name, value in user.items():
+        if reason := fixed.get(name) or (value and harmful.get(name)):
+            raise ConfigError(f"student.engine_args: {name!r} {reason}")

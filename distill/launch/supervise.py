@@ -27,10 +27,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+import psutil
+
 from distill.aio import cancel, until_stalled
-from distill.launch.guardian import MODULE, adopt_orphans, child_pids, kill_adopted
+from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
 from sync.client import Peer
 from sync.errors import DistillError, how_it_ended
+from sync.retry import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +46,14 @@ KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
 LAST_LINES, _LAST_BYTES, _MOST_LOG = 20, 1 << 14, 1 << 24
 _FIRST_ERROR = (
-    re.compile(r"^.*?(\w+ was ended by SIG.+)$", re.MULTILINE),  # said by a replica of its engine core
+    re.compile(r"^.*?(\w+ was ended by SIG.+)$", re.MULTILINE),  # a replica's engine core
     re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE),
 )
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+
+
+def _nothing() -> None:
+    """The default of every callback."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,11 @@ class ChildSpec:
     """Healthy when GET /health answers 200; None: see `joined`."""
     joined: Callable[[], bool] = lambda: True
     """Whether a child without a server has reported for work."""
-    prepare: Callable[[], None] = lambda: None
+    prepare: Callable[[], None] = _nothing
     """Called before every start."""
-    died: Callable[[], None] = lambda: None
+    died: Callable[[], None] = _nothing
     """Called after every death, before the pause."""
-    left: Callable[[], None] = lambda: None
+    left: Callable[[], None] = _nothing
     """Called after its orderly end."""
     ends: bool = False
     """Exit status 0 is its orderly end; else any exit is a death."""
@@ -85,23 +92,20 @@ class ChildFailed(DistillError):
 
 
 class Child:
-    """One process, through all its restarts."""
+    """One process, through all its restarts. Times are monotonic."""
 
-    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
+    def __init__(self, spec: ChildSpec, log_path: Path, first_pause: float) -> None:
         self.spec, self.log_path = spec, log_path
         self.phase = Phase.STARTING
         self.came_up = False
         """Whether it was ever healthy."""
-        self.deaths = 0
-        """One soon after the other."""
+        self.pauses = Backoff(first_pause, LONGEST_PAUSE_SECONDS)
         self.started = self.ready_since = math.inf
-        """Monotonic times of its last start, and since which it is healthy."""
         self.process: asyncio.subprocess.Process | None = None
         self._log_begins = 0
         """Byte of the log at which its last start begins."""
 
     async def start(self, pipe: int) -> None:
-        """Start it; its output is appended to its log."""
         self.spec.prepare()
         self.phase, self.started = Phase.STARTING, time.monotonic()
         guardian = [sys.executable, "-P", "-m", MODULE, self.spec.name, str(pipe)]
@@ -125,15 +129,22 @@ class Child:
 
     @property
     def over(self) -> bool:
-        """Whether it is not to be started again."""
         return self.phase is Phase.ENDED
 
     @property
     def restartable(self) -> bool:
         """Whether another start may help: after a kill, on a taken port, or when it had reported for work."""
         reported = self.spec.url is None and self.spec.joined()
-        taken = _PORT_TAKEN.search(_text(self.log_path, self._log_begins))
-        return self.status in KILLED or reported or taken is not None
+        return bool(
+            self.status in KILLED or reported or _PORT_TAKEN.search(_text(self.log_path, self._log_begins))
+        )
+
+    def next_pause(self) -> float:
+        """Seconds before its restart."""
+        if time.monotonic() - self.ready_since > LONGEST_PAUSE_SECONDS:
+            self.pauses.reset()
+        self.ready_since = math.inf
+        return self.pauses.next()
 
     def signal(self, number: signal.Signals) -> None:
         """Send to its whole group; nothing when it is gone."""
@@ -142,12 +153,11 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     async def exit(self) -> int:
-        """Wait for the end of its current process; the exit status."""
         assert self.process is not None, "it is awaited after its start"
         return await self.process.wait()
 
     def describe_end(self) -> str:
-        """How it ended, with the last lines it wrote, and the first error when that is above them."""
+        """How it ended, with the last lines of its log, and the first error when that is above them."""
         said = "\n".join(f"    {line}" for line in last_lines(self.log_path)) or "    (nothing)"
         text = f"{self.spec.name} {how_it_ended(self.status)}; the end of {self.log_path}:\n{said}"
         error = first_error(self.log_path, self._log_begins)
@@ -170,9 +180,8 @@ class Supervisor:
         first_pause: float = 1.0,
         health_seconds: float = 0.0,
     ) -> None:
-        self.children = {spec.name: Child(spec, logs / f"{spec.name}.log") for spec in specs}
-        self._restarts_left, self._first_pause = restarts, first_pause
-        self._health_seconds = health_seconds
+        self.children = {one.name: Child(one, logs / f"{one.name}.log", first_pause) for one in specs}
+        self._restarts_left, self._health_seconds = restarts, health_seconds
         self._tending: list[asyncio.Task[None]] = []
         self._start_seconds = math.inf
         self._deadline: float | None = math.inf
@@ -183,8 +192,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
 
     async def start(self) -> None:
-        """Start every child at the same time."""
-        self._own = child_pids()
+        self._own = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
         await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
 
@@ -258,7 +266,7 @@ class Supervisor:
         if count := kill_adopted(self._own | guardians):
             log.warning("killed %d processes that a killed guardian left behind", count)
 
-    # --- one child ----------------------------------------------------------------------------------------
+    # --- one child
 
     def _tend_all(self, seconds: float) -> None:
         self._start_seconds = seconds
@@ -300,10 +308,8 @@ class Supervisor:
         async with Peer(spec.url) if spec.url else contextlib.nullcontext() as peer:
             while not (await peer.alive() if peer else spec.joined()):
                 if time.monotonic() > (self._deadline or child.started + self._start_seconds):
-                    late = (
-                        f"{spec.name} did not come up in time; see {child.log_path}, "
-                        "or allow more with run.start_seconds"
-                    )
+                    late = f"{spec.name} did not come up in time; see {child.log_path}, or allow more with "
+                    late += "run.start_seconds"
                     if self._deadline is not None:
                         raise ChildFailed(late)
                     return late
@@ -316,27 +322,20 @@ class Supervisor:
         )
 
     async def _restart(self, child: Child) -> None:
-        """Pause and start again. Raises ChildFailed when the run must end instead."""
+        """Pause and start again, on the budget. Raises ChildFailed when the run must end instead."""
         if self._deadline is not None and not child.restartable:
             raise ChildFailed(f"{child.describe_end()}\nit died while the run was starting")
-        pause = self._spend(child)
-        child.spec.died()
-        log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
-        await asyncio.sleep(pause)
-        if not child.over:
-            await child.start(self._read_end)
-
-    def _spend(self, child: Child) -> float:
-        """Take one death from the budget; seconds to wait before the restart."""
         child.signal(signal.SIGKILL)
         self._kill_orphans()
         if self._restarts_left == 0:
             raise ChildFailed(f"{child.describe_end()}\nrun.restarts is used up: see above what ended it")
         self._restarts_left -= 1
-        calm = time.monotonic() - child.ready_since > LONGEST_PAUSE_SECONDS
-        child.deaths = 1 if calm else child.deaths + 1
-        child.ready_since = math.inf
-        return min(self._first_pause * 2 ** (child.deaths - 1), LONGEST_PAUSE_SECONDS)
+        pause = child.next_pause()
+        child.spec.died()
+        log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
+        await asyncio.sleep(pause)
+        if not child.over:
+            await child.start(self._read_end)
 
 
 async def _ended(children: Sequence[Child], seconds: float | None) -> None:

@@ -1,14 +1,10 @@
-"""report.png: a run at a glance. `distill report RUN_DIR` redraws it at any time.
-
-Top left: quality. Top right: staleness, and the trainer's time per step. Bottom: activity of each role.
-"""
+"""report.png: quality, staleness, and activity of each role; `distill report RUN_DIR` redraws it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from distill.metrics.summary import use_of_tokens
@@ -31,10 +27,10 @@ WORK_COLORS = {
     "evaluate": RED,
     "checkpoint": GREY,
 }
-ROW_PLACES = dict.fromkeys(WORK_COLORS, (-0.38, 0.76)) | dict.fromkeys(
-    ("update", "teacher_generate"), (0.2, 0.18)
-)
-"""Bottom and height of each kind of bar in its row; background work is drawn below the rest."""
+BACKGROUND_WORK = ("update", "teacher_generate")
+"""Drawn as a thin bar over the others."""
+ROLES = ("student", "replica", "teacher", "trainer", "evaluator")
+"""Order of the rows."""
 WINDOW_SECONDS = 12.0
 """Of the activity rows: long enough to show the rhythm, short enough to show single steps."""
 
@@ -48,34 +44,26 @@ def draw(run_dir: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps, evaluations = _figures(read_lines(run_dir / "metrics.jsonl"))
-    spans = read_lines(run_dir / "timeline.jsonl")
-    if not steps and not evaluations:
+    lines = read_lines(run_dir / "metrics.jsonl")
+    if not lines:
         raise DataError(f"{run_dir} holds no metrics.jsonl with figures: name the folder of a run")
-    figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
-    quality, cost = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    draw_quality(quality, steps, evaluations)
-    draw_cost(cost, steps)
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}  # none while the run goes on
-    draw_activity(figure.add_subplot(grid[1, :]), spans, summary)
-    figure.suptitle(
-        _title(run_dir.name, summary), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK
-    )
+    figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
+    # a figure that is not finite is null in the file
+    finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    draw_quality(figure.add_subplot(grid[0, 0]), finite)
+    draw_staleness(figure.add_subplot(grid[0, 1]), finite)
+    draw_activity(figure.add_subplot(grid[1, :]), read_lines(run_dir / "timeline.jsonl"), summary)
+    title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
+    figure.suptitle(_title(run_dir.name, summary), **title)
     if "tokens" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
     path = run_dir / "report.png"
     figure.savefig(path)
     pyplot.close(figure)
     return path
-
-
-def _figures(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Steps and evaluations, without figures that are null (not finite)."""
-    finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
-    steps = [few for line, few in zip(lines, finite, strict=True) if "eval/reverse_kl" not in line]
-    return steps, [line for line in finite if "eval/reverse_kl" in line]
 
 
 def _title(name: str, summary: Mapping[str, Any]) -> str:
@@ -88,56 +76,42 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
     return f"{name}:  {words}"
 
 
-def draw_quality(axes: Axes, steps: Sequence[Line], evaluations: Sequence[Line]) -> None:
+def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
     """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
-    tokens_at = {0: 0.0, **{line["step"]: line.get("tokens/trained", 0.0) / 1e3 for line in steps}}
-    _plain(axes, "Student on its own completions", "tokens trained on, thousands")
-    trained = [(tokens_at[line["step"]], line["reverse_kl"]) for line in steps if "reverse_kl" in line]
-    held_out = [(tokens_at.get(line["step"], 0.0), line["eval/reverse_kl"]) for line in evaluations]
-    axes.plot(*_xy(trained), color=BLUE, alpha=0.35, linewidth=1.2, label="reverse KL, training batches")
-    axes.plot(*_xy(held_out), "o-", color=BLUE, label="reverse KL, held out")
+    _dress(axes, "Student on its own completions", "tokens trained on, thousands")
+    tokens_at = {line["step"]: line["tokens/trained"] / 1e3 for line in lines if "tokens/trained" in line}
+
+    def curve(figure: str) -> tuple[list[float], list[float]]:
+        found = [line for line in lines if figure in line]
+        return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
+
+    axes.plot(*curve("reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches")
+    axes.plot(*curve("eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats a token", color=BLUE)
-    rates = [line for line in evaluations if "eval/pass_rate" in line]
-    passed = [(tokens_at.get(line["step"], 0.0), line["eval/pass_rate"]) for line in rates]
-    lines = axes.get_lines()
-    if passed:
+    curves, passed = axes.get_lines(), curve("eval/pass_rate")
+    if passed[0]:
         right = axes.twinx()
-        right.plot(*_xy(passed), "s-", color=GREEN, label="pass rate, held out")
+        right.plot(*passed, "s-", color=GREEN, label="pass rate, held out")
         right.set_ylim(0, 1)
         right.set_ylabel("pass rate", color=GREEN)
         right.spines[["top"]].set_visible(False)
-        lines = [*lines, *right.get_lines()]
-    place = "center right" if passed else "best"
-    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc=place)
+        curves = [*curves, *right.get_lines()]
+    labels = [str(one.get_label()) for one in curves]
+    axes.legend(curves, labels, frameon=False, fontsize=8, loc="center right")
 
 
-def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def draw_cost(axes: Axes, steps: Sequence[Line]) -> None:
-    """Staleness of the trained rollouts, and seconds a step that the trainer waited and worked."""
-    _plain(axes, "Staleness of rollouts, and time of a step", "optimizer step")
-    x = [line["step"] for line in steps]
-    mean = [line.get("staleness/mean", 0.0) for line in steps]
-    most = [line.get("staleness/max", 0.0) for line in steps]
-    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
-    axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
-    axes.set_ylabel("age of rollouts, versions", color=ORANGE)
+def draw_staleness(axes: Axes, lines: Sequence[Line]) -> None:
+    """Mean and highest age of the rollouts of each step."""
+    _dress(axes, "Staleness of rollouts", "optimizer step")
+    steps = [line for line in lines if "staleness/mean" in line and "staleness/max" in line]
+    x, mean = [line["step"] for line in steps], [line["staleness/mean"] for line in steps]
+    most = [line["staleness/max"] for line in steps]
+    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="up to the oldest")
+    axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="mean")
+    axes.set_ylabel("age, versions", color=ORANGE)
     axes.set_ylim(0, 1.3 * max([1.0, *most]))
-    right = axes.twinx()
-    wait = [line.get("seconds/wait", 0.0) for line in steps]
-    train = [line.get("seconds/train", 0.0) + line.get("seconds/publish", 0.0) for line in steps]
-    right.plot(x, train, color=GREEN, linewidth=0.9, label="trainer works")
-    right.plot(x, wait, color=GREY, linewidth=0.9, label="trainer waits")
-    right.set_ylabel("seconds a step", color=INK)
-    totals = [a + b for a, b in zip(wait, train, strict=True)]
-    right.set_ylim(0, 4 * median_high(totals) if any(totals) else None)
-    right.spines[["top"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    more, names = right.get_legend_handles_labels()
-    axes.legend(handles + more, labels + names, frameon=False, fontsize=8, ncols=2, loc="upper center")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
 
 
 def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:
@@ -149,21 +123,24 @@ def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any])
         axes.set_axis_off()
         return
     start, end = middle_window(work)
-    roles = sorted({span["role"] for span in work}, key=_rank)
+    order = {prefix: place for place, prefix in enumerate(ROLES)}
+    roles = sorted({one["role"] for one in work}, key=lambda role: (order.get(role.split("-")[0], 9), role))
     for row, role in enumerate(roles):
-        for what, (offset, height) in ROW_PLACES.items():
-            own = [s for s in work if s["role"] == role and s["what"] == what]
-            bars = [(s["start"] - start, s["end"] - s["start"]) for s in own]
-            axes.broken_barh(bars, (row + offset, height), color=WORK_COLORS[what], alpha=0.85, linewidth=0)
-    _plain(axes, "Activity by role", f"{end - start:.0f} seconds from the middle of the run")
+        for what, color in WORK_COLORS.items():
+            behind = what in BACKGROUND_WORK
+            place = (row + 0.2, 0.18) if behind else (row - 0.38, 0.76)
+            own = [one for one in work if (one["role"], one["what"]) == (role, what)]
+            bars = [(one["start"] - start, one["end"] - one["start"]) for one in own]
+            axes.broken_barh(bars, place, color=color, alpha=0.85, linewidth=0, zorder=1 + behind)
+    _dress(axes, "Activity by role", f"{end - start:.0f} seconds from the middle of the run")
     axes.set_xlim(0, end - start)
     axes.set_ylim(len(roles) - 0.4, -0.6)
     axes.set_yticks(range(len(roles)), [_row_label(role, summary) for role in roles])
     axes.grid(visible=False, axis="y")
     used = {span["what"] for span in work}
     patches = [Patch(color=color, label=what) for what, color in WORK_COLORS.items() if what in used]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(handles=patches, frameon=False, fontsize=8, ncols=len(patches), **place)
+    style = {"frameon": False, "fontsize": 8, "loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, ncols=len(patches), **style)
 
 
 def _row_label(role: str, summary: Mapping[str, Any]) -> str:
@@ -183,12 +160,7 @@ def middle_window(spans: Sequence[Line]) -> tuple[float, float]:
     return left, left + length
 
 
-def _rank(role: str) -> tuple[int, str]:
-    order = ("student", "replica", "teacher", "trainer", "evaluator")
-    return next((i for i, prefix in enumerate(order) if role.startswith(prefix)), len(order)), role
-
-
-def _plain(axes: Axes, title: str, x_label: str) -> None:
+def _dress(axes: Axes, title: str, x_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xlabel(x_label, color=FAINT)
     axes.grid(color=GRID, linewidth=0.8)

@@ -65,10 +65,10 @@ class Timeline:
         now, seconds = self._clock(), self._waited.copy()
         for role, (on, since) in self._waits.items():
             seconds[role, on] += now - since
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, dict[str, float]] = defaultdict(dict)
         for (role, on), value in seconds.items():
-            found.setdefault(role, {})[on] = value
-        return found
+            found[role][on] = value
+        return dict(found)
 
     def level(self, role: str, what: str, level: int) -> None:
         """Set how many tasks of kind `what` the role has under way from now on."""
@@ -100,7 +100,6 @@ class Timeline:
             self._sink(span)
 
     def seconds(self) -> float:
-        """Since the timeline began."""
         return self._clock() - self._began
 
     def restart(self) -> None:
@@ -113,7 +112,6 @@ class Timeline:
             role.since = None if role.since is None else now
 
     def busy_seconds(self) -> dict[str, float]:
-        """By role."""
         now = self._clock()
         return {
             name: role.busy + (0.0 if role.since is None else now - role.since)

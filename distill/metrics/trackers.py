@@ -41,12 +41,10 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
+        self.close = self._lines.close
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._lines.write({"step": step, "time": time.time(), **figures})
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 class Wandb:
@@ -55,12 +53,12 @@ class Wandb:
     def __init__(self, config: RunConfig) -> None:
         import wandb
 
-        tracking = config.tracking
+        tracking, name = config.tracking, config.run.name
         self._run = wandb.init(
             project=tracking.project,
             entity=tracking.entity,
-            name=config.run.name,
-            id=config.run.name,
+            name=name,
+            id=name,
             resume="allow",
             tags=tracking.tags,
             mode=wandb_mode(config),
@@ -78,13 +76,12 @@ class Wandb:
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     """The configured mode, but offline (with a warning) when online is asked for without an API key."""
-    mode = config.tracking.wandb
     netrc = Path("~/.netrc").expanduser()
     has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
-    if mode == "online" and not has_key:
+    if config.tracking.wandb == "online" and not has_key:
         log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
         return "offline"
-    return mode
+    return config.tracking.wandb
 
 
 class ProgressDisplay:
@@ -104,18 +101,16 @@ class ProgressDisplay:
         )
         self._task = self._bar.add_task("starting engines", total=steps, figures="")
         self._every = max(1, steps // LINES_WITHOUT_TERMINAL)
-        self._began: tuple[float, float] | None = None
         self._bar.start()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
         self._console.print(secrets.redact(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if "eval/reverse_kl" in figures:
             self.say(evaluation_line(step, figures))
             return
-        line = step_line(figures, self._tokens_per_second(figures))
+        line = step_line(figures)
         self._bar.update(self._task, completed=step, description="distilling", figures=line)
         if not self._console.is_terminal and (step % self._every == 0 or step == self._steps):
             self.say(f"step {step}/{self._steps}  {line}")
@@ -123,22 +118,13 @@ class ProgressDisplay:
     def close(self) -> None:
         self._bar.stop()
 
-    def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
-        """Trained tokens per second since the first step that was seen."""
-        now, trained = time.monotonic(), figures.get("tokens/trained", 0.0)
-        if self._began is None:
-            self._began = now, trained
-            return None
-        return (trained - self._began[1]) / max(1e-9, now - self._began[0])
 
-
-def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
+def step_line(figures: Mapping[str, float]) -> str:
     """The main figures of one step."""
     parts = [
         f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
         f"age {figures.get('staleness/mean', 0.0):.1f}",
         f"waited {figures.get('seconds/wait', 0.0):.2f} s",
-        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
         f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
         dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
     ]

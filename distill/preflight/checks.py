@@ -1,25 +1,25 @@
 """Checks of a configuration before anything is started: `check` runs them in order.
 
-A check is a function of the configuration (later, of tokenizers and prompts) that yields problems; each names
-the value, the rule and the remedy.
+Each names the value, the rule and the remedy.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from distill.buffer import rules
 from distill.config import RunConfig, TaskPrompts
-from distill.models import check_folder, longest_sequence
 from distill.preflight.machine import check_processor, runs_vllm
 from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
 from sync.errors import ConfigError, DataError
+from sync.settings import ModelSource
 from sync.tokenizers import load_tokenizer
 from teacher_service.router import Router
 
@@ -31,18 +31,23 @@ def check(config: RunConfig) -> PromptSplit:
 
     Raises ConfigError or DataError.
     """
-    _check_models(config)
+    if not config.student.urls:
+        check_processor("student")
+    check_model(config.student, "student")
+    for name, teacher in config.teachers.items():
+        if not teacher.urls:
+            check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
-    refuse(problem for one in COMBINATIONS for problem in one(config))
+    refuse([*check_transport(config), *_teachers(config), *_others(config)])
     _warn_of_temperature(config)
     router = Router(config.teachers)
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
     vocab_size = tokenizers.vocab_size(tokenizer)
     refuse(_topk(config, vocab_size))
-    split = open_prompts(config, tokenizer, longest_sequence(config))._replace(vocab_size=vocab_size)
+    split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
     return split
@@ -52,6 +57,22 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise ConfigError with a line for each problem; nothing when there is none."""
     if lines := list(problems):
         raise ConfigError("\n".join(lines))
+
+
+def check_model(source: ModelSource, section: str, runs_vllm: bool = False) -> None:
+    """Raise ConfigError for a folder without a model, or a processor that cannot run vLLM."""
+    path = Path(source.path)
+    hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{section}.path {path} holds no config.json: name a folder that save_pretrained wrote"
+        )
+    if not path.is_dir() and "/" in source.path and (not hub_id or path.parent.is_dir()):
+        raise ConfigError(
+            f"{section}.path {path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
+        )
+    if runs_vllm:
+        check_processor(section)
 
 
 def check_secrets(config: RunConfig) -> None:
@@ -93,15 +114,8 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 # --- the sections against each other
 
 
-def _sampling(config: RunConfig) -> Iterator[str]:
-    if config.rollout.top_p < 1:
-        yield (
-            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
-            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
-        )
-
-
-def _transport(config: RunConfig) -> Iterator[str]:
+def check_transport(config: RunConfig) -> Iterator[str]:
+    """Problems of a transport without a store."""
     if config.weights.transport == "snapshot":
         return
     given = f'weights.transport is "{config.weights.transport}" and '
@@ -117,6 +131,25 @@ def _transport(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _others(config: RunConfig) -> Iterator[str]:
+    if config.rollout.top_p < 1:
+        yield (
+            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
+            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+        )
+    kept = getattr(config.objective, "drop_rho_outside", None)
+    if kept is not None and not kept[0] <= 1 <= kept[1]:
+        yield f"objective.drop_rho_outside {kept} drops every token of age 0: give an interval around 1"
+    learns_otherwise = config.objective.task is not None or config.objective.type == "sft"
+    for name, teacher in config.teachers.items():
+        same = (teacher.path, teacher.revision) == (config.student.path, config.student.revision)
+        differs = teacher.follow_student_every or teacher.prompt_transform
+        if same and not differs and not learns_otherwise and config.evaluation is not None:
+            yield f"teachers.{name}.path is the student, which teaches it nothing: name another model"
+    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
+
+
 def _teachers(config: RunConfig) -> Iterator[str]:
     temperature = teacher_temperature(config.objective, config.rollout.temperature)
     for name, teacher in config.teachers.items():
@@ -128,10 +161,9 @@ def _teachers(config: RunConfig) -> Iterator[str]:
             )
         if teacher.engine != "transformers" and temperature != 1:
             yield (
-                'objective.teacher_temperature is "rollout" at temperature '
-                f"{config.rollout.temperature:g}, and engine {teacher.engine!r} of teacher {name!r} gives "
-                "log-probabilities at 1 alone, from which "
-                'no others follow: set engine = "transformers", or teacher_temperature = "one"'
+                f'objective.teacher_temperature is "rollout" at temperature {temperature:g}, and engine '
+                f"{teacher.engine!r} of teacher {name!r} gives log-probabilities at 1 alone, from which no "
+                'others follow: set engine = "transformers", or teacher_temperature = "one"'
             )
     if unknown := config.objective.teacher_coefficients.keys() - config.teachers.keys():
         yield (
@@ -140,47 +172,22 @@ def _teachers(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tracking(config: RunConfig) -> Iterator[str]:
-    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
-        yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
-
-
-COMBINATIONS: Final[tuple[Callable[[RunConfig], Iterator[str]], ...]] = (
-    _sampling,
-    _transport,
-    _teachers,
-    _tracking,
-)
-
-
-# --- what the files say
-
-
-def _check_models(config: RunConfig) -> None:
-    if not config.student.urls:
-        check_processor("student")
-    check_folder(config.student, "student")
-    for name, teacher in config.teachers.items():
-        if not teacher.urls:
-            check_folder(teacher, f"teachers.{name}")
-            if runs_vllm(teacher):
-                check_processor(f"teachers.{name}")
+# --- what the files hold
 
 
 def _warn_of_temperature(config: RunConfig) -> None:
     rollouts = config.rollout.temperature
     if teacher_temperature(config.objective, rollouts) != rollouts:
         logger.warning(
-            "rollout.temperature is %g and the teacher's is 1: at its optimum the student sampled at %g "
-            "equals the teacher at 1, and evaluation is at 1; set objective.teacher_temperature = "
-            '"rollout" to match the teacher at every temperature',
+            "rollout.temperature is %g and the teacher's is 1, where evaluation is too: at its optimum the "
+            "student sampled at %g equals the teacher at 1; to match the teacher at every temperature set "
+            'objective.teacher_temperature = "rollout"',
             rollouts,
             rollouts,
         )
 
 
 def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
-    """Compare with every teacher whose tokenizer can be loaded here. Raises DataError."""
     for name, teacher in config.teachers.items():
         if teacher.urls:
             continue

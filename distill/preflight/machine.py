@@ -1,7 +1,7 @@
 """Whether this machine can run a configuration: processor, and disk at once and over time.
 
 at once        checkpoints, published versions, mirrors, what training leaves: `fixed`
-               journal since the oldest kept checkpoint: `journal`
+               journal since the oldest kept checkpoint
 with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and nothing else
 """
 
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from distill.config import RunConfig
-from distill.models import count_parameters, text_config
+from distill.prompts.sources import text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import needs, student_topk
 from sync.errors import ConfigError
 from sync.settings import ModelSource
+from sync.snapshots import checkpoint
 from teacher_service.config import TeacherConfig
 
 GIB: Final = 1 << 30
@@ -29,7 +30,7 @@ NEEDED: Final = ("avx2", "fma", "f16c")
 SLOPE: Final = 100
 """Bytes per rollout that stay for good: stub, ledger, a share of its step's lines (`distill bench soak`)."""
 ASSUMED_RATE: Final = 1000.0
-"""Completion tokens per second, where nobody knows."""
+"""Completion tokens per second."""
 DAY: Final = 86400
 
 
@@ -68,7 +69,7 @@ def check_processor(role: str) -> None:
 
 
 def cpuinfo() -> str:
-    """What the kernel says about the processor."""
+    """The kernel's description of the processor."""
     return Path("/proc/cpuinfo").read_text()
 
 
@@ -77,42 +78,38 @@ def cpuinfo() -> str:
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """Estimate of a run's disk, in bytes."""
+    """Estimate of a run's disk, in bytes: one checkpoint; all but the journal, at once; a journaled token."""
 
     checkpoint: int
-    """One checkpoint."""
     fixed: int
-    """Everything but the journal, at once."""
     token: int
-    """Journal bytes per completion token, while a restart may need them."""
-    held_tokens: float
-    """Completion tokens whose arrays are in the journal at once."""
-
-    @property
-    def journal(self) -> float:
-        return self.token * self.held_tokens
 
 
-def estimate(config: RunConfig, rate: float = ASSUMED_RATE) -> DiskNeeds:
-    """Estimate at `rate` completion tokens per second. Raises ConfigError for an unreadable model."""
+def estimate(config: RunConfig) -> DiskNeeds:
+    """Raises ConfigError for an unreadable model."""
     parameters, trainer, weights = count_parameters(config.student), config.trainer, config.weights
     item = 2 if deepspeed_config(trainer).get("bf16", {}).get("enabled") else 4
     model = item * parameters
-    checkpoint = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
+    saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
     local_replicas = 0 if config.student.urls else config.student.replicas
     mirrors = 2 * (local_replicas + (config.evaluation is not None))
     store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
-    kept = trainer.keep_checkpoints + 1
-    tokens_per_step = config.rollout.batch * config.rollout.max_tokens
-    intervals = rate * 60 * trainer.checkpoint_minutes, trainer.checkpoint_every * tokens_per_step
-    interval = min(filter(None, intervals), default=0.0)
-    everything = config.run.steps * tokens_per_step
-    return DiskNeeds(
-        checkpoint,
-        int(kept * checkpoint + (store + mirrors + 2) * model),
-        bytes_per_token(config),
-        min(kept * interval or everything, everything),
-    )
+    fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * model
+    return DiskNeeds(saved, int(fixed), bytes_per_token(config))
+
+
+def count_parameters(source: ModelSource) -> int:
+    """Parameters of a folder's tensors; of a Hub id, those of a model made from its config."""
+    folder = Path(source.path)
+    if any(folder.glob("*.safetensors")):
+        places = checkpoint.tensors(folder).values()
+        return sum(place.nbytes // checkpoint.BITS[place.kind].itemsize for place in places)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text_config(source))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def bytes_per_token(config: RunConfig) -> int:
@@ -124,22 +121,21 @@ def bytes_per_token(config: RunConfig) -> int:
     return id_logprob_score + 4 * want.entropy + (8 * want.topk + 4 if want.topk else 0) + 8 * own + 2 * width
 
 
-def lines(config: RunConfig, found: DiskNeeds, rate: float = ASSUMED_RATE) -> list[str]:
-    """The estimate in words."""
-    trainer, day = config.trainer, rate * DAY
-    completion = config.rollout.max_tokens
+def lines(config: RunConfig, found: DiskNeeds) -> list[str]:
+    """The estimate in words, at ASSUMED_RATE."""
+    kept, day, most = config.trainer.keep_checkpoints, ASSUMED_RATE * DAY, config.rollout.max_tokens
     return [
-        f"disk at once: {_gib(found.fixed)} for {trainer.keep_checkpoints} + 1 checkpoints of "
-        f"{_gib(found.checkpoint)}, published versions and mirrors, and {_gib(found.journal)} of journal",
+        f"disk at once: {_gib(found.fixed)} for {kept} + 1 checkpoints of {_gib(found.checkpoint)}, "
+        "published versions and mirrors, and the journal",
         f"journal: {found.token:,} bytes a token, {_gib(found.token * 1e6)} a million tokens, archived to "
-        f"{SLOPE} bytes a rollout once {trainer.keep_checkpoints} checkpoints cover it",
-        f"a day at {rate:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
-        f"{_gib(SLOPE * day / completion)} or more stay ({completion} tokens a rollout or less)",
+        f"{SLOPE} bytes a rollout once {kept} checkpoints cover it",
+        f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
+        f"{_gib(SLOPE * day / most)} or more stay ({most} tokens a rollout or less)",
     ]
 
 
-def check_room(config: RunConfig, found: DiskNeeds) -> str | None:
-    """Raise ConfigError when not even checkpoints and versions fit; a warning when the journal may not."""
+def check_room(config: RunConfig, found: DiskNeeds) -> None:
+    """Raise ConfigError when not even checkpoints and versions fit."""
     path, free = _free(config.run_dir)
     if found.fixed > free:
         raise ConfigError(
@@ -147,12 +143,6 @@ def check_room(config: RunConfig, found: DiskNeeds) -> str | None:
             f"{_gib(found.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
             "or weights.keep_anchors"
         )
-    if found.fixed + found.journal <= free:
-        return None
-    return (
-        f"{path} has {_gib(free)} free, and this run may take {_gib(found.fixed + found.journal)} at once: "
-        "lower trainer.checkpoint_minutes, so that less of the journal is held, or take another disk"
-    )
 
 
 def check_disk(folder: Path, min_free_gib: float) -> None:
@@ -166,7 +156,6 @@ def check_disk(folder: Path, min_free_gib: float) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """The nearest folder above that exists, and the free bytes of its disk."""
     path = next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
     return path, shutil.disk_usage(path).free
 

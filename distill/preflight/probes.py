@@ -25,10 +25,6 @@ REPLACEMENTS: Final = 8
 """Tokens tried at one position: it takes one that the teacher finds more or less likely."""
 SHARPEST_NOISE: Final = 1e-3
 """Nats below which a difference says nothing, however exactly a teacher repeats itself."""
-SELF_TOLERANCE: Final = 1e-4
-"""Nats, and gradient norm, per token: what fp32 leaves of an objective whose teacher is the student."""
-LEAST_GRADIENT: Final = 1e-6
-"""Per token: a teacher that changes the gradient by less teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The finding for a terminal."""
         verdict = "ok    " if self.problem is None else "FAILED"
         return f"{verdict} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
 
@@ -152,38 +147,26 @@ async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: fl
     return finding, float(difference.max())
 
 
-async def not_uniform(score: Score, sequence: ScoreSequence, vocab: int) -> Finding:
-    """Different tokens at one position must get different log-probabilities."""
-    last = sequence.token_ids.shape[0] - 1
-    tried = [sequence, *(replaced(sequence, last, vocab, turn) for turn in turns(vocab))]
-    found = [float(one[-1]) for one in await scores(score, tried)]
-    spread = max(found) - min(found)
-    return _finding(
-        "not uniform",
-        spread > SHARPEST_NOISE,
-        f"{len(tried)} tokens at one position spread over {spread:.2g} nats",
-        f"each gets {found[0]:.2f}, and a uniform teacher gives {-np.log(vocab):.2f}: it has no opinion; see "
-        "that its weights were loaded (path, revision) and that it scores at temperature 1",
-    )
-
-
 async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: float) -> Finding:
-    """A replaced token must change its own score, and none before it; `noise`: as `repeatable` gives it."""
+    """A replaced token must change its own score, and none before it; `noise`: as `repeatable` gives it.
+
+    A uniform teacher changes none.
+    """
     count = sequence.token_ids.shape[0] - sequence.start
     place = count // 2
     tried = [replaced(sequence, sequence.start + place, vocab, turn) for turn in turns(vocab)]
     base, *others = await scores(score, [sequence, *tried])
     change = np.max([np.abs(other - base) for other in others], axis=0)
     changed = np.flatnonzero(change > max(SHARPEST_NOISE, 4 * noise))
-    first = int(changed[0]) if changed.size else count
-    side = "early" if first < place else "late"
-    return _finding(
-        "not shifted",
-        first == place,
-        f"token {place} of {count} was replaced, the first score that changes is {first}",
-        f"scores stand {abs(first - place)} position(s) too {side}, so every token would be credited with "
-        "another's: fix the teacher; score t must be log q of token t given the tokens before it",
-    )
+    first = int(changed[0]) if changed.size else None
+    figure = f"token {place} of {count} was replaced, the first score that changes is {first}"
+    cause = f"each gets {base[place]:.2f}, and a uniform teacher gives {-np.log(vocab):.2f}: see that its "
+    cause += "weights were loaded (path, revision)"
+    if first is not None:
+        side = "early" if first < place else "late"
+        cause = f"scores stand {abs(first - place)} position(s) too {side}, so every token would be credited "
+        cause += "with another's: score t must be log q of token t given the tokens before it"
+    return _finding("not uniform, not shifted", first == place, figure, cause)
 
 
 async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Finding:
@@ -207,48 +190,14 @@ async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Fi
 
 def equals_plain(scored: list[np.ndarray], plain: list[np.ndarray], tolerance: float) -> Finding:
     """The teacher's scores against a plain fp32 forward pass of the folder it is configured with."""
-    check = "equals a plain forward pass"
-    if [len(one) for one in scored] != [len(other) for other in plain]:
-        return Finding(check, f"{len(scored)} sequences came back cut", "raise the teacher's max_length")
-    difference = _distance(scored, plain)
-    early = _distance([one[:-1] for one in scored], [other[1:] for other in plain])
-    late = _distance([one[1:] for one in scored], [other[:-1] for other in plain])
-    cause = "other weights, another order of the vocabulary, or another temperature are being served"
-    if min(early, late) <= tolerance:
-        cause = f"the scores are right but stand one position too {'early' if early < late else 'late'}"
+    mean = float(np.abs(np.concatenate(scored) - np.concatenate(plain)).mean())
     return _finding(
-        check,
-        difference <= tolerance,
-        f"mean difference {difference:.2g} nats of at most {tolerance:g}",
-        f"{cause}: see that the teacher's process serves the path and revision of this configuration; if it "
-        "is quantised on purpose, raise preflight.score_tolerance",
-    )
-
-
-def _distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Mean absolute difference; infinite when any is NaN or there are none."""
-    difference = np.abs(np.concatenate(one) - np.concatenate(other))
-    return float(difference.mean()) if difference.size and np.isfinite(difference).all() else np.inf
-
-
-def self_teacher(loss: float, gradient: float) -> Finding:
-    """The objective with the student as its own teacher, per token."""
-    return _finding(
-        "a self-teacher gives 0",
-        max(loss, gradient) <= SELF_TOLERANCE,
-        f"loss {loss:.2g} nats, gradient {gradient:.2g}, of at most {SELF_TOLERANCE:g}",
-        "the objective's minimum is not at the teacher, so training would never settle: choose another one",
-    )
-
-
-def gradient_depends(change: float) -> Finding:
-    """How much the gradient changes when the student is taken for its teacher."""
-    return _finding(
-        "the gradient depends on the teacher",
-        change >= LEAST_GRADIENT,
-        f"it changes by {change:.2g}, of at least {LEAST_GRADIENT:g}",
-        "the teacher is the student itself, or every token is masked out of the loss: name another teacher, "
-        "and see that objective.drop_rho_outside contains 1",
+        "equals a plain forward pass",
+        mean <= tolerance,  # False for NaN
+        f"mean difference {mean:.2g} nats of at most {tolerance:g}",
+        "other weights, another order of the vocabulary, or another temperature are being served: see that "
+        "the teacher's process serves the path and revision of this configuration; if it is quantised on "
+        "purpose, raise preflight.score_tolerance",
     )
 
 

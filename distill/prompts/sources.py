@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -18,7 +19,9 @@ from distill.prompts.rewards import RewardFn, answer_problem, check_reward_fn, l
 from distill.prompts.stream import Prompt, PromptSource
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
+from sync.settings import ModelSource
 from sync.wire.checks import ANY_ID
+from teacher_service.router import own_code
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""
@@ -27,24 +30,30 @@ NOTHING_HELD_OUT = (
     "evaluation = false"
 )
 SAMPLE = 256
-"""Prompts of each side of the split that are looked at where not all can be."""
+"""Prompts of each side of the split that are read where not all can be."""
 Encode = Callable[[Any], Sequence[int]]
 """From a row's prompt field (a string, or a list of chat messages) to token ids."""
 
 
 class TaskSource:
-    """Endless prompts of a task."""
+    """Endless prompts of a task. Raises DataError, naming the task, for a prompt that it cannot make."""
 
-    def __init__(self, task: Task, seed: int, encode: Encode) -> None:
-        self._task, self._seed, self._encode = task, seed, encode
+    def __init__(self, name: str, task: Task, seed: int, encode: Encode) -> None:
+        self._name, self._task, self._seed, self._encode = name, task, seed, encode
 
     def __getitem__(self, index: int) -> Prompt:
-        return _encoded(str(index), self._task.prompt(self._seed, index), self._encode)
+        return self._made("prompt", self._task.prompt, str(index), index)
 
+    def held_out(self, index: int) -> Prompt:
+        """A prompt that no seed trains on."""
+        return self._made("held_out", self._task.held_out, f"held-out-{index}", index)
 
-def _encoded(name: str, made: TaskPrompt, encode: Encode) -> Prompt:
-    ids = encode(made.text) if made.token_ids is None else made.token_ids
-    return Prompt(name, list(ids), "default", made.answer, made.text)
+    def _made(self, call: str, make: Callable[[int, int], TaskPrompt], name: str, index: int) -> Prompt:
+        about = f"index {index}, seed {self._seed}"
+        with own_code(f"prompts.task {self._name!r}, {call}()", about, "make one for every index"):
+            made = make(self._seed, index)
+        ids = self._encode(made.text) if made.token_ids is None else made.token_ids
+        return Prompt(name, list(ids), "default", made.answer, made.text)
 
 
 class TableSource:
@@ -58,23 +67,30 @@ class TableSource:
             ends.append(len(flat))
             self._names.append((row.id, row.source, row.answer, row.text))
         self._flat, self._ends = np.frombuffer(flat, "i4") if flat else np.empty(0, "i4"), ends
+        self._rows: Sequence[int] = range(len(self._names))
+
+    def subset(self, rows: Sequence[int]) -> TableSource:
+        """Some of the rows, in that order; nothing is copied."""
+        part = copy.copy(self)
+        part._rows = [self._rows[row] for row in rows]
+        return part
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._rows)
 
     @property
     def sources(self) -> set[str]:
-        """Data sources of its rows."""
+        """Data sources of the whole table, so of what is held out as well."""
         return {source for _, source, _, _ in self._names}
 
-    def length(self, index: int) -> int:
-        """Tokens of a row."""
-        return self._ends[index + 1] - self._ends[index]
+    @property
+    def longest(self) -> int:
+        return max(self._ends[row + 1] - self._ends[row] for row in self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        name, source, answer, text = self._names[index]
-        ids = self._flat[self._ends[index] : self._ends[index + 1]].tolist()
-        return Prompt(name, ids, source, answer, text)
+        row = self._rows[index]
+        name, source, answer, text = self._names[row]
+        return Prompt(name, self._flat[self._ends[row] : self._ends[row + 1]].tolist(), source, answer, text)
 
 
 def text_encoder(tokenizer: Any, template: Literal["chat", "plain"]) -> Encode:
@@ -122,7 +138,6 @@ def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> Tab
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """(place for messages, name, row) of every line that is not blank."""
     try:
         lines = path.open("rb")
     except OSError as error:
@@ -153,46 +168,46 @@ def _prompts(
     max_prompt: int,
 ) -> Iterator[Prompt]:
     for place, name, row in rows:
-        value = _field(row, config.field, place)
-        if not isinstance(value, str | list) or not value:
-            raise DataError(
-                f"{place}: field {config.field!r} is {value!r:.80}: a text or a list of chat messages must "
-                "stand there"
-            )
-        if isinstance(value, list) and config.template == "plain":
-            raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
-        if isinstance(value, list) and not all(isinstance(m, dict) and m.get("role") for m in value):
-            raise DataError(f"{place}: every chat message needs a role and a content: see {value!r:.80}")
         try:
-            ids = list(encode(value))
-        except TemplateError as error:
+            value = row[config.field]
+            source = "default" if config.source_field is None else str(row[config.source_field])
+            answer = None if config.answer_field is None else str(row[config.answer_field])
+        except KeyError as missing:
             raise DataError(
-                f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
-                "template in student.chat_template"
+                f"{place}: no field {missing}; the row has {', '.join(sorted(row))}: rename it, or name the "
+                "one that is meant in [prompts]"
             ) from None
+        ids = _token_ids(value, config, encode, place)
         if not 1 <= len(ids) <= max_prompt:
             raise DataError(
                 f"{place}: the prompt has {len(ids)} tokens, allowed are 1 to {max_prompt} (context length "
                 "less rollout.max_tokens): shorten the row, or lower rollout.max_tokens"
             )
-        source = "default" if config.source_field is None else str(_field(row, config.source_field, place))
-        answer = None if config.answer_field is None else str(_field(row, config.answer_field, place))
         if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
             raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
         yield Prompt(name, ids, source, answer, value if isinstance(value, str) else "")
 
 
-def _field(row: Mapping[str, Any], field: str, place: str) -> Any:
-    try:
-        return row[field]
-    except KeyError:
+def _token_ids(value: Any, config: JsonlPrompts | DatasetPrompts, encode: Encode, place: str) -> list[int]:
+    """Token ids of a row's prompt. Raises DataError for what is neither a text nor chat messages."""
+    if not isinstance(value, str | list) or not value:
         raise DataError(
-            f"{place}: no field {field!r}; the row has {', '.join(sorted(row))}: rename it, or name the one "
-            "that is meant in [prompts]"
+            f"{place}: field {config.field!r} is {value!r:.80}: give a text or a list of chat messages"
+        )
+    if isinstance(value, list) and config.template == "plain":
+        raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
+    if isinstance(value, list) and not all(isinstance(m, dict) and m.get("role") for m in value):
+        raise DataError(f"{place}: every chat message needs a role and a content: see {value!r:.80}")
+    try:
+        return list(encode(value))
+    except TemplateError as error:
+        raise DataError(
+            f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
+            "template in student.chat_template"
         ) from None
 
 
-# --- training and held-out prompts ------------------------------------------------------------------------
+# --- training and held-out prompts
 
 
 class PromptSplit(NamedTuple):
@@ -206,29 +221,6 @@ class PromptSplit(NamedTuple):
     """Of the student's tokenizer."""
 
 
-class Subset:
-    """Some rows of a table."""
-
-    def __init__(self, table: TableSource, rows: Sequence[int]) -> None:
-        self._table, self._rows = table, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def sources(self) -> set[str]:
-        """Data sources of the whole table, so of what is held out as well."""
-        return self._table.sources
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest prompt."""
-        return max(self._table.length(int(row)) for row in self._rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._table[int(self._rows[index])]
-
-
 def sample_prompts(split: PromptSplit) -> list[Prompt]:
     """A fixed sample: held-out prompts, then some of the training ones."""
     count = min(SAMPLE, len(split.train)) if isinstance(split.train, Sized) else SAMPLE
@@ -238,21 +230,24 @@ def sample_prompts(split: PromptSplit) -> list[Prompt]:
 def longest_prompt(split: PromptSplit) -> int:
     """Tokens of the longest prompt: of a whole table, or of a sample where prompts are endless."""
     known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
-    return max(known, split.train.longest) if isinstance(split.train, Subset) else known
+    return max(known, split.train.longest) if isinstance(split.train, TableSource) else known
 
 
 def data_sources(split: PromptSplit) -> set[str]:
     """Every data source of a table, or of a sample where prompts are endless."""
-    if isinstance(split.train, Subset):
+    if isinstance(split.train, TableSource):
         return split.train.sources
     return {prompt.source for prompt in sample_prompts(split)}
 
 
-def open_prompts(config: RunConfig, tokenizer: Any, context: int) -> PromptSplit:
+def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) -> PromptSplit:
     """Prompts as the config says, each at most `context` − rollout.max_tokens tokens long.
+
+    `context` None: `longest_sequence`.
 
     Raises DataError (file and line of a row that cannot be used) or ConfigError.
     """
+    context = context or longest_sequence(config)
     longest = context - config.rollout.max_tokens
     if longest < 1:
         raise ConfigError(
@@ -283,16 +278,16 @@ def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn 
         raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
-    held_out = [table[int(row)] for row in sorted(order[:count])]
-    return PromptSplit(Subset(table, sorted(order[count:].tolist())), held_out, reward_fn)
+    held_out = [table[row] for row in sorted(order[:count].tolist())]
+    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, reward_fn)
 
 
 def _task_prompts(
     config: RunConfig, prompts: TaskPrompts, tokenizer: Any, longest: int, wanted: int
 ) -> PromptSplit:
-    task, seed = tasks.load(prompts.task, prompts.options), config.run.seed
-    encode = text_encoder(tokenizer, "plain")
-    held_out = [_encoded(f"held-out-{i}", task.held_out(seed, i), encode) for i in range(wanted)]
+    task = tasks.load(prompts.task, prompts.options)
+    source = TaskSource(prompts.task, task, config.run.seed, text_encoder(tokenizer, "plain"))
+    held_out = [source.held_out(i) for i in range(wanted)]
     for prompt in held_out:
         if len(prompt.token_ids) > longest:
             raise DataError(
@@ -300,4 +295,41 @@ def _task_prompts(
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
     reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
-    return PromptSplit(TaskSource(task, seed, encode), held_out, reward_fn)
+    return PromptSplit(source, held_out, reward_fn)
+
+
+# --- how long they may be
+
+
+def text_config(source: ModelSource) -> Any:
+    """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
+    return config.get_text_config()
+
+
+def student_limit(config: RunConfig) -> int:
+    """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
+    own = int(text_config(config.student).max_position_embeddings)
+    given = config.student.flags().get("max-model-len", own)
+    if not isinstance(given, int):
+        raise ConfigError(
+            f"student.engine_args has max-model-len = {given!r}, and prompts are measured against it: write "
+            "the number of tokens"
+        )
+    return min(own, given) if given > 0 else own
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of prompt and completion that the student, its replicas and every local teacher take."""
+    limits = [student_limit(config)]
+    for teacher in config.teachers.values():
+        if not teacher.urls and teacher.prompt_transform is None:
+            limits.append(teacher.max_length or int(text_config(teacher).max_position_embeddings))
+    return min(limits)

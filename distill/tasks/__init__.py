@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from sync.errors import ConfigError
-from teacher_service.router import own_code
-
-_EVERY = "there must be a prompt for every index"
 
 
 class TaskPrompt(NamedTuple):
@@ -62,40 +58,20 @@ class Models(NamedTuple):
 def load(name: str, options: dict[str, Any] | None = None) -> Task:
     """The task called `name`: a module of this package, or any "package.module".
 
-    Raises ConfigError when there is none, or when it does not take `options`. The task raises DataError for a
-    prompt that its module cannot make.
+    Raises ConfigError when there is none, or when it does not take `options`.
     """
-    path = name if "." in name else f"{__name__}.{name}"
     try:
-        make = importlib.import_module(path).make
+        make = importlib.import_module(name if "." in name else f"{__name__}.{name}").make
     except Exception as error:  # importing runs the user's own code
         raise ConfigError(
             f"prompts.task {name!r} cannot be loaded ({type(error).__name__}: {error}): "
             f'name a module of distill.tasks, or "package.module" with make(**options)'
         ) from error
     try:
-        return _Named(name, make(**(options or {})))
+        task: Task = make(**(options or {}))
     except Exception as error:
         raise ConfigError(
             f"prompts.options do not fit task {name!r} ({type(error).__name__}: {error}): give those that "
             "its make(**options) takes"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A task whose errors name it."""
-
-    name: str
-    task: Task
-
-    def prompt(self, seed: int, index: int) -> TaskPrompt:
-        with own_code(f"prompts.task {self.name!r}, prompt()", f"index {index}, seed {seed}", _EVERY):
-            return self.task.prompt(seed, index)
-
-    def held_out(self, seed: int, index: int) -> TaskPrompt:
-        with own_code(f"prompts.task {self.name!r}, held_out()", f"index {index}, seed {seed}", _EVERY):
-            return self.task.held_out(seed, index)
-
-    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
-        return self.task.passes(prompt, completion)
+    return task

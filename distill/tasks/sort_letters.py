@@ -7,13 +7,12 @@ or the last, in the alphabet, of those not yet listed, at the student's choice. 
 
     python -m distill.tasks.sort_letters FOLDER SEED    makes the models and prints their two folders
 
-Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary.
+Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary, S spellings, l alphabet.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import string
 import sys
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.tasks import Models, RewardedPrompt, TaskPrompt
-from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, save_pair, teach
+from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +36,8 @@ VOCABULARY = [PAD, EOS, ASK, *LETTERS]
 """Token of each id: one per character, no token before or after a text."""
 PAD_ID, EOS_ID, ASK_ID, FIRST_LETTER_ID = range(4)
 SHORTEST, LONGEST = 5, 9
+ONE_SPELLING = np.ones(1)
+"""Share of a letter's only spelling."""
 HELD_OUT_SHARE = 16
 """One prompt in so many, by a hash of its text, is never trained on."""
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, rows=64, rate=4e-3, muon=True, both_choices=True)
@@ -79,7 +80,6 @@ class SortLetters:
         return not left and last == EOS_ID
 
     def _letter(self, token: int) -> str:
-        """The letter that a token spells; PAD, EOS and ASK are their own."""
         place, _ = divmod(token - FIRST_LETTER_ID, self._spellings)
         return LETTERS[place] if token >= FIRST_LETTER_ID else VOCABULARY[token]
 
@@ -102,16 +102,17 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
-# --- models -----------------------------------------------------------------------------------------------
+# --- models
 
 
 def make_models(folder: Path, seed: int) -> Models:
-    """A teacher that knows the task and a student that hardly does; made once, then found in `folder`."""
-    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__,))
-    return made_once(
-        folder / f"sort_letters-{digest}",
-        lambda path: save_pair(path, letter_tokenizer(), _taught(TEACHER, seed), _taught(STUDENT, seed)),
-    )
+    """A teacher that has learned the task and a student that hardly has; made once, kept in `folder`."""
+
+    def loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
+        return lesson_loss(model, recipe, rng, *examples(rng, recipe.rows, letters_at(step)))
+
+    new = taught_pair((TEACHER, STUDENT), seed, letter_tokenizer(), untaught, loss)
+    return made_once(folder / f"sort_letters-{recipe_hash((TEACHER, STUDENT), seed, (__file__,))}", new)
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
@@ -149,35 +150,47 @@ def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndar
     return asked_BN, answer_BN, other_BN
 
 
-def _taught(recipe: Recipe, seed: int) -> Any:
-    def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
-        return _loss(model, recipe, *examples(rng, recipe.rows, letters_at(step)))
-
-    return teach(recipe, seed, lambda: untaught(recipe), loss)
-
-
-def _loss(
-    model: Any, recipe: Recipe, asked_BN: np.ndarray, answer_BN: np.ndarray, other_BN: np.ndarray
+def lesson_loss(
+    model: Any,
+    recipe: Recipe,
+    rng: np.random.Generator,
+    asked_BN: np.ndarray,
+    answer_BN: np.ndarray,
+    other_BN: np.ndarray,
+    shares_S: np.ndarray = ONE_SPELLING,
+    even: float = 0.0,
 ) -> torch.Tensor:
-    """Mean negative log-probability per completion token, end token included."""
+    """Mean cross-entropy per completion token, end token included.
+
+    Against the whole distribution of the next token with `recipe.both_choices`, else against one sampled
+    answer. `even`: share of the letters that are spelled evenly instead of by `shares_S`.
+    """
     import torch
 
-    def column(token: int) -> np.ndarray:
-        return np.full((len(asked_BN), 1), token)
-
-    end_B1, letters = column(EOS_ID), asked_BN.shape[1]
-    tokens_BL = torch.from_numpy(
-        np.hstack([asked_BN + FIRST_LETTER_ID, column(ASK_ID), answer_BN + FIRST_LETTER_ID, end_B1])
-    )
+    rows, letters = asked_BN.shape
+    ask_B1, end_B1 = np.full((rows, 1), ASK_ID), np.full((rows, 1), EOS_ID)
+    asked, answer = (spelled(rng, places, shares_S, even) for places in (asked_BN, answer_BN))
+    tokens_BL = torch.from_numpy(np.hstack([asked, ask_B1, answer, end_B1]))
     hidden = model.model(tokens_BL[:, :-1]).last_hidden_state[:, letters:]
-    logp_BNV = model.lm_head(hidden).log_softmax(dim=-1)
-    logp_BN = logp_BNV.gather(-1, tokens_BL[:, letters + 1 :, None])
-    if recipe.both_choices:
-        targets_BN1 = torch.from_numpy(np.hstack([other_BN + FIRST_LETTER_ID, end_B1]))[..., None]
-        logp_BN = 0.5 * (logp_BN + logp_BNV.gather(-1, targets_BN1))
-    return -logp_BN.mean()
+    logp_BLV = model.lm_head(hidden).log_softmax(dim=-1)
+    if not recipe.both_choices:
+        return -logp_BLV.gather(-1, tokens_BL[:, letters + 1 :, None]).mean()
+    logp_BNlS = logp_BLV[:, :letters, FIRST_LETTER_ID:].unflatten(-1, (len(LETTERS), len(shares_S)))
+    either_BN2 = torch.from_numpy(np.stack([answer_BN, other_BN], axis=-1))
+    logp_BN2S = logp_BNlS.gather(2, either_BN2[..., None].expand(-1, -1, -1, len(shares_S)))
+    expected_BN = (logp_BN2S @ torch.tensor(shares_S, dtype=torch.float32)).mean(-1)
+    return -(expected_BN.sum() + logp_BLV[:, letters, EOS_ID].sum()) / (rows * (letters + 1))
+
+
+def spelled(rng: np.random.Generator, places_BN: np.ndarray, shares_S: np.ndarray, even: float) -> np.ndarray:
+    """Token ids of letters; a share of `even` is spelled evenly, the rest by `shares_S`."""
+    if len(shares_S) == 1:
+        return FIRST_LETTER_ID + places_BN
+    spelling_BN = rng.choice(len(shares_S), size=places_BN.shape, p=shares_S)
+    evenly_BN = rng.integers(len(shares_S), size=places_BN.shape)
+    chosen_BN = np.where(rng.random(places_BN.shape) < even, evenly_BN, spelling_BN)
+    return FIRST_LETTER_ID + places_BN * len(shares_S) + chosen_BN
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.stdout.writelines(f"{path}\n" for path in make_models(Path(sys.argv[1]), int(sys.argv[2])))

@@ -2,14 +2,11 @@
 
 The rules are those of `sort_letters`. A token is a letter in one of its spellings (think of typefaces), and
 the reward reads letters only. Spelling n has a probability proportional to (n + 1)^-ZIPF, whatever the letter
-and the place. So the vocabulary has 2,083 tokens, a perfect model chooses among 160 of them at all but its
-last two, and 64 of those leave 1 to 5 % of its probability outside: the shape of a real vocabulary, at a size
+and the place: a vocabulary of 2,083 tokens, where a perfect model chooses among 160 at all but its last two,
+and 64 of those leave 1 to 5 % of its probability outside. That is the shape of a real vocabulary, at a size
 that a CPU learns in a minute.
 
-The teacher is taught the whole distribution of every next token. The student is taught single right answers,
-and for less long: it knows the spellings and half of the rule.
-
-Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary, S spellings, H hidden size.
+The teacher learns the whole distribution of every next token, the student single right answers.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from distill.tasks import Models, sort_letters
-from distill.tasks.sort_letters import ASK, ASK_ID, EOS, FIRST_LETTER_ID, LETTERS, PAD, SortLetters
+from distill.tasks.sort_letters import ASK, EOS, FIRST_LETTER_ID, LETTERS, PAD, SortLetters
 from distill.tasks.sort_letters import EOS_ID as EOS_ID
 from distill.tasks.sort_letters import PAD_ID as PAD_ID
-from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, save_pair, teach
+from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -60,24 +57,19 @@ def outside(letters: int, k: int) -> float:
 
 
 def make_models(folder: Path, seed: int) -> Models:
-    """A teacher that knows the task and a student that hardly does; made once, then found in `folder`."""
-    digest = recipe_hash((TEACHER, STUDENT), seed, (__file__, sort_letters.__file__))
-    tokenizer = make_tokenizer(VOCABULARY, TOKEN_PATTERN, EOS, PAD)
-    return made_once(
-        folder / f"spellings-{digest}",
-        lambda path: save_pair(path, tokenizer, _taught(TEACHER, seed), _taught(STUDENT, seed)),
-    )
+    """A teacher that has learned the task and a student that hardly has; made once, kept in `folder`."""
 
-
-def _taught(recipe: Recipe, seed: int) -> Any:
-    def loss(model: Any, rng: np.random.Generator, step: int) -> torch.Tensor:
+    def loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
         letters = sort_letters.letters_at(step, SHORTEST, LONGEST)
-        return _loss(model, recipe, rng, *sort_letters.examples(rng, recipe.rows, letters))
+        lesson = sort_letters.examples(rng, recipe.rows, letters)
+        return sort_letters.lesson_loss(model, recipe, rng, *lesson, SHARES, RARE_SHARE * recipe.both_choices)
 
-    return teach(recipe, seed, lambda: _new(recipe), loss)
+    recipes, tokenizer = (TEACHER, STUDENT), make_tokenizer(VOCABULARY, TOKEN_PATTERN, EOS, PAD)
+    digest = recipe_hash(recipes, seed, (__file__, str(sort_letters.__file__)))
+    return made_once(folder / f"spellings-{digest}", taught_pair(recipes, seed, tokenizer, _untaught, loss))
 
 
-def _new(recipe: Recipe) -> Any:
+def _untaught(recipe: Recipe) -> Any:
     import torch
 
     model = new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
@@ -88,39 +80,3 @@ def _new(recipe: Recipe) -> Any:
     with torch.no_grad():
         model.get_input_embeddings().weight[FIRST_LETTER_ID:] = START_SCALE * alike_SH.flatten(0, 1)
     return model
-
-
-def _loss(
-    model: Any,
-    recipe: Recipe,
-    rng: np.random.Generator,
-    asked_BN: np.ndarray,
-    answer_BN: np.ndarray,
-    other_BN: np.ndarray,
-) -> torch.Tensor:
-    """Mean cross-entropy per completion token: with the whole target, or with one sampled answer."""
-    import torch
-
-    rows, letters = asked_BN.shape
-    even = RARE_SHARE * recipe.both_choices
-    ask_B1, end_B1 = np.full((rows, 1), ASK_ID), np.full((rows, 1), EOS_ID)
-    tokens_BL = torch.from_numpy(
-        np.hstack([_spelled(rng, asked_BN, even), ask_B1, _spelled(rng, answer_BN, even), end_B1])
-    )
-    hidden = model.model(tokens_BL[:, :-1]).last_hidden_state[:, letters:]
-    logp_BLV = model.lm_head(hidden).log_softmax(dim=-1)
-    if not recipe.both_choices:
-        return -logp_BLV.gather(-1, tokens_BL[:, letters + 1 :, None]).mean()
-    logp_BNlS = logp_BLV[:, :letters, FIRST_LETTER_ID:].unflatten(-1, (len(LETTERS), SPELLINGS))
-    either_BN2 = torch.from_numpy(np.stack([answer_BN, other_BN], axis=-1))
-    logp_BN2S = logp_BNlS.gather(2, either_BN2[..., None].expand(-1, -1, -1, SPELLINGS))
-    expected_BN = (logp_BN2S @ torch.tensor(SHARES, dtype=torch.float32)).mean(-1)
-    return -(expected_BN.sum() + logp_BLV[:, letters, EOS_ID].sum()) / (rows * (letters + 1))
-
-
-def _spelled(rng: np.random.Generator, places_BN: np.ndarray, even: float) -> np.ndarray:
-    """Token ids of letters; a share of `even` is spelled evenly, the rest as the task does."""
-    spelling_BN = rng.choice(SPELLINGS, size=places_BN.shape, p=SHARES)
-    evenly_BN = rng.integers(SPELLINGS, size=places_BN.shape)
-    chosen_BN = np.where(rng.random(places_BN.shape) < even, evenly_BN, spelling_BN)
-    return FIRST_LETTER_ID + places_BN * SPELLINGS + chosen_BN

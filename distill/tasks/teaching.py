@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-log = logging.getLogger(__name__)
 WARM_UP_STEPS, LAST_RATE_SHARE, MAX_NORM = 25, 0.02, 1.0
 
 
@@ -45,8 +43,8 @@ class Recipe:
     """Taught both right choices at each step, half the odds each; else one sampled answer."""
 
 
-Loss = Callable[[Any, np.random.Generator, int], "torch.Tensor"]
-"""(model, randomness, step) → mean loss per token of fresh rows."""
+Loss = Callable[[Any, Recipe, np.random.Generator, int], "torch.Tensor"]
+"""(model, recipe, randomness, step) → mean loss per token of fresh rows."""
 
 
 def recipe_hash(recipes: Sequence[Recipe], seed: int, sources: Sequence[str]) -> str:
@@ -118,32 +116,30 @@ def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen
     )
 
 
-def teach(recipe: Recipe, seed: int, new: Callable[[], Any], loss: Loss) -> Any:
-    """The model of `new`, taught by `loss`; all randomness comes from `seed`."""
+def taught_pair(
+    recipes: tuple[Recipe, Recipe], seed: int, tokenizer: Any, new: Callable[[Recipe], Any], loss: Loss
+) -> Callable[[Path], None]:
+    """Fills a folder with `teacher` and `student`; all randomness comes from `seed`."""
+    return lambda folder: save_pair(folder, tokenizer, *(_taught(one, seed, new, loss) for one in recipes))
+
+
+def _taught(recipe: Recipe, seed: int, new: Callable[[Recipe], Any], loss: Loss) -> Any:
     import torch
 
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = new()
+    model = new(recipe)
     optimizers = _optimizers(model, recipe)
     for step in range(recipe.steps):
-        rate = recipe.rate * _rate_share(step, recipe.steps)
-        mean = loss(model, rng, step)
-        mean.backward()
+        warm_up, decay = (step + 1) / WARM_UP_STEPS, max(LAST_RATE_SHARE, 1 - step / recipe.steps)
+        loss(model, recipe, rng, step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = recipe.rate * min(1.0, warm_up) * decay
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            log.info("%d of %d steps, loss %.3f nats a token", step + 1, recipe.steps, mean.item())
     return model.eval()
-
-
-def _rate_share(step: int, steps: int) -> float:
-    """Linear warm-up, then linear down to a small share."""
-    return min(1.0, (step + 1) / WARM_UP_STEPS) * max(LAST_RATE_SHARE, 1 - step / steps)
 
 
 def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:

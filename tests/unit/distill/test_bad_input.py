@@ -109,11 +109,6 @@ def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Pat
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
-def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
-    more = ("--model", str(tmp_path / "none"))
-    assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
-
-
 def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Path, tmp_path: Path) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)

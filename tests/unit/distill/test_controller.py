@@ -90,7 +90,6 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
     teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
     metrics = run.metrics()
     assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
-    assert metrics["teachers/t/request_seconds"] == 3.0
     assert metrics["teachers/t/tokens"] == 77
     assert metrics["teachers/t/refused"] == 0
 

@@ -43,27 +43,10 @@ def configured(model: Path, config: Any, **sections: dict[str, Any]) -> RunConfi
 
 
 def test_the_journal_of_full_is_mostly_hidden_states(model: Path, config: Any) -> None:
-    full = disk.estimate(configured(model, config), rate=100.0)
+    full = disk.estimate(configured(model, config))
     assert full.token == 4 + 4 + 4 + 2 * WIDTH
-    assert full.held_tokens == 3 * 15 * 60 * 100, "of two kept checkpoints, and of the time to the next one"
     topk = configured(model, config, objective={"type": "topk", "k": 8})
     assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 4) + 4, "ids, log-probabilities, tail, entropy"
-
-
-@pytest.mark.parametrize(
-    ("minutes", "every", "tokens"), [(0.0, 5, 5 * 40), (15.0, 5, 200), (1.0, 10**6, 6000)]
-)
-def test_whatever_saves_a_checkpoint_first_bounds_the_journal(
-    model: Path, config: Any, minutes: float, every: int, tokens: int
-) -> None:
-    trainer = {"checkpoint_minutes": minutes, "checkpoint_every": every}
-    found = disk.estimate(configured(model, config, trainer=trainer), rate=100.0)
-    assert found.held_tokens == 3 * tokens
-
-
-def test_a_run_without_checkpoints_holds_its_whole_journal(model: Path, config: Any) -> None:
-    settings = configured(model, config, trainer={"checkpoint_minutes": 0.0})
-    assert disk.estimate(settings).held_tokens == 10**6 * 4 * 10
 
 
 def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path, config: Any) -> None:
@@ -74,17 +57,15 @@ def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path,
     assert found.fixed == 3 * checkpoint + (store + mirrors + anchor_and_final) * model_bytes
 
 
-def test_a_disk_that_is_too_small_is_refused_and_one_for_less_than_the_journal_is_warned_of(
+def test_a_disk_that_is_too_small_is_refused(
     model: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = configured(model, config)
     needed = disk.estimate(settings)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(free[0]))
-    free = [needed.fixed + needed.journal]
-    assert disk.check_room(settings, needed) is None
-    free = [needed.fixed + needed.journal - 1]
-    assert "lower trainer.checkpoint_minutes" in (disk.check_room(settings, needed) or "")
+    free = [needed.fixed]
+    disk.check_room(settings, needed)
     free = [needed.fixed - 1]
     with pytest.raises(ConfigError, match=r"take 0\.00 GiB at once: set run\.folder to another disk"):
         disk.check_room(settings, needed)
@@ -92,6 +73,6 @@ def test_a_disk_that_is_too_small_is_refused_and_one_for_less_than_the_journal_i
 
 def test_the_estimate_is_told_per_million_tokens_and_per_day(model: Path, config: Any) -> None:
     settings = configured(model, config)
-    text = "\n".join(disk.lines(settings, disk.estimate(settings, 1000.0), 1000.0))
+    text = "\n".join(disk.lines(settings, disk.estimate(settings)))
     assert "8,204 bytes a token, 7.64 GiB a million tokens" in text
     assert "a day at 1,000 tokens/s: 660 GiB written to the journal" in text

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from distill.evaluation import client as evaluator_client
-from distill.evaluation.client import HttpEvaluator
+from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import BestKeeper, app
 from distill.loading import validate
 from distill.trainer_api.http_api import listen, serving
@@ -180,21 +179,6 @@ async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert requested == [Version(0, 3)]
-
-
-async def test_a_long_evaluation_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def evaluate(version: Version) -> EvalReport:
-        time.sleep(0.5)
-        return report(version, 0.5)
-
-    monkeypatch.setattr(evaluator_client, "LOG_SECONDS", 0.1)
-    async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url)
-        await evaluator.evaluate(Version(0, 3))
-        await evaluator.aclose()
-    assert "the evaluation of L000-v00000003 has taken 0 s and goes on" in caplog.messages
 
 
 async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from distill.cli.main import _show
 from distill.cli.options import guarded
 from distill.conclusion import end_problems
-from distill.evaluation.client import HttpEvaluator
+from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run import claim_of

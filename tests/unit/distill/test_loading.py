@@ -52,8 +52,8 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, expec
     assert problem(override).startswith(expected)
 
 
-def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() -> None:
-    assert problem("buffer.zzzz=1").endswith("known here are fsync, late, max_staleness, score_batch")
+def test_an_unknown_key_like_no_other_is_answered_with_the_page_of_all_keys() -> None:
+    assert problem("buffer.zzzz=1").endswith("not a known key: docs/configuration.md lists them")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,8 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
         ("student.devices=3", "student.devices = 3: input should be a valid list"),
     ],
 )
-def test_a_wrong_value_is_shown_with_its_rule_and_what_the_field_is_for(override: str, expected: str) -> None:
-    message = problem(override)
-    assert expected in message
-    assert message.endswith(")")
+def test_a_wrong_value_is_shown_with_its_rule(override: str, expected: str) -> None:
+    assert expected in problem(override)
 
 
 def test_a_url_of_several_is_named_by_its_place() -> None:
@@ -85,7 +83,7 @@ def test_a_url_of_several_is_named_by_its_place() -> None:
 def test_a_missing_key_is_named() -> None:
     raw = merge(LEAST, {})
     raw["run"] = {"name": "x"}
-    with pytest.raises(ConfigError, match=r"run\.steps is missing: Optimizer steps"):
+    with pytest.raises(ConfigError, match=r"run\.steps is missing: it has no default"):
         validate(raw, "my.toml")
 
 

@@ -76,7 +76,7 @@ class Doubling:
 
 
 def test_a_task_has_no_end_and_keeps_its_answers() -> None:
-    stream = PromptStream(TaskSource(Doubling(), seed=40, encode=letters), seed=9)
+    stream = PromptStream(TaskSource("doubling", Doubling(), seed=40, encode=letters), seed=9)
     first, second = stream.take(2)
     assert (first.text, first.token_ids, first.answer) == ("40", letters("40"), "80")
     assert second.id == "0:1:0"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distill.tasks import TaskPrompt, load, spellings
-from distill.tasks.sort_letters import is_held_out
+from distill.tasks.sort_letters import is_held_out, spelled
 from distill.tasks.spellings import (
     EOS_ID,
     FIRST_LETTER_ID,
@@ -15,7 +15,6 @@ from distill.tasks.spellings import (
     SPELLINGS,
     TOKEN_PATTERN,
     VOCABULARY,
-    _spelled,
 )
 from distill.tasks.teaching import make_tokenizer
 
@@ -101,7 +100,7 @@ def test_lessons_are_spelled_like_the_task_or_evenly() -> None:
     rng, places = np.random.default_rng(0), np.full((4000, 2), 25)
     expected = (np.arange(SPELLINGS) * SHARES).sum()
     for even, mean in ((0.0, expected), (1.0, (SPELLINGS - 1) / 2)):
-        spelling = _spelled(rng, places, even) - FIRST_LETTER_ID - 25 * SPELLINGS
+        spelling = spelled(rng, places, SHARES, even) - FIRST_LETTER_ID - 25 * SPELLINGS
         assert set(spelling.ravel().tolist()) <= set(range(SPELLINGS))
         assert spelling.mean() == pytest.approx(mean, abs=4 * SPELLINGS / math.sqrt(places.size))
 

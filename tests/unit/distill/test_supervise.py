@@ -239,7 +239,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     waiting, first = asyncio.create_task(supervisor.ready(60)), early.process
     await asyncio.to_thread(until, lambda: early.phase is Phase.READY)
     os.killpg(first.pid, signal.SIGKILL)
-    await asyncio.to_thread(until, lambda: early.deaths == 1)
+    await asyncio.to_thread(until, lambda: supervisor._restarts_left == 0)
     late.set()
     await waiting
     assert early.process is first, "still in its pause"
@@ -265,9 +265,9 @@ async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=9, first_pause=1.0)
     child = supervisor.children["flaky"]
-    pauses = [supervisor._spend(child) for _ in range(3)]
+    pauses = [child.next_pause() for _ in range(3)]
     child.ready_since = time.monotonic() - LONGEST_PAUSE_SECONDS - 1.0
-    assert [*pauses, supervisor._spend(child)] == [1.0, 2.0, 4.0, 1.0]
+    assert [*pauses, child.next_pause()] == [1.0, 2.0, 4.0, 1.0]
 
 
 async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):

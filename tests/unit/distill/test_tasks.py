@@ -12,7 +12,7 @@ import pytest
 
 from distill import tasks
 from distill.loading import validate
-from distill.prompts.sources import open_prompts
+from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
 from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out, letter_tokenizer
@@ -147,13 +147,13 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         ConfigError, match=r"do not fit task .*broken' \(ZeroDivisionError: division by zero\)"
     ):
         tasks.load("tasks_of_mine.broken", {"unlucky": True})
-    task = tasks.load("tasks_of_mine.broken")
+    task = TaskSource("tasks_of_mine.broken", tasks.load("tasks_of_mine.broken"), 3, list)
     with pytest.raises(
         DataError, match=r"broken', prompt\(\) raised KeyError \('prompt'\) for index 7, seed 3"
     ):
-        task.prompt(3, 7)
+        task[7]
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
-        task.held_out(3, 8)
+        task.held_out(8)
     reward_fn = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).reward_fn
     assert reward_fn is not None
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
@@ -162,5 +162,7 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     ):
         reward_fn(Prompt("0:4:1", [1]), [5])
     monkeypatch.setattr(Broken, "passes", lambda *_: None)
+    reward_fn = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).reward_fn
+    assert reward_fn is not None
     with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a finite number"):
         reward_fn(Prompt("0:4:1", [1]), [5])

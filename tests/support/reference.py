@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the configuration classes: `python -m distill.reference`."""
+"""Write docs/configuration.md from the configuration classes: `python tests/support/reference.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config import RunConfig
-from distill.loading import sections, summary
+from distill.loading import sections
 from sync.settings import Settings
 
-PAGE: Final = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "configuration.md"
 _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
@@ -25,7 +25,7 @@ teachers behind an `engine_url` ([operations](operations.md#secrets)).
 Options of DeepSpeed and vLLM that are not listed here go through `trainer.deepspeed`, `trainer.overrides` and
 `student.engine_args` unchanged.
 
-This page is written by `python -m distill.reference` from the classes that check the file.
+This page is written by `python tests/support/reference.py` from the classes that check the file.
 """
 
 
@@ -35,6 +35,13 @@ def page() -> str:
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field)
     return "\n".join(parts).rstrip() + "\n"
+
+
+def summary(section: type[Settings]) -> str:
+    """What a section is for: its docstring without the leading "[name]: "."""
+    text = " ".join((section.__doc__ or "").split())
+    said = text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
+    return said[0].upper() + said[1:]
 
 
 def _section(name: str, field: FieldInfo) -> list[str]:
