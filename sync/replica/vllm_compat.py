@@ -41,8 +41,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.utils import CoreEngineProcManager
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.snapshots.checkpoint import NamedTensors
 from sync.tokenizers import never_sample_from, vocab_size
@@ -103,6 +104,24 @@ def serve_on_held_port() -> None:
     setup = entry.setup_server
     entry.setup_server = lambda args, **_: setup(args, reuse_port=True)
     entry.main()
+
+
+# --- API process: the engine's end ------------------------------------------------------------------------
+
+
+def tell_engine_signals() -> None:
+    """Log which signal ended an engine process: vLLM logs only that it ended. Again changes nothing."""
+    watch = CoreEngineProcManager.monitor_engine_liveness
+    if watch.__module__ == __name__:
+        return
+
+    def watch_and_tell(manager: Any) -> None:
+        watch(manager)
+        status = manager.finished_procs().get(manager.failed_proc_name)
+        if status is not None and ended_by(status):
+            logger.error("%s %s", manager.failed_proc_name, how_it_ended(status))
+
+    CoreEngineProcManager.monitor_engine_liveness = watch_and_tell
 
 
 # --- API process: generation ------------------------------------------------------------------------------
