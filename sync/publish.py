@@ -292,7 +292,8 @@ class BaseShard:
     """A copy of the last published shard on its device and, for shards on a GPU, another in host memory.
 
     A device compares its own two copies, and the host copy is updated by applying the resulting blobs:
-    digests cover exactly the bits that a reader reconstructs, and no shard leaves the device after an anchor.
+    digests cover exactly the bits that a reader reconstructs. After an anchor, shards are copied to the host
+    for effort "small" alone, and ranges that are sent whole.
     """
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:

@@ -28,6 +28,7 @@ from sync.durable import write
 from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
+from sync.snapshots.lease import lease
 from sync.snapshots.manifest import Deltas, Manifest, dump, fetch_folder, load, read_chain, read_latest
 from sync.stores import Store, open_store
 from sync.wire import Version
@@ -154,7 +155,8 @@ class Mirror:
                 return deltas.bytes_read
             except (SnapshotError, StoreError) as error:
                 logger.warning("staging %s on top of slot %s failed: %s", version, slot, error)
-        self._take(None, read_chain(self._store, self._run, version), deltas)
+        with lease(self._store, self._run, version):
+            self._take(None, read_chain(self._store, self._run, version), deltas)
         return deltas.bytes_read
 
     def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:

@@ -1,4 +1,5 @@
-"""Entry point that vLLM loads in each of its processes."""
+"""Entry point that vLLM loads in each of its processes: our weight-transfer engine, by name, and the mends of
+`vllm_compat`."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from sync.replica import vllm_compat
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.replica.engine", "CheckpointEngine")
+    vllm_compat.tell_engine_signals()
     if current_platform.is_cpu():
-        from sync.replica import vllm_compat
-
         vllm_compat.avoid_amx_attention()
         vllm_compat.fork_engine()
 

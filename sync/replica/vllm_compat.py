@@ -45,8 +45,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.utils import CoreEngineProcManager
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits
 from sync.snapshots.checkpoint import NamedTensors
 from sync.tokenizers import never_sample_from, vocab_size
@@ -122,6 +123,24 @@ def fork_engine() -> None:
     """
     if torch.get_num_threads() == 1:
         engine_processes.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+
+
+# --- API process: the engine's end ------------------------------------------------------------------------
+
+
+def tell_engine_signals() -> None:
+    """Log which signal ended an engine process: vLLM logs only that it ended. Again changes nothing."""
+    watch = CoreEngineProcManager.monitor_engine_liveness
+    if watch.__module__ == __name__:
+        return
+
+    def watch_and_tell(manager: Any) -> None:
+        watch(manager)
+        status = manager.finished_procs().get(manager.failed_proc_name)
+        if status is not None and ended_by(status):
+            logger.error("%s %s", manager.failed_proc_name, how_it_ended(status))
+
+    CoreEngineProcManager.monitor_engine_liveness = watch_and_tell
 
 
 # --- API process: generation ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from sync.errors import SnapshotError, StoreError
+from sync.snapshots.lease import leased
 from sync.snapshots.manifest import Manifest, manifest_key, named, read_latest, read_manifest, versions
 from sync.stores import Store
 from sync.subscribe import Mirror
@@ -112,9 +113,8 @@ def gc(
     """Remove versions that no reader needs.
 
     Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
-    and what a newer anchor made superfluous less than `grace_seconds` ago, as it may still be read (a reader
-    that takes longer fails and begins again at the newest version). Removed is the rest, and files below
-    LATEST that never got a manifest.
+    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
+    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
     Manifests go first, so that no reader sets out on a chain whose files are going. `now` is Unix time in
     seconds; None: the clock.
     """
@@ -122,11 +122,12 @@ def gc(
     manifests = held.manifests
     now = time.time() if now is None else now
     needed = _needed(held, keep_anchors, now - grace_seconds)
-    if held.latest:
-        needed |= set(_chain(manifests, held.latest))
+    leases, odd_leases = leased(store, run, now)
+    for version in leases | ({held.latest} if held.latest else set()):
+        needed |= set(_chain(manifests, version))
     removed = [version for version in manifests if version not in needed]
     removed += [version for version in held.bare if held.latest and version < held.latest]
-    odd = [*held.odd]
+    odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
     if not dry_run:
         for version in removed:
             odd += _remove(store, run, version)

@@ -6,6 +6,7 @@ RUN/L000-v00000000/manifest.json        created once, after every file it names
 RUN/L000-v00000001/manifest.json
                   /delta-00000.bin      a delta: one file per trainer rank
                   /part-00001.json      receipt of rank 1 for rank 0
+RUN/leases/…                            what readers are reading (`sync.snapshots.lease`)
 
 Neither a store nor its manifests are trusted: sizes are compared before bytes move, no more is decoded than
 the model explains, and nothing that could run is taken.

@@ -75,7 +75,7 @@ def test_an_empty_store_is_no_success(
             ["L000-v00000000  full", "L000-v00000001  run/L000-v00000001/manifest.json is not a Manifest"],
         ),
         ("verify", ["L000-v00000000  whole", "'L9'  it is no version's name"]),
-        ("gc", ["kept 1, removed 0", "'L9'  it is no version's name"]),
+        ("gc", ["kept 1, removed 0", "'run/leases/x.json'  run/leases/x.json is not a Lease"]),
     ],
 )
 def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
@@ -86,7 +86,7 @@ def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
     hostile_store.publish(sound, tmp_path / "model", versions=1)
     for key in sound.list(""):
         store.create(key, sound.read(key))
-    for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json"):
+    for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json", "run/leases/x.json"):
         store.create(key, b"{")
     with pytest.raises(SystemExit) as leaving:
         main(["sync", command, str(folder), "--json", str(tmp_path / "figures.json")])

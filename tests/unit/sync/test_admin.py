@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from sync.errors import SnapshotError
 from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
+from sync.snapshots.lease import SECONDS, lease
 from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
 RUN = "run"
@@ -93,6 +96,32 @@ def test_gc_spares_what_was_superseded_within_the_grace(store: MemoryStore, hour
     """Version 3 became superfluous with anchor 6, three days before the ninth; version 0 with anchor 3."""
     done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=hours * 3600, now=9 * DAY)
     assert steps(done.kept)[0] == first
+
+
+def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> None:
+    with lease(store, RUN, Version(0, 4)):
+        done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
+        assert steps(done.kept) == [3, 4, 6, 7, 8]
+        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + SECONDS + 1)
+        assert steps(done.kept) == [6, 7, 8]
+    assert store.list("run/leases/") == []
+
+
+def test_a_mirror_leases_what_it_reads_from_an_anchor(store: MemoryStore, tmp_path: Path) -> None:
+    """A collector that runs while the anchor is being downloaded takes nothing away."""
+
+    class Collecting(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self._objects = store._objects
+
+        def fetch(self, key: str, path: Path) -> None:
+            admin.gc(self, RUN, keep_anchors=1, grace_seconds=0)
+            super().fetch(key, path)
+
+    with Mirror(tmp_path / "mirror", Collecting(), RUN) as mirror:
+        mirror.promote(mirror.stage(Version(0, 2)).version)
+        assert mirror.version == Version(0, 2)
 
 
 @pytest.mark.parametrize("now", [-DAY, 0, 9 * DAY, 1e6 * DAY])

@@ -24,7 +24,8 @@ from sync.errors import SnapshotError, StoreError, WireError
 from sync.publish import Publisher, Slice
 from sync.snapshots import admin, checkpoint
 from sync.snapshots.checkpoint import check_no_code, refused
-from sync.snapshots.manifest import manifest_key, read_manifest
+from sync.snapshots.lease import SECONDS, Lease, lease, leased
+from sync.snapshots.manifest import dump, manifest_key, read_manifest
 from sync.stores import MOST_SMALL, read_small
 from sync.stores.directory import DirectoryStore
 from sync.subscribe import Mirror
@@ -265,6 +266,8 @@ def test_one_bad_entry_of_each_kind_stops_neither_ls_nor_verify_nor_gc(
     store.replace("run/L1-v2/manifest.json", b"{}")
     store.replace("run/Lovely/notes.txt", b"")
     store.replace("run/LATEST", b"\xff\xfe")
+    store.replace("run/leases/a.json", nested(90_000))
+    store.replace("run/leases/b.json", dump(Lease(v(0), 1e300)))
     names = {"'L1-v2'", "'Lovely'", "L000-v00000002", "LATEST"}
     listed = admin.ls(store, RUN)
     assert {one.name for one in listed if isinstance(one, admin.Odd)} == names
@@ -272,7 +275,7 @@ def test_one_bad_entry_of_each_kind_stops_neither_ls_nor_verify_nor_gc(
     results = {str(one.version): one.problem for one in admin.verify(store, RUN, tmp_path)}
     assert {name for name, problem in results.items() if problem is None} == {str(v(0)), str(v(1))}
     done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=0)
-    assert {one.name for one in done.odd} == names
+    assert {one.name for one in done.odd} == names | {"'run/leases/a.json'", "'run/leases/b.json'"}
     assert done.kept == [v(0), v(1), v(3)]  # nobody can tell what 3 is built on
 
 
@@ -376,3 +379,61 @@ def test_a_link_out_of_a_store_is_not_followed(tmp_path: Path) -> None:
     store.delete("run/link")
     assert sorted(path.name for path in (tmp_path / "outside").iterdir()) == ["secret"]
     assert store.read("run/whole") == b"inside"
+
+
+# --- leases -------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_renewed_for_as_long_as_its_reader_reads(store: MemoryStore) -> None:
+    with lease(store, RUN, v(1), seconds=0.3):
+        (key,) = store.list("run/leases/")
+        first = json.loads(store.read(key))["expires"]
+        deadline = time.monotonic() + 60
+        while json.loads(store.read(key))["expires"] < first + 0.5:
+            assert time.monotonic() < deadline, "it was not renewed"
+            time.sleep(0.02)
+        assert leased(store, RUN, first + 0.1)[0] == {v(1)}
+    assert store.list("run/leases/") == []
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_store_that_refuses_leases_or_their_renewals_does_not_stop_the_reader(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture, taken: int
+) -> None:
+    class Failing(Watched):
+        writes = 0
+
+        def replace(self, key: str, data: bytes) -> None:
+            self.writes += 1
+            if self.writes > taken:
+                raise StoreError("no")
+            super().replace(key, data)
+
+    failing = Failing(store)
+    with lease(failing, RUN, v(1), seconds=0.03):
+        deadline = time.monotonic() + 60
+        while failing.writes < 3:
+            assert time.monotonic() < deadline, "it was not tried again"
+            time.sleep(0.01)
+    assert f"the lease on {v(1)} was not written: no" in caplog.text
+    assert store.list("run/leases/") == []
+
+
+def test_leases_hold_for_their_time_and_no_year(store: MemoryStore) -> None:
+    now = 1e9
+    for name, ahead in {"dead": -1.0, "live": SECONDS, "year": 3e7}.items():
+        store.replace(f"run/leases/{name}.json", dump(Lease(Version(0, len(name)), now + ahead)))
+    store.replace("run/leases/none.json", b"")
+    found, odd = leased(store, RUN, now)
+    assert found == {Version(0, 4)}
+    assert set(odd) == {"run/leases/year.json", "run/leases/none.json"}
+
+
+def test_a_lease_given_back_while_leases_are_read_is_no_fault(store: MemoryStore) -> None:
+    class GivenBack(Watched):
+        def read(self, key: str) -> bytes:
+            store.delete(key)
+            return super().read(key)
+
+    store.replace("run/leases/x.json", dump(Lease(v(1), 2.0)))
+    assert leased(GivenBack(store), RUN, 1.0) == (set(), {})
