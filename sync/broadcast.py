@@ -13,20 +13,22 @@ the digests show what a stranger puts among them.
     one flat buffer per bucket   ──group──▶    bucket, copied to host memory
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
-    or: why it was given up      ──store──▶    polled
+    or: why it was given up      ──store──▶    looked for now and then
 
-`lost` reports a receiver that died or hangs: the sender gives up at once, and the store tells the other
-receivers; otherwise no wait exceeds `timeout`. The sender raises Unreachable, every receiver reports
-its failure. Nothing is loaded here: a reception is whole and verified before a model is touched.
+A replica dies, hangs or never comes: the sender learns it from `lost`, gives up at once and says so in the
+store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
+raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
+verified before anything touches a model.
 
-Each side works in a thread of its own, because calls into torch cannot be interrupted. A thread that is given
-up inside one runs into its time-out (NCCL: is aborted), and its result is discarded.
+Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
+done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
+runs into the time-out by itself (NCCL: is aborted), and its result is discarded.
 
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
-rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. A buffer that is
-complete on one rank may still be on its way from there to the next, so a group ends by torch's `shutdown`,
-which flushes. torch ends a process where a collective passes its group's own time-out, so that one is longer
-than ours, and a failed group is aborted.
+rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
+ways are heeded: a buffer that is complete on one rank may still be on its way from there to the next, so a
+group ends by torch's `shutdown`, which flushes, unless the broadcast failed; and torch ends a process where a
+collective passes its group's own time-out, so that one is longer than ours, and a failed group is aborted.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ import msgspec
 import torch
 
 from sync.errors import SnapshotError, Unreachable
-from sync.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key
+from sync.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key, used
 from sync.snapshots.checkpoint import TensorMeta, meta_of
 from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
@@ -132,16 +134,18 @@ class BroadcastSender:
         """
         if audience.world_size < 2:
             return 0
-        started, group = time.monotonic(), Group(self._device)
-        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), group))
+        started, groups, over = time.monotonic(), list[Group](), threading.Event()
+        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
         try:
             while not wait([sending], _GLANCE_SECONDS).done:
                 if (gone := lost()) is not None:
                     raise RuntimeError(gone)
             sending.result()
         except Exception as error:
+            over.set()
             self._meeting(audience.group).set("given up", str(error))
-            group.abort()
+            for group in groups:
+                group.abort()
             if not isinstance(error, RuntimeError):
                 raise
             raise Unreachable(
@@ -158,26 +162,26 @@ class BroadcastSender:
         audience: Audience,
         metas: Sequence[TensorMeta],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        group: Group,
+        groups: list[Group],
+        given_up: Callable[[], bool],
     ) -> None:
+        """All of one broadcast; see `used` for `groups`."""
         ranks = range(1, audience.world_size)
         store = self._meeting(audience.group)
         store.set("backend", backend_name(self._device))
         store.set("plan", msgspec.json.encode(metas))
-        store.wait([f"here/{rank}" for rank in ranks], given_up=group.aborted)
+        store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
         store.set("go", "1")
-        with group.formed(store, 0, audience.world_size, self._host, self._timeout) as broadcast:
-            digests = self._send_buckets(broadcast, plan(metas), tensors)
+        group = Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+        with used(group, groups, given_up):
+            digests = self._send_buckets(group, plan(metas), tensors)
         store.set("digests", msgspec.json.encode(digests))
-        store.wait([f"received/{rank}" for rank in ranks], given_up=group.aborted)
+        store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
         for key in ("backend", "plan", "digests"):
             store.delete_key(key)
 
     def _send_buckets(
-        self,
-        broadcast: Callable[[torch.Tensor], None],
-        buckets: list[Bucket],
-        tensors: Iterator[tuple[str, torch.Tensor]],
+        self, group: Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> dict[str, str]:
         digests: dict[str, str] = {}
         for bucket in buckets:
@@ -190,7 +194,7 @@ class BroadcastSender:
                     )
                 view(flat, meta, offset).copy_(tensor.detach())
                 digests[name] = digest(tensor)
-            broadcast(flat)
+            group.broadcast(flat)
         return digests
 
     def close(self) -> None:
@@ -223,10 +227,12 @@ class Reception:
         token: str | None = None,
     ) -> None:
         self.bytes_received = 0
-        self._group, self._device = Group(torch.device(device)), torch.device(device)
-        self._key, self._timeout = broadcast_key(token), timedelta(seconds=timeout)
-        self._received = _in_thread(lambda: self._receive(ticket))
-        threading.Thread(target=self._heed, args=(ticket,), name="broadcast watch", daemon=True).start()
+        self._device, self._given_up = torch.device(device), threading.Event()
+        self._groups: list[Group] = []
+        self._key = broadcast_key(token)
+        limit = timedelta(seconds=timeout)
+        self._received = _in_thread(lambda: self._receive(ticket, limit))
+        threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -247,41 +253,50 @@ class Reception:
         return self._received.result()
 
     @contextlib.contextmanager
-    def _meeting(self, ticket: BroadcastTicket) -> Iterator[Meeting]:
+    def _meeting(self, ticket: BroadcastTicket, timeout: timedelta) -> Iterator[Meeting]:
         """Over a connection of its own: a waiting one cannot be shared."""
-        with contextlib.closing(Visitor(ticket.address, self._key, self._timeout)) as visitor:
-            yield Meeting(visitor.ask, ticket.group, self._timeout)
+        with contextlib.closing(Visitor(ticket.address, self._key, timeout)) as visitor:
+            yield Meeting(visitor.ask, ticket.group, timeout)
 
-    def _heed(self, ticket: BroadcastTicket) -> None:
-        """End when the sender gives up."""
+    def _heed(self, ticket: BroadcastTicket, timeout: timedelta) -> None:
+        """End when the sender says that it gave up."""
         try:
-            with self._meeting(ticket) as store:
+            with self._meeting(ticket, timeout) as store:
                 while not self.done:
                     if store.come(["given up"]):
                         _fail(self._received, SnapshotError(store.get("given up").decode()))
-                        self._group.abort()
-        except RuntimeError as error:  # the sender is gone: receiving fails by itself
+                        self._give_up()
+        except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
-            self._group.abort()
+            self._give_up()
 
-    def _receive(self, ticket: BroadcastTicket) -> Received:
+    def _give_up(self) -> None:
+        self._given_up.set()
+        for group in self._groups:
+            group.abort()
+
+    def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+        with self._meeting(ticket, timeout) as store:
+            return self._receive_from(store, ticket, timeout)
+
+    def _receive_from(self, store: Meeting, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+        if store.check(["given up"]):
+            raise SnapshotError(store.get("given up").decode())
+        self._check_backend(store.get("backend").decode())
+        metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
         host, _, port = ticket.address.rpartition(":")
-        with self._meeting(ticket) as store:
-            if store.check(["given up"]):
-                raise SnapshotError(store.get("given up").decode())
-            self._check_backend(store.get("backend").decode())
-            buckets = plan(msgspec.json.decode(store.get("plan"), type=list[TensorMeta]))
-            own = own_address(host, int(port))
-            store.set(f"here/{ticket.rank}", "1")
-            store.wait(["go"], given_up=self._group.aborted)
-            with self._group.formed(store, ticket.rank, ticket.world_size, own, self._timeout) as broadcast:
-                tensors = self._receive_buckets(broadcast, buckets)
-            sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
-            digests = {name: digest(tensor) for name, tensor in tensors.items()}
-            if digests != sent:
-                wrong = sorted(name for name in sent if digests.get(name) != sent[name])
-                raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-            store.set(f"received/{ticket.rank}", "1")
+        own = own_address(host, int(port))
+        store.set(f"here/{ticket.rank}", "1")
+        store.wait(["go"], given_up=self._given_up.is_set)
+        group = Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
+        with used(group, self._groups, self._given_up.is_set):
+            tensors = self._receive_buckets(group, plan(metas))
+        sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
+        digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        if digests != sent:
+            wrong = sorted(name for name in sent if digests.get(name) != sent[name])
+            raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+        store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests)
 
     def _check_backend(self, sent: str) -> None:
@@ -293,13 +308,11 @@ class Reception:
                 f'which receives with {own}: set weights.transport = "snapshot", or run both on the same kind'
             )
 
-    def _receive_buckets(
-        self, broadcast: Callable[[torch.Tensor], None], buckets: list[Bucket]
-    ) -> dict[str, torch.Tensor]:
+    def _receive_buckets(self, group: Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for bucket in buckets:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            broadcast(flat)
+            group.broadcast(flat)
             host = flat.cpu()
             for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
                 tensors[meta.name] = view(host, meta, offset)

@@ -1,24 +1,27 @@
 """Where the members of a broadcast meet: keys that the sender serves to holders of the run's token.
 
-torch's TCPStore listens on every interface and obeys every client. This one listens on one address, and the
-two ends of a connection first prove to each other, by HMAC of a challenge (multiprocessing's), that they hold
-the token; it never travels. Messages are msgpack, never pickles. Without a token in the run there is nothing
-that a stranger lacks.
+torch's TCPStore listens on every interface and obeys every client. This one listens on one address, and
+every frame carries a keyed BLAKE3 of itself: a side without the token is refused at its first frame, and the
+token itself never travels.
+
+    both ends: 32 random bytes;   session key = BLAKE3(client's ‖ server's), keyed by the token
+    frame:     length (4) ‖ BLAKE3(direction ‖ count ‖ body), keyed by the session (32) ‖ body
+
+Without a token in the run there is nothing that a stranger lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import socketserver
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from hmac import compare_digest
 from typing import Any, Final, Literal
 
 import msgspec
@@ -28,13 +31,16 @@ from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
+_NONCE: Final = 32
 _MOST_FRAME: Final = 1 << 26
 _GREETING_SECONDS: Final = 10.0
-"""From a connection to its first message."""
+"""From a connection to its first frame."""
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
-_STRANGER: Final = (AuthenticationError, AssertionError)
-"""What a failed challenge raises: the second where the other end sends none."""
+
+
+class StrangerError(RuntimeError):
+    """The other end does not hold the run's token."""
 
 
 class Ask(msgspec.Struct, array_like=True):
@@ -47,15 +53,53 @@ class Ask(msgspec.Struct, array_like=True):
 
 
 def broadcast_key(token: str | None) -> bytes:
-    """What both ends of a run's connections hold."""
+    """Key of all sessions of a run."""
     return blake3((token or "").encode(), derive_key_context="onpolicy-distill broadcast 1").digest()
 
 
-def _give_up_after(connection: socket.socket, seconds: float) -> None:
-    """Bound every read of a blocking socket; 0: no bound."""
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+class _Line:
+    """One connection, whose ends show with every frame that they hold the key."""
+
+    def __init__(self, connection: socket.socket, key: bytes, serving: bool) -> None:
+        own = secrets.token_bytes(_NONCE)
+        connection.sendall(own)
+        theirs = _exactly(connection, _NONCE)
+        self._connection, self._serving = connection, serving
+        self._session = blake3(theirs + own if serving else own + theirs, key=key).digest()
+        self._sent = self._received = 0
+
+    def _seal(self, from_server: bool, count: int, body: bytes) -> bytes:
+        head = bytes([from_server]) + count.to_bytes(8, "little")
+        return blake3(head + body, key=self._session).digest()
+
+    def send(self, body: bytes) -> None:
+        seal = self._seal(self._serving, self._sent, body)
+        self._sent += 1
+        self._connection.sendall(len(body).to_bytes(4, "little") + seal + body)
+
+    def receive(self) -> bytes:
+        """The next frame. Raises StrangerError, and OSError at the end of the connection."""
+        length = int.from_bytes(_exactly(self._connection, 4), "little")
+        if length > _MOST_FRAME:
+            raise StrangerError
+        seal, body = _exactly(self._connection, blake3.digest_size), _exactly(self._connection, length)
+        if not compare_digest(seal, self._seal(not self._serving, self._received, body)):
+            raise StrangerError
+        self._received += 1
+        return body
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """`count` bytes. Raises ConnectionError when the connection ends before."""
+    found = bytearray()
+    while len(found) < count:
+        if not (chunk := connection.recv(min(count - len(found), 1 << 20))):
+            raise ConnectionResetError("the connection ended")
+        found += chunk
+    return bytes(found)
+
+
+# --- the store --------------------------------------------------------------------------------------------
 
 
 class Meeting(Store):
@@ -104,7 +148,7 @@ class Served:
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self._values: dict[str, bytes] = {}
         self._changed, self._closed = threading.Condition(), False
-        self._server = _Server((host, port), key, self.ask)
+        self._server = _Server((host, port), _Visit, key, self.ask)
         self.port = int(self._server.server_address[1])
         serving = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="rendezvous")
         serving.daemon = True
@@ -146,25 +190,32 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128  # every replica connects twice, all at once
 
-    def __init__(self, address: tuple[str, int], key: bytes, ask: Callable[[Ask], bytes | None]) -> None:
-        self._key, self._ask = key, ask
+    def __init__(
+        self, address: tuple[str, int], visit: type[_Visit], key: bytes, ask: Callable[[Ask], bytes | None]
+    ) -> None:
+        self.key, self.ask = key, ask
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, socketserver.BaseRequestHandler)
+        super().__init__(address, visit)
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve one connection until its end."""
-        _give_up_after(request, _GREETING_SECONDS)
+
+class _Visit(socketserver.BaseRequestHandler):
+    """One connection to the server, until its end."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        self.request.settimeout(_GREETING_SECONDS)
         try:
-            with request.dup() as own, Connection(request.detach()) as line:
-                deliver_challenge(line, self._key)
-                answer_challenge(line, self._key)
-                _give_up_after(own, 0.0)
-                while True:
-                    ask = msgspec.msgpack.decode(line.recv_bytes(_MOST_FRAME), type=Ask)
-                    line.send_bytes(msgspec.msgpack.encode(self._ask(ask)))
-        except _STRANGER:
-            logger.warning("%s was refused: it does not hold the run's token", client_address[0])
-        except (OSError, EOFError):
+            line = _Line(self.request, self.server.key, serving=True)
+            body = line.receive()
+            self.request.settimeout(None)
+            while True:
+                found = self.server.ask(msgspec.msgpack.decode(body, type=Ask))
+                line.send(msgspec.msgpack.encode(found))
+                body = line.receive()
+        except StrangerError:
+            logger.warning("%s was refused: it does not hold the run's token", self.client_address[0])
+        except OSError:
             return
 
 
@@ -174,73 +225,67 @@ class Visitor:
     def __init__(self, address: str, key: bytes, timeout: timedelta) -> None:
         self._address, self._turn = address, threading.Lock()
         host, _, port = address.rpartition(":")
-        with self._explained():
-            connection = socket.create_connection((host, int(port)), timeout.total_seconds())
-            _give_up_after(connection, timeout.total_seconds())
-            self._line = Connection(connection.detach())
-            answer_challenge(self._line, key)
-            deliver_challenge(self._line, key)
+        with self._told():
+            self._connection = socket.create_connection((host, int(port)), timeout.total_seconds())
+            try:
+                self._line = _Line(self._connection, key, serving=False)
+            except OSError:
+                self.close()
+                raise
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _told(self) -> Iterator[None]:
         try:
             yield
-        except (*_STRANGER, OSError, EOFError) as error:
+        except StrangerError:
+            raise RuntimeError(f"{self._address} does not hold this run's token") from None
+        except OSError as error:
             raise RuntimeError(
                 f"the sender at {self._address} does not answer ({error}): it must run, with the same token"
             ) from None
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def ask(self, ask: Ask) -> bytes | None:
         """The server's answer; any thread may ask."""
-        with self._turn, self._explained():
-            self._line.send_bytes(msgspec.msgpack.encode(ask))
-            return msgspec.msgpack.decode(self._line.recv_bytes(_MOST_FRAME), type=bytes | None)
+        with self._turn, self._told():
+            self._line.send(msgspec.msgpack.encode(ask))
+            return msgspec.msgpack.decode(self._line.receive(), type=bytes | None)
 
 
 # --- the group --------------------------------------------------------------------------------------------
 
 
 class Group:
-    """The process group of one broadcast. `abort` ends it from any thread, formed or not."""
+    """A process group of one broadcast; see `used`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._backend, self._aborted = device, None, threading.Event()
+    def __init__(
+        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._store, self._timeout = store, timeout
+        self._backend = _backend(store, rank, size, address, timeout, device)
+        self._nccl = self._backend.name() == "nccl"
 
-    def aborted(self) -> bool:
-        return self._aborted.is_set()
-
-    def abort(self) -> None:
-        """Let nothing wait for a dead peer any more; gloo waits for its time-out."""
-        self._aborted.set()
-        if (backend := self._backend) is not None and backend.name() == "nccl":
-            backend.abort()
-
-    @contextlib.contextmanager
-    def formed(
-        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta
-    ) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Yield what sends one buffer from rank 0, or receives it, and returns when it is complete here.
-
-        Ends in order, so that what is complete here reaches the ranks that get it from here; when the block
-        fails, the group is aborted. Raises RuntimeError when it was aborted before.
-        """
-        backend = self._backend = _backend(store, rank, size, address, timeout, self._device)
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send from rank 0, or receive, one buffer; returns when it is complete here."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        try:
-            if self.aborted():
-                raise RuntimeError("the broadcast was given up")
-            yield lambda flat: backend.broadcast([flat], options).wait(timeout)
-            if backend.name() == "nccl":
-                backend.shutdown()
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            self._backend = None
+        self._backend.broadcast([flat], options).wait(self._timeout)
+
+    def abort(self) -> None:
+        """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
+        if self._nccl and (backend := self._backend) is not None:
+            backend.abort()
+
+    def flush(self) -> None:
+        """End in order: what is complete here reaches the ranks that get it from here."""
+        if self._nccl:
+            self._backend.shutdown()
+
+    def close(self) -> None:
+        """Let go of the connections, after `flush` or `abort`."""
+        self._backend = None
 
 
 def backend_name(device: torch.device) -> str:
@@ -261,3 +306,23 @@ def _backend(
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+@contextlib.contextmanager
+def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
+    """Use `group`, among `groups` as long as it is open, so that giving up can abort it.
+
+    It is closed at the end, in order unless the block fails. Raises RuntimeError when it was given up.
+    """
+    groups.append(group)
+    try:
+        if given_up():
+            raise RuntimeError("the broadcast was given up")
+        yield
+        group.flush()
+    except BaseException:
+        group.abort()
+        raise
+    finally:
+        groups.remove(group)
+        group.close()
