@@ -59,7 +59,15 @@ def checked_url(url: str, name: str = "URL") -> str:
     return url
 
 
-Url = Annotated[str, AfterValidator(checked_url)]
+def _in_settings(url: str) -> str:
+    if problem := url_problem(url):
+        raise ValueError(
+            problem
+        )  # without the URL: the caller redacts it
+    return url
+
+
+Url = Annotated[str, AfterValidator(_in_settings)]
 """A field of a configuration that names a server."""
 
 

@@ -142,12 +142,23 @@ def decode(body: bytes, kind: type[M]) -> M:
         message = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
-        raise WireError(f"body of {len(body)} bytes is not a {name}: {error}") from None
+        raise WireError(f"body of {len(body)} bytes is not a {name}: {error}{_found(body, error)}") from None
     if message.schema != SCHEMA:
         raise WireError(
             f"message has schema {message.schema}, this side speaks {SCHEMA}: run the same release everywhere"
         )
     return message
+
+
+def _found(body: bytes, error: Exception) -> str:
+    """The number that `error` refuses, for its message; "" where it refuses something else."""
+    path = re.search(r"at `\$((?:\.\w+|\[\d+\])+)`", str(error))
+    if path is None:
+        return ""
+    found = msgspec.msgpack.decode(body)
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path[1]):
+        found = found[name] if name else found[int(index)]
+    return f", which is {found}" if isinstance(found, int | float) else ""
 
 
 def frame(message: Message) -> bytes:

@@ -95,7 +95,7 @@ class TrainBatch(Message, frozen=True):
 
     version: Version
     """The weights this batch is trained on top of; the step makes version.step + 1."""
-    denominator: int
+    denominator: Annotated[int, msgspec.Meta(ge=1)]
     """Supervised tokens of the whole step over all ranks and micro-batches: divide loss sums by this."""
     micro_batches: list[Rows]
     """As many on every rank; a rank short of rows gets an empty Rows (R = 0)."""

@@ -322,7 +322,7 @@ def shards(checkpoint: Path) -> dict[str, Any]:
         zero = content.get("optimizer_state_dict", {})
         wanted = ("fp32_flat_groups", "optimizer_state_dict")
         found |= {f"{path.name} {name}": zero[name] for name in wanted if name in zero}
-        wanted = ("rng", "global_steps", "skipped_steps", "param_shapes")
+        wanted = ("global_steps", "skipped_steps", "param_shapes")
         found |= {f"{path.name} {name}": content[name] for name in wanted if name in content}
     return found
 
@@ -458,7 +458,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     assert masters[0].keys() == masters[1].keys()
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
     there, between, back = (shards(path) for path in (two, one, saved / str(Version(2, 2))))
-    assert len(there) == 2 * 6
+    assert len(there) == 2 * 5
     assert len(between) == 6
     for name in there:
         if name != "zero_pp_rank_1_mp_rank_00_model_states.pt rng":
@@ -537,7 +537,7 @@ def test_an_error_in_one_rank_ends_all_with_one_message(
     config = settings(models, tmp_path, stub.url, "llama", **TOPK)
     with Running(config) as running:
         assert running.end() == 1
-        assert running.log.count("a step needs at least one supervised token") == 1
+        assert running.log.count("Expected `int` >= 1 - at `$.denominator`, which is 0") == 1
         assert "Traceback" not in running.log
     assert stub.told(StepReport) == []
 
