@@ -155,9 +155,12 @@ def _found(body: bytes, error: Exception) -> str:
     path = re.search(r"at `\$((?:\.\w+|\[\d+\])+)`", str(error))
     if path is None:
         return ""
-    found = msgspec.msgpack.decode(body)
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path[1]):
-        found = found[name] if name else found[int(index)]
+    try:
+        found = msgspec.msgpack.decode(body)
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path[1]):
+            found = found[name] if name else found[int(index)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return ""  # what follows the number is no message either
     return f", which is {found}" if isinstance(found, int | float) else ""
 
 
