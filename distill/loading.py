@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
@@ -108,23 +106,13 @@ def sections(annotation: Any) -> list[type[Settings]]:
     return [found for part in get_args(annotation) for found in sections(part)]
 
 
-def _fields(section: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
-    """Name and field of every key of a section and of those inside it."""
-    for name, field in section.model_fields.items():
-        yield name, field
-        for inner in sections(field.annotation):
-            yield from _fields(inner)
-
-
 def _explain(detail: ErrorDetails) -> str:
     """One problem: the key as it stands in the file, the value, and the rule."""
-    fields = list(_fields(RunConfig))
-    unions = {name for name, field in fields if len(sections(field.annotation)) > 1}
-    place = [str(part) for part in detail["loc"]] or [""]
-    keys = [part for before, part in itertools.pairwise(["", *place]) if before not in unions]  # no tags
-    key, last = ".".join(keys), keys[-1]
-    if detail["type"] == "extra_forbidden":
-        return f"{key} is not a known key: {_nearest(last, {name for name, _ in fields})}"
+    *place, last = map(str, detail["loc"] or ("",))
+    keys, section = _walk(place)
+    key = ".".join([*keys, last])
+    if detail["type"] == "extra_forbidden" and section:
+        return f"{key} is not a known key: {_nearest(last, section)}"
     if detail["type"] == "missing":
         return f"{key} is missing: it has no default"
     given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
@@ -132,11 +120,31 @@ def _explain(detail: ErrorDetails) -> str:
     return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}"
 
 
-def _nearest(key: str, known: Collection[str]) -> str:
-    if key in RENAMED:
+def _nearest(key: str, section: type[Settings]) -> str:
+    known = sorted(section.model_fields)
+    if RENAMED.get(key) in known:
         return f"it is now called {RENAMED[key]!r}"
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "docs/configuration.md lists them"
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known here are {', '.join(known)}"
+
+
+def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
+    """The keys of a pydantic location, without its tags of unions, and the section that they lead to."""
+    here: list[type[Settings]] = [RunConfig]
+    keys: list[str] = []
+    named = False
+    for part in place:
+        if len(here) > 1:
+            here = [one for one in here if part in get_args(one.model_fields["type"].annotation)]
+            continue
+        keys.append(part)
+        if named:  # such as a teacher's name
+            named = False
+            continue
+        field = here[0].model_fields.get(part) if here else None
+        annotation = field.annotation if field else None
+        here, named = sections(annotation), get_origin(annotation) is dict
+    return keys, here[0] if len(here) == 1 and not named else None
 
 
 def _absolute(settings: S) -> S:

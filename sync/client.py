@@ -61,9 +61,7 @@ def checked_url(url: str, name: str = "URL") -> str:
 
 def _in_settings(url: str) -> str:
     if problem := url_problem(url):
-        raise ValueError(
-            problem
-        )  # without the URL: the caller redacts it
+        raise ValueError(problem)  # without the URL: the caller redacts it
     return url
 
 

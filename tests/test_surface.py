@@ -9,7 +9,7 @@ import sync.wire as wire
 from distill.cli.main import app
 
 COMMANDS = (
-    "audit bench chaos control evaluator export preflight quickstart replicas report run student "
+    "audit bench chaos control evaluate evaluator export preflight quickstart replicas report run student "
     "sync teacher train version"
 )
 MESSAGES = (

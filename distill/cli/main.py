@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
+from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
     Controller,
@@ -45,8 +46,7 @@ app = typer.Typer(
     context_settings=HELP,
 )
 replicas = typer.Typer(help="List, add and remove student replicas of a live run.", no_args_is_help=True)
-sync = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
-app.add_typer(sync, name="sync", rich_help_panel=RESULTS)
+app.add_typer(cli_sync.app, name="sync", rich_help_panel=RESULTS)
 app.add_typer(replicas, name="replicas", rich_help_panel=ROLES)
 app.add_typer(cli_bench.app, name="bench", rich_help_panel=TESTS)
 
@@ -132,7 +132,7 @@ def _log_to_stderr() -> None:
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the result of a run. Raises DistillError with what is wrong with its end."""
-    from distill.metrics.summary import before_and_after, use_of_tokens
+    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after")
     for row in before_and_after(summary):
@@ -141,6 +141,7 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
         console.print(table)
     lines = {
         "tokens": use_of_tokens(summary),
+        "waited": longest_waits(summary),
         "model": summary["model"],
         "picture": config.run_dir / "report.png",
         "figures": config.run_dir / "summary.json",
@@ -247,77 +248,26 @@ def _replicas(controller: str, action: str, body: Message | None) -> None:
 # --- results
 
 
-@sync.command("ls")
-def list_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """List every published version; fail when something in the store is unreadable."""
-    from distill.published import listing
-
-    found = listing(run_dir)
-    write_figures(json_file, found)
-    for one in (one for one in found if "problem" not in one):
-        base = f"on {one['base']}" if one["base"] else ""
-        mark = "  latest" if one["latest"] else ""
-        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
-    _report_unusable([one for one in found if "problem" in one])
-
-
-@sync.command("verify")
-def verify_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Read every version back as a replica would."""
-    from distill.published import verification
-
-    found = []
-    for one in verification(run_dir):
-        found.append(one)
-        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
-    write_figures(json_file, found)
-    if not found:
-        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
-    if broken := [one for one in found if one["problem"]]:
-        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
-
-
-@sync.command("gc")
-def collect_versions(
-    run_dir: RunDir,
-    grace_seconds: Annotated[float, typer.Option(help="Keep what was in use so recently.")] = 3600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+@app.command(rich_help_panel=RESULTS)
+def evaluate(
+    config: Config,
+    overrides: Overrides,
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: student.path.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Remove versions that no reader needs; fail when something unreadable was left."""
-    from distill.published import collection
+    """Measure exact reverse KL and pass rate of a model folder against the run's teachers.
 
-    done = collection(run_dir, grace_seconds, dry_run)
-    verb = "would remove" if dry_run else "removed"
-    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
-    write_figures(json_file, done)
-    _report_unusable(done["odd"])
-
-
-def _report_unusable(odd: list[dict[str, Any]]) -> None:
-    for one in odd:
-        typer.echo(f"{one['name']}  {one['problem']}")
-    if odd:
-        raise DistillError(
-            f"{len(odd)} entries of the store cannot be used: see above; all others were handled"
-        )
-
-
-@app.command(rich_help_panel=RESULTS)
-@sync.command()
-def export(
-    run_dir: RunDir,
-    target: Annotated[Path, typer.Argument(help="Folder to create.", metavar="TARGET")],
-    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest.")] = "",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter, unmerged.")] = False,
-) -> None:
-    """Write a published version as a Hugging Face folder; merge an adapter into its base.
-
-    Example: distill export runs/NAME model --version L000-v00000120
+    Example: distill evaluate configs/single_node.toml --model runs/NAME/final
     """
-    from distill.published import export_version
+    from distill.evaluation.models import evaluate_folder
 
-    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
+    figures = evaluate_folder(load_config(config, overrides), model)
+    for name, value in figures.items():
+        typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
+    write_figures(json_file, figures)
+
+
+app.command(rich_help_panel=RESULTS)(cli_sync.export)
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -4,10 +4,11 @@ Completions are sampled at temperature 1 from the full distribution. KL(p‖q) =
 is summed over the whole vocabulary at every completion token, end token included, in fp32, and averaged over
 tokens. Rows of a model beyond the tokenizer's vocabulary do not exist for it.
 
-The preflight compares every faster path with `probe`: plain forward passes of one sequence at a time.
+The preflight compares every faster path with `probe`: plain forward passes of one sequence at a time, and the
+objective on their distributions.
 
-Letters in shapes: B prompts of a batch, P their padded length, L padded length with completion,
-C completion tokens, T those of one sequence, N tokens of one chunk, H hidden size, V vocabulary.
+Letters in shapes: B prompts of a batch, P their padded length, L padded length with completion, C completion
+tokens, T those of one sequence, N tokens of several, H hidden size, V vocabulary, K ids of an objective's S.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from torch import Tensor
 
 from distill.prompts.rewards import RewardFn
 from distill.prompts.stream import Prompt
+from student_trainer.objectives.config import (
+    SFT,
+    ObjectiveConfig,
+    needs,
+    student_topk,
+    teacher_temperature,
+)
+from student_trainer.objectives.divergences import Objective, Targets, at, build
 from sync import wire
 from sync.wire import EvalReport, ScoreSequence, Version, pack, unpack
 from teacher_service.engines.head import OutputHead
@@ -152,26 +161,39 @@ def _hidden(scored: LanguageModel, sampled: Sampled) -> Tensor:
 # --- reference values for the preflight: one sequence at a time, without padding or packing
 
 
+class SelfAndTeacher(NamedTuple):
+    """An objective on real distributions; per token."""
+
+    self_loss: float
+    self_gradient: float
+    teacher_gradient: float
+
+
 def probe(
     request: wire.ProbeRequest,
     student: LanguageModel,
     teachers: Mapping[str, LanguageModel],
+    objective: ObjectiveConfig,
     temperature: float,
 ) -> wire.ProbeReply:
     """Reply of an evaluator; `temperature`: of the rollouts. Raises KeyError for an unknown teacher."""
 
-    def scores(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> wire.Array:
-        completion = unpack(sequence.token_ids)[sequence.start :].astype(np.int64)
-        logp_TV = log_probs(model, sequence, temperature).cpu()
-        return pack(logp_TV.gather(1, torch.from_numpy(completion)[:, None])[:, 0].numpy())
+    def scores(sequence: ScoreSequence, logp_TV: Tensor) -> wire.Array:
+        return pack(at(logp_TV, _completion(sequence, logp_TV.device)).cpu().numpy())
 
-    return wire.ProbeReply(
-        student=[scores(student, one, temperature) for one in request.student],
-        teachers={
-            name: wire.ReferenceScores([scores(teachers[name], one) for one in sequences])
-            for name, sequences in request.teachers.items()
-        },
-    )
+    found = {}
+    for name, sequences in request.teachers.items():
+        logq = [log_probs(teachers[name], one) for one in sequences]
+        figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
+        if not isinstance(objective, SFT):
+            token_N = torch.cat([_completion(one, logq[0].device) for one in sequences])
+            live_NV = torch.cat([log_probs(student, one, temperature) for one in sequences])
+            teacher_NV = (torch.cat(logq) / teacher_temperature(objective, temperature)).log_softmax(-1)
+            k = needs(objective).topk or student_topk(objective)
+            figures = objective_figures(build(objective), live_NV, teacher_NV, token_N, k)
+        found[name] = wire.ReferenceScores(list(map(scores, sequences, logq)), *figures)
+    own = [scores(one, log_probs(student, one, temperature)) for one in request.student]
+    return wire.ProbeReply(student=own, teachers=found)
 
 
 @torch.inference_mode()
@@ -181,3 +203,40 @@ def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float 
     output = model.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
     hidden_TH = output.last_hidden_state[0, sequence.start - 1 : -1]
     return (model.head.logits(hidden_TH) / temperature).log_softmax(-1)
+
+
+def objective_figures(
+    objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int = 0
+) -> SelfAndTeacher:
+    """The objective with the student as its own teacher, and the change of its gradient with the real one.
+
+    `k`: size of S for objectives that have one: the teacher's top-k.
+    """
+    own_loss, own_NV = _gradient(objective, live_NV, live_NV, token_N, k)
+    _, other_NV = _gradient(objective, live_NV, teacher_NV, token_N, k)
+    sums = abs(own_loss), float(own_NV.norm()), float((other_NV - own_NV).norm())
+    return SelfAndTeacher(*(total / len(token_N) for total in sums))
+
+
+def _gradient(
+    objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int
+) -> tuple[float, Tensor]:
+    """Summed loss of fresh tokens, and its gradient in the student's logits."""
+    best = teacher_NV.topk(min(k, teacher_NV.shape[1]), dim=1) if k else None
+    targets = Targets(
+        token_N=token_N,
+        behavior_logp_N=at(live_NV, token_N),
+        teacher_logp_N=at(teacher_NV, token_N),
+        fresh_N=torch.ones_like(token_N, dtype=torch.bool),
+        support_NK=None if best is None else best.indices,
+        support_logp_NK=None if best is None else best.values,
+        teacher_logp_NV=teacher_NV,
+    )
+    logits_NV = live_NV.clone().requires_grad_()
+    loss_N, _ = objective(logits_NV.log_softmax(1), targets)
+    (gradient_NV,) = torch.autograd.grad(loss_N.sum(), logits_NV)
+    return float(loss_N.detach().sum()), gradient_NV
+
+
+def _completion(sequence: ScoreSequence, device: torch.device) -> Tensor:
+    return torch.from_numpy(unpack(sequence.token_ids)[sequence.start :].astype(np.int64)).to(device)

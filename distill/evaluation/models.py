@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -81,9 +82,36 @@ def build(config: RunConfig, weights: Weights) -> LoadedModels:
                 f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
             )
         student = load_model(config.student, tokenizer, settings.device)
-        return probe(request, student, teachers, config.rollout.temperature)
+        return probe(request, student, teachers, config.objective, config.rollout.temperature)
 
     return LoadedModels(evaluate_version, probe_models)
+
+
+class _OneFolder:
+    """Every version is this folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def folder(self, version: Version) -> Path:
+        return self._path
+
+
+def evaluate_folder(config: RunConfig, model: Path | None) -> dict[str, Any]:
+    """Evaluate `model` (None: the configuration's student) without a run: what `distill evaluate` prints.
+
+    Raises ConfigError when `model` is no model folder.
+    """
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
+    if config.evaluation is None:
+        config = config.model_copy(update={"evaluation": EvaluationConfig()})
+    folder = model or Path(config.student.path)
+    report = build(config, _OneFolder(folder)).evaluate(Version(0, 0 if model is None else 1))
+    figures = msgspec.to_builtins(report)
+    for name in ("schema", "type", "version"):
+        figures.pop(name, None)
+    return {"model": str(folder)} | figures
 
 
 def load_model(source: ModelSource, tokenizer: Any, device: Device = "auto") -> LanguageModel:

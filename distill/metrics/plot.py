@@ -1,10 +1,11 @@
-"""report.png: quality, staleness, and activity of each role; `distill report RUN_DIR` redraws it."""
+"""report.png: quality, staleness and time of a step, activity of roles; `distill report` redraws it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from distill.metrics.summary import use_of_tokens
@@ -54,7 +55,7 @@ def draw(run_dir: Path) -> Path:
     # a figure that is not finite is null in the file
     finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
     draw_quality(figure.add_subplot(grid[0, 0]), finite)
-    draw_staleness(figure.add_subplot(grid[0, 1]), finite)
+    draw_cost(figure.add_subplot(grid[0, 1]), finite)
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run_dir / "timeline.jsonl"), summary)
     title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
     figure.suptitle(_title(run_dir.name, summary), **title)
@@ -101,17 +102,28 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
     axes.legend(curves, labels, frameon=False, fontsize=8, loc="center right")
 
 
-def draw_staleness(axes: Axes, lines: Sequence[Line]) -> None:
-    """Mean and highest age of the rollouts of each step."""
-    _dress(axes, "Staleness of rollouts", "optimizer step")
+def draw_cost(axes: Axes, lines: Sequence[Line]) -> None:
+    """Mean and highest age of the rollouts of each step, and seconds that the trainer worked and waited."""
+    _dress(axes, "Staleness of rollouts, and time of a step", "optimizer step")
     steps = [line for line in lines if "staleness/mean" in line and "staleness/max" in line]
     x, mean = [line["step"] for line in steps], [line["staleness/mean"] for line in steps]
     most = [line["staleness/max"] for line in steps]
-    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="up to the oldest")
-    axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="mean")
-    axes.set_ylabel("age, versions", color=ORANGE)
+    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
+    axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
+    axes.set_ylabel("age of rollouts, versions", color=ORANGE)
     axes.set_ylim(0, 1.3 * max([1.0, *most]))
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
+    right = axes.twinx()
+    wait = [line.get("seconds/wait", 0.0) for line in steps]
+    work = [line.get("seconds/train", 0.0) + line.get("seconds/publish", 0.0) for line in steps]
+    right.plot(x, work, color=GREEN, linewidth=0.9, label="trainer works")
+    right.plot(x, wait, color=GREY, linewidth=0.9, label="trainer waits")
+    right.set_ylabel("seconds a step", color=INK)
+    totals = [a + b for a, b in zip(wait, work, strict=True)]
+    right.set_ylim(0, 4 * median_high(totals) if any(totals) else None)
+    right.spines[["top"]].set_visible(False)
+    curves = [*axes.get_legend_handles_labels()[0], *right.get_lines()]
+    labels = [str(one.get_label()) for one in curves]
+    axes.legend(curves, labels, frameon=False, fontsize=8, ncols=2, loc="upper center")
 
 
 def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -22,7 +24,7 @@ import msgspec
 from distill.config import RunConfig
 from distill.evaluation.schedule import Metric, best
 from distill.interfaces import Teacher
-from distill.metrics.timeline import Timeline
+from distill.metrics.timeline import TRAINER, Timeline
 from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
@@ -171,6 +173,11 @@ def complete(
         "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
         "versions": versions(),
         "threads": threads(config),
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+        },
         "folder": str(config.run_dir),
         "model": str(config.run_dir / "final"),
     }
@@ -221,3 +228,14 @@ def use_of_tokens(summary: Mapping[str, Any]) -> str:
     tokens, dropped = summary["tokens"], dropped_words(summary["rollouts"]["dropped"])
     share = f"{tokens['trained_share']:.1%} of {tokens['generated']:,} generated tokens were trained on"
     return f"{share}; {dropped}" if dropped else share
+
+
+def longest_waits(summary: Mapping[str, Any]) -> str:
+    """The three longest waits; one line.
+
+    The next batch is requested while the one before is trained on, so it may wait without the trainer.
+    """
+    names = {TRAINER: "the trainer's next batch"}
+    waits = [(s, who, whom) for who, rest in summary["waited_seconds"].items() for whom, s in rest.items()]
+    longest = sorted(waits, reverse=True)[:3]
+    return ", ".join(f"{names.get(who, who)} {seconds:.0f} s for {whom}" for seconds, who, whom in longest)

@@ -101,6 +101,7 @@ class ProgressDisplay:
         )
         self._task = self._bar.add_task("starting engines", total=steps, figures="")
         self._every = max(1, steps // LINES_WITHOUT_TERMINAL)
+        self._began: tuple[float, float] | None = None
         self._bar.start()
 
     def say(self, text: str) -> None:
@@ -110,7 +111,7 @@ class ProgressDisplay:
         if "eval/reverse_kl" in figures:
             self.say(evaluation_line(step, figures))
             return
-        line = step_line(figures)
+        line = step_line(figures, self._tokens_per_second(figures))
         self._bar.update(self._task, completed=step, description="distilling", figures=line)
         if not self._console.is_terminal and (step % self._every == 0 or step == self._steps):
             self.say(f"step {step}/{self._steps}  {line}")
@@ -118,13 +119,22 @@ class ProgressDisplay:
     def close(self) -> None:
         self._bar.stop()
 
+    def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
+        """Trained tokens per second since the first step that was seen."""
+        now, trained = time.monotonic(), figures.get("tokens/trained", 0.0)
+        if self._began is None:
+            self._began = now, trained
+            return None
+        return (trained - self._began[1]) / max(1e-9, now - self._began[0])
 
-def step_line(figures: Mapping[str, float]) -> str:
+
+def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
     """The main figures of one step."""
     parts = [
         f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
         f"age {figures.get('staleness/mean', 0.0):.1f}",
         f"waited {figures.get('seconds/wait', 0.0):.2f} s",
+        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
         f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
         dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
     ]

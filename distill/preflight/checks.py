@@ -104,6 +104,13 @@ def check_following(config: RunConfig, name: str) -> None:
     )
 
 
+def must_differ(config: RunConfig, teacher: str) -> bool:
+    """Whether the student learns nothing from a teacher that equals it at the start of the run."""
+    settings, objective = config.teachers[teacher], config.objective
+    learns_otherwise = objective.task is not None or objective.type == "sft"
+    return not (settings.follow_student_every or settings.prompt_transform or learns_otherwise)
+
+
 def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
     prompts = config.prompts
@@ -138,13 +145,11 @@ def _others(config: RunConfig) -> Iterator[str]:
             "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
         )
     kept = getattr(config.objective, "drop_rho_outside", None)
-    if kept is not None and not kept[0] <= 1 <= kept[1]:
+    if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:
         yield f"objective.drop_rho_outside {kept} drops every token of age 0: give an interval around 1"
-    learns_otherwise = config.objective.task is not None or config.objective.type == "sft"
     for name, teacher in config.teachers.items():
         same = (teacher.path, teacher.revision) == (config.student.path, config.student.revision)
-        differs = teacher.follow_student_every or teacher.prompt_transform
-        if same and not differs and not learns_otherwise and config.evaluation is not None:
+        if same and config.evaluation is not None and must_differ(config, name):
             yield f"teachers.{name}.path is the student, which teaches it nothing: name another model"
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'

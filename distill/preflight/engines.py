@@ -1,7 +1,7 @@
 """Preflight with live engines: which checks run, in which order, and what a failure does.
 
     each teacher: tokenizer, template, capabilities, length ─▶ scores repeat, shift, are cut
-    evaluator:    the same scores by plain forward passes
+    evaluator:    the same scores by plain forward passes; the objective with and without its teacher
     replicas:     their log-probabilities against the evaluator's (the trainer's come with the first step)
 
 Without an evaluator, a teacher's scores are checked against each other alone.
@@ -20,7 +20,7 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
 from distill.preflight import probes
-from distill.preflight.checks import shares_template
+from distill.preflight.checks import must_differ, shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.rollout.replica_client import ReplicaEngine
@@ -178,6 +178,10 @@ class _Checks:
             _, scored, tolerance = self.scored[name]
             plain = [unpack(logprob) for logprob in found.logprob]
             self._note(probes.equals_plain(scored, plain, tolerance), name)
+            if found.self_loss is not None and found.self_gradient is not None:
+                self._note(probes.self_teacher(found.self_loss, found.self_gradient), name)
+            if found.teacher_gradient is not None and must_differ(self.config, name):
+                self._note(probes.gradient_depends(found.teacher_gradient), name)
         if rollouts:
             logp = [unpack(one) for one in reply.student]
             kl = probes.mismatch(logp, [unpack(answer.logprob) for answer in rollouts])

@@ -25,6 +25,10 @@ REPLACEMENTS: Final = 8
 """Tokens tried at one position: it takes one that the teacher finds more or less likely."""
 SHARPEST_NOISE: Final = 1e-3
 """Nats below which a difference says nothing, however exactly a teacher repeats itself."""
+SELF_TOLERANCE: Final = 1e-4
+"""Nats, and gradient norm, per token: what fp32 leaves of an objective whose teacher is the student."""
+LEAST_GRADIENT: Final = 1e-6
+"""Per token: a teacher that changes the gradient by less teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,27 @@ def equals_plain(scored: list[np.ndarray], plain: list[np.ndarray], tolerance: f
         "other weights, another order of the vocabulary, or another temperature are being served: see that "
         "the teacher's process serves the path and revision of this configuration; if it is quantised on "
         "purpose, raise preflight.score_tolerance",
+    )
+
+
+def self_teacher(loss: float, gradient: float) -> Finding:
+    """The objective with the student as its own teacher, per token."""
+    return _finding(
+        "a self-teacher gives 0",
+        max(loss, gradient) <= SELF_TOLERANCE,
+        f"loss {loss:.2g} nats, gradient {gradient:.2g}, of at most {SELF_TOLERANCE:g}",
+        "the objective's minimum is not at the teacher, so training would never settle: choose another one",
+    )
+
+
+def gradient_depends(change: float) -> Finding:
+    """How much the gradient changes when the student is taken for its teacher."""
+    return _finding(
+        "the gradient depends on the teacher",
+        change >= LEAST_GRADIENT,
+        f"it changes by {change:.2g}, of at least {LEAST_GRADIENT:g}",
+        "the teacher is the student itself, or every token is masked out of the loss: name another teacher, "
+        "and see that objective.drop_rho_outside contains 1",
     )
 
 

@@ -340,10 +340,16 @@ class ProbeRequest(Message, frozen=True):
 
 
 class ReferenceScores(msgspec.Struct, frozen=True):
-    """One teacher's scores by a plain forward pass."""
+    """One teacher's scores by a plain forward pass, and the run's objective on them."""
 
     logprob: list[Array]
     """f4 [T] for each sequence: log q(y_t), temperature 1"""
+    self_loss: float | None
+    """|loss| per token with the student in the teacher's place; None: the objective is `sft`."""
+    self_gradient: float | None
+    """Norm of the gradient in the logits, per token, of the same."""
+    teacher_gradient: float | None
+    """Norm of how much that gradient changes when the teacher takes its place."""
 
 
 class ProbeReply(Message, frozen=True):

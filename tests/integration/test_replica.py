@@ -23,8 +23,8 @@ from vllm_replica import (
     until,
     update,
 )
-from weight_identity import prompt_scores
 
+from distill.cli.weight_identity import prompt_scores
 from distill.launch.supervise import first_error
 from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError, Unreachable

@@ -32,8 +32,8 @@ import pytest
 import torch
 from open_ports import Listeners
 from ports import free_port
-from weight_identity import prove
 
+from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of

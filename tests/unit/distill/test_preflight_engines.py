@@ -38,6 +38,8 @@ from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
 from teacher_service.messages import describe
 
+REWARDED = {"type": "topk", "k": 4, "task": {}}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -128,6 +130,7 @@ async def test_sound_engines_pass_every_check(models: Path) -> None:
     assert [one.check.removeprefix("teacher t: ") for one in said] == [
         "length", "same tokenizer", "same chat template", "capabilities", "length", "scores repeat",
         "not uniform, not shifted", "context is whole", "equals a plain forward pass",
+        "a self-teacher gives 0", "the gradient depends on the teacher",
     ]  # fmt: skip
 
 
@@ -146,6 +149,19 @@ async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(mod
     assert failed(said) == ["teacher t: equals a plain forward pass"]
 
 
+async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> None:
+    config = configure(models, teachers={"t": {"path": str(models / "student"), "dtype": "float32"}})
+    said = await findings(config, live.Engines({"t": Teacher(config)}, Evaluator(config)))
+    assert failed(said) == ["teacher t: the gradient depends on the teacher"]
+    follower = {"path": str(models / "student"), "dtype": "float32", "follow_student_every": 2}
+    follows = configure(models, teachers={"t": follower}, objective={"type": "topk", "k": 4})
+    said = await findings(follows, live.Engines({"t": Teacher(config)}, Evaluator(follows)))
+    assert failed(said) == []  # it will come to differ
+    rewarded = configure(models, teachers={"t": config.teachers["t"].model_dump()}, objective=REWARDED)
+    said = await findings(rewarded, live.Engines({"t": Teacher(config)}, Evaluator(rewarded)))
+    assert failed(said) == []  # it keeps the student near its start
+
+
 def test_a_teacher_that_is_the_student_and_masked_tokens_are_refused(models: Path) -> None:
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     trainer = {"deepspeed": str(json_file)}
@@ -154,9 +170,11 @@ def test_a_teacher_that_is_the_student_and_masked_tokens_are_refused(models: Pat
         preflight.check(configure(models, teachers={"t": itself}, trainer=trainer))
     follower = {"t": itself | {"follow_student_every": 2}}  # it will come to differ
     preflight.check(configure(models, teachers=follower, objective={"type": "topk", "k": 4}, trainer=trainer))
+    preflight.check(configure(models, teachers={"t": itself}, objective=REWARDED, trainer=trainer))
     deaf = {"type": "sampled", "drop_rho_outside": [2.0, 5.0]}
     with pytest.raises(ConfigError, match=r"drop_rho_outside \(2\.0, 5\.0\) drops every token of age 0"):
         preflight.check(configure(models, objective=deaf, trainer=trainer))
+    preflight.check(configure(models, objective=deaf | {"type": "sft"}, trainer=trainer))
 
 
 async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:

@@ -12,10 +12,22 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from table_engine import TableEngine
 
+from distill.evaluation.evaluation import objective_figures
 from distill.preflight import probes
 from distill.preflight.probes import Finding, Score
+from student_trainer.objectives.config import (
+    JSD,
+    ForwardTopK,
+    Full,
+    ObjectiveConfig,
+    Sampled,
+    SkewReverse,
+    TopK,
+)
+from student_trainer.objectives.divergences import build
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
 from teacher_service.engines.base import Item, ScoreOptions
 
@@ -225,6 +237,51 @@ def test_another_chat_template_is_caught_where_prompts_use_it(ours: str | None) 
 def test_a_prompt_that_leaves_no_room_for_its_completion_is_caught() -> None:
     assert probes.fits("it", 52, 12, 64, "raise it").problem is None
     caught(probes.fits("it", 53, 12, 64, "raise it"), "up to 53 + 12. rollouts would be cut")
+
+
+# --- the objective ------------------------------------------------------------------------------------------
+
+TOKENS = torch.arange(12) % V
+STUDENT = torch.from_numpy(ARROWS[:12]).float().log_softmax(1)
+TEACHER = torch.from_numpy(ARROWS[12:24]).float().log_softmax(1)
+OBJECTIVES: list[ObjectiveConfig] = [
+    Full(), Sampled(), TopK(k=5), ForwardTopK(k=5), JSD(), SkewReverse()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OBJECTIVES, ids=lambda config: config.type)
+def test_objectives_rest_at_a_self_teacher_and_feel_a_real_one(config: ObjectiveConfig) -> None:
+    found = objective_figures(build(config), STUDENT, TEACHER, TOKENS, getattr(config, "k", 0))
+    assert probes.self_teacher(found.self_loss, found.self_gradient).problem is None
+    assert probes.gradient_depends(found.teacher_gradient).problem is None
+
+
+def test_the_gradient_of_the_full_objective_is_its_closed_form() -> None:
+    d, p = STUDENT - TEACHER, STUDENT.exp()
+    wanted = (p * (d - (p * d).sum(1, keepdim=True))).norm() / len(TOKENS)
+    found = objective_figures(build(Full()), STUDENT, TEACHER, TOKENS)
+    assert found.teacher_gradient == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_a_teacher_that_is_the_student_is_caught() -> None:
+    found = objective_figures(build(Full()), STUDENT, STUDENT, TOKENS)
+    caught(probes.gradient_depends(found.teacher_gradient), "the teacher is the student itself")
+
+
+def test_an_objective_that_leaves_every_fresh_token_out_is_caught() -> None:
+    deaf = build(Sampled(drop_rho_outside=(2.0, 5.0)))
+    found = objective_figures(deaf, STUDENT, TEACHER, TOKENS)
+    caught(probes.gradient_depends(found.teacher_gradient), "drop_rho_outside contains 1")
+
+
+def test_an_objective_that_does_not_rest_at_its_teacher_is_caught() -> None:
+    def truncated(logp: torch.Tensor, goal: Any) -> Any:
+        own = logp.gather(1, goal.support_NK)
+        return (own.exp() * (own - goal.support_logp_NK)).sum(1), {}
+
+    found = objective_figures(truncated, STUDENT, TEACHER, TOKENS, 5)
+    assert found.self_loss < 1e-6
+    caught(probes.self_teacher(found.self_loss, found.self_gradient), "minimum is not at the teacher")
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from small_config import make_config
 
-from distill.metrics.plot import draw, middle_window
-from distill.metrics.summary import before_and_after, use_of_tokens
+from distill.metrics.plot import draw, draw_cost, middle_window
+from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
 from sync.errors import DataError
@@ -36,6 +38,16 @@ def test_a_run_is_drawn_with_and_without_a_pass_rate(tmp_path: Path, passed: boo
     write_run(tmp_path / "run", passed=passed)
     path = draw(tmp_path / "run")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_of_a_step_is_drawn_beside_the_staleness() -> None:
+    step = {"staleness/mean": 2.0, "staleness/max": 4.0, "seconds/wait": 0.1}
+    lines = [{"step": i, **step, "seconds/train": 0.2, "seconds/publish": 0.1} for i in (1, 2)]
+    figure = Figure()
+    draw_cost(figure.subplots(), lines)
+    drawn = {line.get_label(): list(line.get_ydata()) for axes in figure.axes for line in axes.get_lines()}
+    work = pytest.approx([0.3, 0.3])
+    assert drawn == {"age, mean": [2.0, 2.0], "trainer works": work, "trainer waits": [0.1, 0.1]}
 
 
 def test_a_run_that_was_cut_short_is_drawn(tmp_path: Path) -> None:
@@ -96,6 +108,13 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_pic
     assert draw(tmp_path / "run").is_file()
 
 
+def test_a_summary_describes_the_machine_of_its_figures() -> None:
+    machine = complete(make_config(), {}, 1.0, {})["machine"]
+    assert machine["cpus"] >= 1
+    assert machine["python"].startswith("3.")
+    assert machine["platform"]
+
+
 def test_the_table_shows_what_is_known() -> None:
     summary = {
         "before": {"reverse_kl": 1.25, "pass_rate": 0.2},
@@ -112,9 +131,9 @@ def test_the_table_shows_what_is_known() -> None:
 
 def test_lines_for_people_hold_the_figures() -> None:
     figures = {"reverse_kl": 0.1234, "staleness/mean": 2.5, "seconds/wait": 0.25}
-    assert step_line(figures) == "reverse KL 0.123  age 2.5  waited 0.25 s"
+    assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
     more = {"tokens/trained_share": 0.914, "dropped/too_old": 3.0, "dropped/straggler": 5.0}
-    assert step_line(more) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
+    assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats a token"
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
 
@@ -128,8 +147,12 @@ SUMMARY = {
 }
 
 
-def test_use_of_tokens_is_one_line(tmp_path: Path) -> None:
+def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> None:
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
+    assert longest_waits(SUMMARY) == (
+        "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
+        "the trainer's next batch 1 s for teachers"
+    )
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
     assert draw(tmp_path / "run").is_file()

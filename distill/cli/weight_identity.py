@@ -1,4 +1,4 @@
-"""Proof with real engines that weights arrive bit-identical.
+"""Proof with real engines that weights arrive bit-identical: `distill sync verify RUN_DIR --engines`.
 
     publisher   N random versions of the student, as deltas, into a store of its own
     follower    a vLLM replica that applies every one of them
@@ -15,7 +15,7 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -204,3 +204,23 @@ async def prompt_scores(url: str, token: str | None, prompts: list[list[int]]) -
     except httpx.HTTPError as error:
         raise Unreachable(f"{url}: {type(error).__name__}: {error}; is a replica running there?") from None
     return found
+
+
+def lines(proof: Proof) -> list[str]:
+    """The proof as text."""
+    results = {
+        "(a) digests equal, all three": proof.digests_equal,
+        f"(b) {proof.sequences} prompts score bit-equally": proof.scores_equal,
+        "(a) fails on a planted difference": proof.planted_digests_differ,
+        "(b) fails on a planted difference": proof.planted_scores_differ,
+    }
+    return [
+        f"{'versions applied':<37} {proof.versions} ({proof.updates_per_second:.1f} a second)",
+        f"{'median pause of an update':<37} {proof.pause_seconds * 1e3:.1f} ms",
+        *(f"{what:<37} {'yes' if holds else 'NO'}" for what, holds in results.items()),
+    ]
+
+
+def figures(proof: Proof) -> dict[str, Any]:
+    """The proof as JSON."""
+    return {**asdict(proof), "holds": proof.holds}

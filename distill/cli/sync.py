@@ -1,0 +1,108 @@
+"""`distill sync …`: the published versions of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.cli.options import JsonFile, RunDir, write_figures
+from sync.errors import DistillError
+
+app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
+
+
+@app.command("ls")
+def list_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """List every published version; fail when something in the store is unreadable."""
+    from distill.published import listing
+
+    found = listing(run_dir)
+    write_figures(json_file, found)
+    for one in (one for one in found if "problem" not in one):
+        base = f"on {one['base']}" if one["base"] else ""
+        mark = "  latest" if one["latest"] else ""
+        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
+    _report_unusable([one for one in found if "problem" in one])
+
+
+@app.command("verify")
+def verify_versions(
+    run_dir: RunDir,
+    engines: Annotated[bool, typer.Option("--engines", help="Verify through two vLLM replicas.")] = False,
+    versions: Annotated[int, typer.Option(help="Random versions to send with --engines.", min=1)] = 50,
+    json_file: JsonFile = None,
+) -> None:
+    """Read every version back as a replica would, or send random versions to real replicas."""
+    if engines:
+        _prove(run_dir, versions, json_file)
+        return
+    from distill.published import verification
+
+    found = []
+    for one in verification(run_dir):
+        found.append(one)
+        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
+    write_figures(json_file, found)
+    if not found:
+        raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
+    if broken := [one for one in found if one["problem"]]:
+        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+
+
+def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
+    from distill.cli.weight_identity import figures, lines, prove
+    from distill.loading import load_run_dir
+
+    student = load_run_dir(run_dir).student
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
+        proof = asyncio.run(prove(student, Path(work) / "work", versions))
+    typer.echo("\n".join(lines(proof)))
+    write_figures(json_file, figures(proof))
+    if not proof.holds:
+        raise DistillError("the replicas' weights differ from the published ones: see above")
+
+
+@app.command("gc")
+def collect_versions(
+    run_dir: RunDir,
+    grace_seconds: Annotated[float, typer.Option(help="Keep what was in use so recently.")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Remove versions that no reader needs; fail when something unreadable was left."""
+    from distill.published import collection
+
+    done = collection(run_dir, grace_seconds, dry_run)
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"kept {len(done['kept'])}, {verb} {len(done['removed'])}, {done['bytes']:,} bytes")
+    write_figures(json_file, done)
+    _report_unusable(done["odd"])
+
+
+def _report_unusable(odd: list[dict[str, Any]]) -> None:
+    for one in odd:
+        typer.echo(f"{one['name']}  {one['problem']}")
+    if odd:
+        raise DistillError(
+            f"{len(odd)} entries of the store cannot be used: see above; all others were handled"
+        )
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(help="Folder to create.", metavar="TARGET")],
+    version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest.")] = "",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter, unmerged.")] = False,
+) -> None:
+    """Write a published version as a Hugging Face folder; merge an adapter into its base.
+
+    Example: distill export runs/NAME model --version L000-v00000120
+    """
+    from distill.published import export_version
+
+    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
