@@ -91,7 +91,7 @@ class Controller:
                 evaluator, section, run_log, timeline, hooks.evaluated, self._stop, trust=budget
             )
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.session, self.pool, parts, token)
+        self._app = application(self.session, self.pool, parts, self.metrics, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None

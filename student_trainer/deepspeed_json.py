@@ -2,13 +2,13 @@
 
 DeepSpeed refuses misspelt fields in some sections only. There is no list of fields here: DeepSpeed reads the
 configuration as it does in the trainer, from a table that records every look-up, and a field that was never
-looked up would be ignored. Parameters of the optimizer are checked by its constructor, when the trainer
-starts.
+looked up would be ignored. Parameters of the optimizer are those of its constructors.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,11 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
     params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
     config["optimizer"] = config["optimizer"] | {"params": params}
-    if problems := list(_ignored(_read_by_deepspeed(config, source))):
+    optimizer = config["optimizer"]["type"]
+    known, problems = _parameters(optimizer), list(_ignored(_read_by_deepspeed(config, source)))
+    for name in sorted(set(params) - known):
+        problems.append(f"optimizer.params.{name} is unknown to {optimizer}{_nearest(name, known)}")
+    if problems:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
     return config
 
@@ -160,8 +164,33 @@ def _read_by_deepspeed(config: dict[str, Any], source: str) -> _Recorded:
 def _ignored(table: _Recorded, path: str = "") -> Iterator[str]:
     for name, value in dict.items(table):
         if name not in table.names and table.names:
-            close = difflib.get_close_matches(name, table.names, n=1, cutoff=0.5)
-            remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(table.names))}"
-            yield f"{path}{name} is not read by DeepSpeed: {remedy}"
+            yield f"{path}{name} is not read by DeepSpeed{_nearest(name, table.names)}"
         elif isinstance(value, _Recorded) and f"{path}{name}" != "optimizer.params":
             yield from _ignored(value, f"{path}{name}.")
+
+
+def _parameters(optimizer: str) -> set[str]:
+    """What the constructors behind an optimizer's name take. Raises ConfigError when there is none."""
+    import torch
+    from deepspeed.ops import adagrad, adam, lamb, lion
+    from deepspeed.runtime import config
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    name = optimizer.lower()
+    kinds = {name, "adam"} if name in (config.ADAMW_OPTIMIZER, config.MUON_OPTIMIZER) else {name}
+    names = {f"{maker}{kind}" for maker in ("", "fused", "deepspeedcpu") for kind in kinds}
+    classes = {n: c for m in (torch.optim, adagrad, adam, lamb, lion) for n, c in vars(m).items()}
+    known = {p for n, c in classes.items() if n.lower() in names for p in inspect.signature(c).parameters}
+    if "adam" in kinds:
+        known |= {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE}
+    if name == config.MUON_OPTIMIZER:
+        known |= {*DeepSpeedEngine._MUON_HALF_KEYS, "muon_lr", "adam_lr"}
+    if not known:
+        choice = {n for n, c in classes.items() if inspect.isclass(c)} | set(config.DEEPSPEED_OPTIMIZERS)
+        raise ConfigError(f"optimizer.type {optimizer!r} is unknown{_nearest(optimizer, choice)}")
+    return known - {"params", "model_params"}
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": known here are {', '.join(sorted(known))}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -28,9 +30,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def application(
-    session: TrainerSession, pool: ReplicaPool, parts: Components, token: str | None
+    session: TrainerSession,
+    pool: ReplicaPool,
+    parts: Components,
+    metrics: Callable[[], dict[str, float]],
+    token: str | None,
 ) -> Starlette:
-    """The ASGI application; `token` None: no guard."""
+    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
     teachers = parts.teachers
     heads: dict[str, bytes] = {}
 
@@ -71,6 +77,9 @@ def application(
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
+    async def prometheus(_: Request) -> Response:
+        return PlainTextResponse(exposition(metrics()))
+
     return Starlette(
         routes=[
             Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
@@ -82,6 +91,7 @@ def application(
             Route("/v1/replicas/join", _messages(wire.ReplicaJoins, join), methods=["POST"]),
             Route("/v1/replicas/leave", _messages(wire.ReplicaLeaves, leave), methods=["POST"]),
             Route("/health", health),
+            Route("/metrics", prometheus),
         ],
         middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
     )
@@ -111,6 +121,14 @@ def answered(handler: Handler) -> Handler:
             return refuse(status, str(error))
 
     return guarded
+
+
+def exposition(values: dict[str, float]) -> str:
+    """Prometheus text of name → value."""
+    registry = CollectorRegistry()
+    for name, value in values.items():
+        Gauge(f"distill_{re.sub('[^A-Za-z0-9]', '_', name)}", name, registry=registry).set(value)
+    return generate_latest(registry).decode()
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:

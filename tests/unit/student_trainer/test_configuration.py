@@ -88,6 +88,12 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"train_batch_size": 4}, "set rollout.batch"),
         ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
         ({"optimizer.params.lr": 5e-4}, r"optimizer\.params\.lr is 0\.0005: trainer\.lr decides"),
+        ({"optimizer.params.betta": 0.9}, r"optimizer\.params\.betta is unknown to AdamW: .* 'betas'"),
+        (
+            {"optimizer.type": "Lion"},
+            r"params\.eps is unknown to Lion.*params\.torch_adam is unknown to Lion",
+        ),
+        ({"optimizer": {"type": "AdmW"}}, "'AdmW' is unknown: did you mean 'AdamW'"),
         ({"scheduler.type": "WarmupLR"}, r"scheduler is .*'WarmupLR'.*set trainer\.lr_schedule"),
         (
             {"gradient_cliping": 1.0},
