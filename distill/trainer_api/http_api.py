@@ -60,6 +60,30 @@ def application(
             heads[name] = wire.encode(found)
         return Response(heads[name], media_type=wire.CONTENT_TYPE)
 
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def prometheus(_: Request) -> Response:
+        return PlainTextResponse(exposition(metrics()))
+
+    return Starlette(
+        routes=[
+            Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
+            Route("/v1/batch", answered(batch), methods=["POST"]),
+            Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
+            Route("/v1/broadcasts/{group}", answered(broadcast)),
+            Route("/v1/teachers/{name}/head", answered(head)),
+            *_replica_routes(pool, parts),
+            Route("/health", health),
+            Route("/metrics", prometheus),
+        ],
+        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
+    )
+
+
+def _replica_routes(pool: ReplicaPool, parts: Components) -> list[Route]:
+    """Which replicas the run has, and how they join and leave while it goes on."""
+
     async def replicas(_: Request) -> Response:
         return reply(pool.listing())
 
@@ -74,27 +98,11 @@ def application(
         await pool.remove(wanted.name)
         return pool.listing()
 
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok")
-
-    async def prometheus(_: Request) -> Response:
-        return PlainTextResponse(exposition(metrics()))
-
-    return Starlette(
-        routes=[
-            Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
-            Route("/v1/batch", answered(batch), methods=["POST"]),
-            Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
-            Route("/v1/broadcasts/{group}", answered(broadcast)),
-            Route("/v1/teachers/{name}/head", answered(head)),
-            Route("/v1/replicas", answered(replicas)),
-            Route("/v1/replicas/join", _messages(wire.ReplicaJoins, join), methods=["POST"]),
-            Route("/v1/replicas/leave", _messages(wire.ReplicaLeaves, leave), methods=["POST"]),
-            Route("/health", health),
-            Route("/metrics", prometheus),
-        ],
-        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
-    )
+    return [
+        Route("/v1/replicas", answered(replicas)),
+        Route("/v1/replicas/join", _messages(wire.ReplicaJoins, join), methods=["POST"]),
+        Route("/v1/replicas/leave", _messages(wire.ReplicaLeaves, leave), methods=["POST"]),
+    ]
 
 
 def _messages(kind: Any, answer: Callable[[Any], Awaitable[Message]]) -> Handler:
