@@ -5,7 +5,7 @@
 
 The queue is bounded in tokens. One call runs at a time, in one worker thread, so the event loop
 stays free; a batch of scores waits for one slice of generation at most, and the other way round. A batch
-starts with the oldest item. What nobody waits for any more (deadline passed, caller gone) is not computed.
+starts with the oldest item. Work whose caller is gone, or whose deadline has passed, is not computed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class _Queued:
-    """`outcome` is cancelled once nobody waits for it."""
+    """`outcome` is cancelled once its caller is gone."""
 
     work: Work
     outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
@@ -208,7 +208,7 @@ class Batcher:
         return scores
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
-        """Generate in slices of SLICE_SECONDS; stop when nobody waits for any of the batch."""
+        """Generate in slices of SLICE_SECONDS; stop when all callers of the batch are gone."""
         steps = self._engine.generate(*_items(batch))
         while not all(one.outcome.done() for one in batch):
             completions = await self.in_engine_thread(lambda: _slice(steps))

@@ -201,7 +201,7 @@ def _ids(array: Array, name: str, dimensions: int, vocab_size: int, low: int = 0
 
 
 def score_options(item: Item, want: Want, info: EngineInfo) -> ScoreOptions:
-    """What the engine is asked for; items with the same options may share a batch."""
+    """What to compute; items with the same options may share a batch."""
     gather = 0 if item.gather_ids_TK is None else item.gather_ids_TK.shape[1]
     entropy = want.entropy and "entropy" in info.can
     return ScoreOptions(want.topk, gather, entropy, want.hidden, want.temperature)

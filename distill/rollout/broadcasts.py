@@ -1,7 +1,7 @@
 """Broadcasts of weights to the replicas: the members of each, and those that will not receive it to its end.
 
 Published ──▶ admit every live replica ──▶ Audience (to the trainer, which sends)
-                    └──▶ each is told to receive ──▶ serves it, or is a lost member with its reason
+                    └──▶ each is sent a ticket   ──▶ serves it, or is a lost member with its reason
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
 logger = logging.getLogger(__name__)
 _FAILED_LOOKS: Final = 8
-"""Looks at /health in a row, half a second to two and a half apart, without an answer: it is lost."""
+"""Consecutive probes of /health without an answer, 0.5 to 2.5 s apart, after which a member is lost."""
 BROADCAST_RETRY_SECONDS: Final = 0.5
 
 
