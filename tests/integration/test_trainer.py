@@ -459,11 +459,10 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
     there, between, back = (shards(path) for path in (two, one, saved / str(Version(2, 2))))
     assert len(there) == 2 * 5
-    assert len(between) == 6
+    assert len(between) == 5
     for name in there:
-        if name != "zero_pp_rank_1_mp_rank_00_model_states.pt rng":
-            assert_same(there[name], back[name])
-    for name in ("rng", "global_steps", "skipped_steps", "param_shapes"):
+        assert_same(there[name], back[name])
+    for name in ("global_steps", "skipped_steps", "param_shapes"):
         file = "zero_pp_rank_0_mp_rank_00_model_states.pt"
         assert_same(between[f"{file} {name}"], there[f"{file} {name}"])
 
