@@ -27,6 +27,7 @@ import numpy as np
 
 from sync.errors import ConfigError, DataError, Unreachable
 from sync.replica.plugin import PLUGIN
+from sync.retry import retrying
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EngineScores, Item
@@ -35,6 +36,8 @@ KEY_VARIABLE: Final = "TEACHER_API_KEY"
 """Environment variable with the bearer token of the server at `engine_url`."""
 TIMEOUT_SECONDS: Final = 600.0
 """Of one request."""
+START_SECONDS: Final = 60.0
+"""How long a server that is still starting is waited for."""
 TOPK_TRIED: Final = (base.MAX_TOPK, 256, 128, 64, 32, 20, 8, 1)
 CONCURRENCY: Final = 64
 POLL_SECONDS: Final = 0.02
@@ -78,7 +81,7 @@ class VllmServer(base.Engine):
     def __init__(
         self, config: TeacherConfig, vocab_size: int, transport: httpx.BaseTransport | None = None
     ) -> None:
-        """Raises ConfigError when the server cannot be used, Unreachable when none answers."""
+        """Raises ConfigError when the server cannot be used, Unreachable after START_SECONDS without it."""
         key = os.environ.get(KEY_VARIABLE)
         self._url, self._vocab_size = (config.engine_url or "").rstrip("/"), vocab_size
         self.received_bytes = 0
@@ -92,7 +95,8 @@ class VllmServer(base.Engine):
         )
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="server")
         try:
-            card = self._request("GET", "/v1/models")["data"][0]
+            models = retrying(Unreachable, within=START_SECONDS)(self._request, "GET", "/v1/models")
+            card = models["data"][0]
             self._model, served = card["id"], int(card["max_model_len"]) - 1  # it must generate one token
         except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{self._url}/v1/models lists no model of vLLM: correct engine_url") from error

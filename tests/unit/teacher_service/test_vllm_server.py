@@ -157,6 +157,12 @@ def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence
     same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
 
 
+def test_a_server_that_is_still_starting_is_waited_for() -> None:
+    server = Server()
+    server.fail = 3
+    same(connected(server).score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
+
+
 def test_a_length_beyond_the_servers_is_refused() -> None:
     config = CONFIG.model_copy(update={"max_length": 33})
     with pytest.raises(ConfigError, match="max_length = 33, but the server takes 32"):
