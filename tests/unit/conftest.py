@@ -1,4 +1,5 @@
-"""The event loop of unit tests: asyncio's own, or one of virtual time where a test is marked so."""
+"""The event loop of unit tests: asyncio's own, or one of virtual time where a test is marked so. No property
+test has a deadline: a busy machine breaks no rule."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 from virtual_time import VirtualTimeLoop, now
+
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_asyncio_loop_factories(
