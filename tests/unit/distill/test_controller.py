@@ -494,24 +494,28 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
         await asyncio.gather(*tasks, return_exceptions=True)
         return trainer
 
+    async def rewritten() -> int:
+        """How many texts of the teacher the journal holds; each is what the teacher writes for its number."""
+        texts = 0
+        for _, record in read_all(tmp_path / "journal"):
+            if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
+                prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
+                (written,) = await MemoryTeacher().generate([prompt], 8, [])
+                assert isinstance(written, TeacherCompletion)
+                assert written.token_ids == record.tokens
+                texts += 1
+        return texts
+
     first = await start(5, None)
+    assert await rewritten() > 0
     second = await start(None, first.checkpoint)
+    await rewritten()
     again = {v.step: shares for v, shares in second.batches.items()}
     common = [v for v in first.batches if v.step in again]
     assert common
     for version in common:
         for one, other in zip(first.batches[version], again[version.step], strict=True):
             assert one.micro_batches == other.micro_batches
-
-    texts = 0
-    for _, record in read_all(tmp_path / "journal"):
-        if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
-            prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
-            (written,) = await MemoryTeacher().generate([prompt], 8, [])
-            assert isinstance(written, TeacherCompletion)
-            assert written.token_ids == record.tokens
-            texts += 1
-    assert texts > 0
 
 
 async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller) -> None:
