@@ -25,10 +25,10 @@ from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
 from sync import wire
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.isolate import isolate
 from sync.retry import Backoff
 from sync.wire import Array, Scored, ScoreRefused, TeacherCompletion, checks, pack
 from sync.wire.checks import Problem
-from teacher_service.batching import isolate
 
 logger = logging.getLogger(__name__)
 PARALLEL = 2  # requests in flight to one teacher: the second hides the latency between two
@@ -235,7 +235,6 @@ class TeacherQueue:
 
     async def _outcomes(self, teacher: str, messages: list[Message]) -> list[Outcome]:
         """One per message; a request that fails is halved until the message at fault fails alone."""
-
         return await isolate(
             messages,
             lambda part: self._send(teacher, [*part]),

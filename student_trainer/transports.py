@@ -30,6 +30,7 @@ from sync.broadcast import BroadcastSender, own_address
 from sync.client import token_from_environment
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
+from sync.retry import retrying
 from sync.snapshots.admin import Collected, gc
 from sync.snapshots.checkpoint import meta_of
 from sync.stores import open_store
@@ -197,15 +198,17 @@ class BroadcastTransport:
 
     def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> bool:
         """Broadcast; nothing that comes later builds on it."""
-        for left in reversed(range(_TRIES)):
-            try:
-                self._send_once(sender, version, tensors)
-                break
-            except Unreachable as error:
-                if not left or self._client.stopping.is_set():
-                    raise
-                log.warning("%s; %s goes to those that are left", error, version)
-                time.sleep(_PAUSE_SECONDS)
+
+        def is_worth_another(error: BaseException) -> bool:
+            return isinstance(error, Unreachable) and not self._client.stopping.is_set()
+
+        def note(error: BaseException) -> None:
+            log.warning("%s; %s goes to those that are left", error, version)
+
+        again = retrying(
+            is_worth_another, attempts=_TRIES, first=_PAUSE_SECONDS, longest=_PAUSE_SECONDS, note=note
+        )
+        again(self._send_once, sender, version, tensors)
         return False
 
     def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:

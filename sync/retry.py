@@ -14,8 +14,9 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception,
+    stop_after_attempt,
+    stop_any,
     stop_before_delay,
-    stop_never,
 )
 
 Retried = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
@@ -40,28 +41,45 @@ class Backoff:
 
 
 def retrying(
-    on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
+    on: Retried,
+    *,
+    within: float | None = None,
+    attempts: int | None = None,
+    first: float = 0.05,
+    longest: float = 2.0,
+    note: Callable[[BaseException], None] | None = None,
 ) -> Retrying:
     """`retrying(...)(function, *arguments)` calls a function until it raises nothing of `on`.
 
     An error's `retry_after` (`sync.errors.Overloaded`) lengthens the pause before the next call. `within`:
-    seconds after which the last error is raised, at once if the next pause would end later; None: never.
+    seconds after which the last error is raised, at once if the next pause would end later; `attempts`: calls
+    after which it is; None: never. `note` hears of every error that is retried, before the pause.
     """
-    return Retrying(**_policy(on, within, first, longest))
+    return Retrying(
+        before_sleep=None if note is None else lambda state: note(_error(state)),
+        **_policy(on, within, attempts, first, longest),
+    )
 
 
 def retrying_async(
     on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
 ) -> AsyncRetrying:
     """`await retrying_async(...)(coroutine_function, *arguments)`: see `retrying`."""
-    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, first, longest))
+    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, None, first, longest))
 
 
-def _policy(on: Retried, within: float | None, first: float, longest: float) -> dict[str, Any]:
+def _policy(
+    on: Retried, within: float | None, attempts: int | None, first: float, longest: float
+) -> dict[str, Any]:
+    is_retried = (lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on
+    stops = [
+        *([] if within is None else [stop_before_delay(within)]),
+        *([] if attempts is None else [stop_after_attempt(attempts)]),
+    ]
     return {
-        "retry": retry_if_exception((lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on),
+        "retry": retry_if_exception(is_retried),
         "wait": _wait(first, longest),
-        "stop": stop_never if within is None else stop_before_delay(within),
+        "stop": stop_any(*stops),
         "reraise": True,
     }
 
@@ -70,8 +88,14 @@ def _wait(first: float, longest: float) -> Callable[[RetryCallState], float]:
     """Pauses of one call; tenacity keeps one state for all attempts at it."""
 
     def pause(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
         doubled = min(first * 2.0 ** min(state.attempt_number - 1, 60), longest)
-        return max(doubled, getattr(error, "retry_after", 0.0))
+        return max(doubled, getattr(_error(state), "retry_after", 0.0))
 
     return pause
+
+
+def _error(state: RetryCallState) -> BaseException:
+    """What the call before this pause raised."""
+    error = state.outcome.exception() if state.outcome else None
+    assert error is not None
+    return error

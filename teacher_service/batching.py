@@ -24,6 +24,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sync.errors import DataError, Overloaded, Unreachable
+from sync.isolate import isolate
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
 
@@ -39,7 +40,6 @@ SLICE_SECONDS: Final = 0.1
 
 Outcome = EngineScores | EngineCompletion | str | Unreachable
 """Of one item or prompt; str: why it has none, Unreachable: the server that computes is gone."""
-W = TypeVar("W")
 A = TypeVar("A")
 
 
@@ -249,30 +249,3 @@ def split(scores: EngineScores, counts: Sequence[int]) -> list[EngineScores]:
             raise DataError(f"the engine gave {name} of {len(value)} rows for {ends[-1]} positions")
     parts = {name: np.split(value, ends[:-1]) for name, value in columns.items()}
     return [EngineScores(**{name: part[i] for name, part in parts.items()}) for i in range(len(counts))]
-
-
-async def isolate(
-    items: Sequence[W],
-    run: Callable[[Sequence[W]], Awaitable[Sequence[A]]],
-    failed: Callable[[W, Exception], A],
-    *,
-    on: tuple[type[Exception], ...] = (Exception,),
-    never: tuple[type[Exception], ...] = (),
-) -> list[A]:
-    """Answers of `run`, one per item, in order; each half of a batch that fails runs again on its own.
-
-    `failed` gives the answer for an item that fails alone. `on`: exceptions that may be an item's fault;
-    `never`: those of them that are not. Every other exception is raised at once.
-    """
-    try:
-        return list(await run(items))
-    except never:
-        raise
-    except on as error:
-        if len(items) == 1:
-            return [failed(items[0], error)]
-    middle = len(items) // 2
-    halves = [
-        await isolate(half, run, failed, on=on, never=never) for half in (items[:middle], items[middle:])
-    ]
-    return [*halves[0], *halves[1]]

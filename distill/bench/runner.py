@@ -11,6 +11,7 @@ serving                servers of a benchmark
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 """What a trial found, or a report: JSON values by name."""
 ROOT: Final = Path(__file__).parents[2]
+PACKAGES: Final = ("sync", "teacher_service", "student_trainer", "distill")
 COLORS: Final = (RED, BLUE, PURPLE, ORANGE, GREEN, TEAL, BROWN, GREY)
 START_SECONDS: Final = 300.0
 
@@ -63,31 +66,39 @@ def interleaved(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]
 
 
 class TrialCache:
-    """Finished trials in a JSONL file: {"settings": {…}, "result": {…}}, one line each.
+    """Finished trials in a JSONL file: {"key": …, "settings": {…}, "result": {…}}, one line each.
 
-    After a change of the code, remove the file. A last line that a crash tore counts as not there. Raises
-    DataError for a file that was altered.
+    The key digests the settings and the packages' sources: after a change of either, a trial runs again. A
+    last line that a crash tore counts as not there. Raises DataError for a file that was altered.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._found = {_key(line["settings"]): line["result"] for line in read_lines(path)}
+        self._found = {line["key"]: line["result"] for line in read_lines(path)}
 
     def get(self, settings: Figures, run: Callable[[], Figures]) -> Figures:
         """The result of a trial: from the file, or from `run` and then in the file."""
-        if _key(settings) not in self._found:
+        key = _digest(sources(), json.dumps(settings, sort_keys=True))
+        if key not in self._found:
             log.info("trial: %s", settings)
-            line = {"settings": settings, "result": run()}
+            line = {"key": key, "settings": settings, "result": run()}
             lines = JsonLines(self._path)
             lines.write(line)
             lines.close()
-            self._found[_key(settings)] = json.loads(json.dumps(line["result"]))
-        return self._found[_key(settings)]
+            self._found[key] = json.loads(json.dumps(line["result"]))
+        return self._found[key]
 
 
-def _key(settings: Figures) -> str:
-    return json.dumps(settings, sort_keys=True)
+@cache
+def sources() -> str:
+    """Digest of the four packages' modules."""
+    modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return _digest(*(path.read_text() for path in modules))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def of_tests(name: str) -> Any:

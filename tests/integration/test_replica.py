@@ -183,6 +183,19 @@ def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monk
         vllm_compat.avoid_amx_attention()
 
 
+def test_the_forked_engine_does_not_hold_the_servers_port(server):
+    api = psutil.Process(server.process.pid)
+    port, engines = int(server.url.rsplit(":", 1)[1]), api.children(recursive=True)
+
+    def listens(process: psutil.Process) -> bool:
+        at = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        return port in at
+
+    assert listens(api)
+    assert any("EngineCore" in " ".join(one.cmdline()) or "EngineCore" in one.name() for one in engines)
+    assert not any(listens(one) for one in engines)
+
+
 async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(server, folders):
     async with server.peer() as peer:
         await update(peer, 3)

@@ -86,6 +86,13 @@ def test_a_trial_of_other_settings_does_not_count(tmp_path: Path) -> None:
     assert TrialCache(path).get({"a": 2}, lambda: {"x": 2}) == {"x": 2}
 
 
+def test_a_trial_of_other_code_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.jsonl"
+    assert TrialCache(path).get({"a": 1}, lambda: {"x": 1}) == {"x": 1}
+    monkeypatch.setattr(runner, "sources", lambda: "after a change")
+    assert TrialCache(path).get({"a": 1}, lambda: {"x": 2}) == {"x": 2}
+
+
 def test_a_line_that_a_crash_cut_off_runs_again_and_spoils_nothing(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     for seed in (0, 1):

@@ -67,6 +67,8 @@ def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
     assert ("--gpu-memory-utilization=0.2" in line) == cpu
     assert ("--enforce-eager" in line) == cpu, "compiling takes minutes and gains nothing there"
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == cpu
+    assert ("TORCHDYNAMO_DISABLE" in environment) == cpu, "vLLM would compile its sampler's helpers"
+    assert "TORCHDYNAMO_DISABLE" not in built(engine_args={"enforce-eager": False})[1]
     assert "--gpu-memory-utilization=0.5" in built(engine_args={"gpu-memory-utilization": 0.5})[0]
 
 

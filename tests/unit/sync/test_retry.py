@@ -51,6 +51,14 @@ def test_the_last_error_is_raised_when_the_next_pause_would_end_too_late(clock: 
     assert clock.pauses == [0.1, 0.2, 0.4]
 
 
+def test_the_last_attempt_raises_and_each_retried_error_is_noted(clock: Clock) -> None:
+    errors, noted = [OSError("first"), OSError("second"), OSError("third")], list[BaseException]()
+    with pytest.raises(OSError, match="third"):
+        retrying(OSError, attempts=3, first=0.5, longest=0.5, note=noted.append)(failing(*errors))
+    assert noted == errors[:2]
+    assert clock.pauses == [0.5, 0.5]
+
+
 async def test_other_errors_are_raised_at_once() -> None:
     with pytest.raises(KeyError):
         retrying(OSError)(failing(KeyError()))

@@ -15,7 +15,7 @@ from table_engine import TableEngine, random_table
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
 from teacher_service import batching
-from teacher_service.batching import Batcher, Metrics, Outcome, Work, isolate, split
+from teacher_service.batching import Batcher, Metrics, Outcome, Work, split
 from teacher_service.engines.base import (
     EngineCompletion,
     EnginePrompt,
@@ -179,18 +179,6 @@ async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
     alone = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
     assert isinstance(request.outcomes[3], EngineScores)
     np.testing.assert_array_equal(request.outcomes[3].logprob_C, alone.logprob_C)
-
-
-async def test_a_fault_that_is_no_items_is_raised_at_once() -> None:
-    seen: list[int] = []
-
-    async def run(items: Sequence[int]) -> list[int]:
-        seen.append(len(items))
-        raise Unreachable("gone")
-
-    with pytest.raises(Unreachable):
-        await isolate([1, 2, 3, 4], run, lambda item, error: item, never=(Unreachable,))
-    assert seen == [4]
 
 
 async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
