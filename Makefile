@@ -7,18 +7,19 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-runs test-engines test-units coverage mutants setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP) lint types  ## the whole test suite in three processes: whole runs, engines, the rest
-	$(MAKE) --no-print-directory --jobs=3 test-runs test-engines test-units
+test: $(STAMP)  ## the whole test suite side by side: runs, runs with faults, engines, the rest
+	$(MAKE) --no-print-directory --jobs=4 lint types test-faults test-runs test-engines test-units
 
-test-runs: WHICH = -v -m run
-test-engines: WHICH = -v -m "engine and not run"
-test-units: WHICH = -m "not engine"
-test-runs test-engines test-units: test-%: $(STAMP)
+test-faults: WHICH = tests/integration -v -m faults
+test-runs: WHICH = tests/integration -v -m "run and not faults"
+test-engines: WHICH = tests/integration -v -m "not run"
+test-units: WHICH = tests --ignore=tests/integration
+test-faults test-runs test-engines test-units: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine

@@ -25,6 +25,7 @@ from distill.tasks.sort_letters import EOS_ID, PAD_ID, VOCABULARY
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
+    pytest.mark.faults,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]

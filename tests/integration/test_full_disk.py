@@ -25,6 +25,7 @@ from student_trainer.ranks import Ranks
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
+    pytest.mark.faults,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -24,6 +24,7 @@ from distill.run_log.records import LineageOpened
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
+    pytest.mark.faults,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
 ]

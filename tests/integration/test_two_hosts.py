@@ -23,6 +23,7 @@ REASON = missing()
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
+    pytest.mark.faults,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
