@@ -179,7 +179,7 @@ LateConfig = Annotated[DropLate | WaitForLate | WeighLate, Field(discriminator="
 
 
 class BufferConfig(Settings):
-    """[buffer]: staleness, order and durability of rollouts."""
+    """[buffer]: staleness and durability of rollouts."""
 
     max_staleness: int = Field(4, ge=0)
     """Highest age of a rollout, in versions, at the step that trains on it; 0: synchronous training."""
@@ -199,11 +199,11 @@ class GuardConfig(Settings):
     """
 
     max_reverse_kl: float | None = Field(None, gt=0)
-    """Highest reverse KL of a step, nats a token; None: no limit."""
+    """Highest reverse KL of a step, nats per token; None: no limit."""
     max_grad_norm: float | None = Field(None, gt=0)
     """Highest gradient norm, before clipping; None: no limit."""
     min_entropy: float | None = Field(None, ge=0)
-    """Lowest student entropy, nats a token; None: no limit."""
+    """Lowest student entropy, nats per token; None: no limit."""
     max_truncation_rate: float | None = Field(None, ge=0, le=1)
     """Highest share of a step's rollouts cut off at `rollout.max_tokens`; None: no limit."""
     patience: int = Field(3, ge=1)

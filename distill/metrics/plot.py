@@ -71,7 +71,7 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
     before, after = summary.get("before") or {}, summary.get("after") or {}
     if before.get("reverse_kl") is None or after.get("reverse_kl") is None:
         return name
-    words = f"reverse KL {before['reverse_kl']:.2f} → {after['reverse_kl']:.2f} nats a token"
+    words = f"reverse KL {before['reverse_kl']:.2f} → {after['reverse_kl']:.2f} nats per token"
     if before.get("pass_rate") is not None and after.get("pass_rate") is not None:
         words += f",  pass rate {before['pass_rate']:.0%} → {after['pass_rate']:.0%}"
     return f"{name}:  {words}"
@@ -89,7 +89,7 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
     axes.plot(*curve("reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches")
     axes.plot(*curve("eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("reverse KL, nats a token", color=BLUE)
+    axes.set_ylabel("reverse KL, nats per token", color=BLUE)
     curves, passed = axes.get_lines(), curve("eval/pass_rate")
     if passed[0]:
         right = axes.twinx()

@@ -213,7 +213,7 @@ def threads(config: RunConfig) -> dict[str, int | None]:
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of the short table: what, before, after."""
-    wanted = {"reverse KL (nats a token)": ("reverse_kl", ".3f"), "pass rate": ("pass_rate", ".1%")}
+    wanted = {"reverse KL (nats per token)": ("reverse_kl", ".3f"), "pass rate": ("pass_rate", ".1%")}
     rows = []
     for what, (key, form) in wanted.items():
         values = [(summary.get(side) or {}).get(key) for side in ("before", "after")]

@@ -151,7 +151,7 @@ def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
     """One evaluation, distinguishable from a step's own figures."""
     passed = figures.get("eval/pass_rate")
     rate = "" if passed is None else f", pass rate {passed:.1%}"
-    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats a token{rate}"
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{rate}"
 
 
 def log_all(sinks: Sequence[Sink], step: int, figures: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 The prompt is 5 to 9 distinct letters. The completion lists each of them once; every next letter is the first
 or the last, in the alphabet, of those not yet listed, at the student's choice. A prompt of n letters thus has
 2^(n-1) right answers, and a perfect model has ln 2 nats of entropy at all but its last two tokens:
-0.5 to 0.6 nats a token. A completion passes only when every letter obeys the rule and none is missing.
+0.5 to 0.6 nats per token. A completion passes only when every letter obeys the rule and none is missing.
 
     python -m distill.tasks.sort_letters FOLDER SEED    makes the models and prints their two folders
 
