@@ -29,10 +29,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from distill.config import RunConfig
 from distill.launch import run
-from distill.launch.roles import Plan, Ports, plan_servers, trainer_child
-from distill.launch.supervise import ChildSpec
 from distill.loading import load
 from sync.errors import ConfigError
 from sync.secrets import redact_process
@@ -189,20 +186,8 @@ def main() -> None:
     config = load(given.config, given.set)
     redact_process()
     relays = Relays(config.run_dir / FAULTS)
-
-    def planned(config: RunConfig, token: str | None, ports: Ports) -> Plan:
-        plan = plan_servers(config, token, ports)
-        urls = {child.url: relays.before(child.name, child.url) for child in plan.children if child.url}
-        plan.replicas = {name: urls.get(url, url) for name, url in plan.replicas.items()}
-        plan.teachers = {name: [urls.get(url, url) for url in all_] for name, all_ in plan.teachers.items()}
-        plan.evaluator = urls.get(plan.evaluator or "", plan.evaluator)
-        return plan
-
-    def trainer(config: RunConfig, url: str, token: str | None) -> ChildSpec:
-        return trainer_child(config, relays.before("controller", url), token)
-
-    vars(run).update(plan_servers=planned, trainer_child=trainer)
-    summary = asyncio.run(run.run(config, resume=given.resume, console=Console()))
+    running = run.run(config, resume=given.resume, console=Console(), relay=relays.before)
+    summary = asyncio.run(running)
     sys.exit(bool(summary["problems"]))
 
 

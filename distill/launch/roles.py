@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +33,14 @@ from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 TRAINER, EVALUATOR = "trainer", "evaluator"
+CONTROLLER = "controller"
+Relay = Callable[[str, str], str]
+"""(role, its URL) → the URL through which its clients reach it."""
+
+
+def direct(role: str, url: str) -> str:
+    """No relay."""
+    return url
 
 
 class Ports:
@@ -82,6 +91,16 @@ class Plan:
     """Name → a URL for each of its processes."""
     evaluator: str | None = None
     children: list[ChildSpec] = field(default_factory=list)
+
+    def through(self, relay: Relay) -> Plan:
+        """The same servers, those started here behind relays."""
+        urls = {child.url: relay(child.name, child.url) for child in self.children if child.url}
+        return Plan(
+            {name: urls.get(url, url) for name, url in self.replicas.items()},
+            {name: [urls.get(url, url) for url in all_] for name, all_ in self.teachers.items()},
+            urls.get(self.evaluator or "", self.evaluator),
+            self.children,
+        )
 
 
 def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:

@@ -27,6 +27,7 @@ from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Components, Hooks
+from distill.launch import roles
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import Supervisor
@@ -65,10 +66,12 @@ async def run(
     resume: bool = False,
     console: Console | None = None,
     seconds: Mapping[str, float] | None = None,
+    relay: roles.Relay = roles.direct,
 ) -> dict[str, Any]:
     """Run to the end; returns what is written to summary.json. Raises DistillError; nothing is left running.
 
-    `seconds`: duration of each step before this one; added to the total.
+    `seconds`: duration of each step before this one; added to the total. `relay`: what clients of
+    the roles started here connect to.
     """
     began, console = time.monotonic(), console or Console(stderr=True)
 
@@ -84,7 +87,8 @@ async def run(
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
-        launcher = _Launcher(config, folder, plan_servers(config, token, ports), split, token, console)
+        plan = plan_servers(config, token, ports).through(relay)
+        launcher = _Launcher(config, folder, plan, split, token, console, relay)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
@@ -137,6 +141,7 @@ class _Launcher:
         split: PromptSplit,
         token: str | None,
         console: Console,
+        relay: roles.Relay,
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
         self._joined, self.stopped_by = False, ""
@@ -156,7 +161,7 @@ class _Launcher:
         if config.controller.trainer == "launch":
             children.append(
                 replace(
-                    trainer_child(config, self._controller.url, token),
+                    trainer_child(config, relay(roles.CONTROLLER, self._controller.url), token),
                     joined=lambda: self._joined,
                     prepare=self._before_trainer,
                     died=self._controller.heartbeats.forget,

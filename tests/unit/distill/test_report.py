@@ -134,7 +134,9 @@ def test_lines_for_people_hold_the_figures() -> None:
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
     more = {"tokens/trained_share": 0.914, "dropped/too_old": 3.0, "dropped/straggler": 5.0}
     assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
-    assert evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
+    assert (
+        evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
+    )
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
 
 
