@@ -262,7 +262,7 @@ class PreflightConfig(Settings):
 
 
 class TrackingConfig(Settings):
-    """[tracking]: Weights & Biases, besides metrics.jsonl."""
+    """[tracking]: Weights & Biases, besides metrics.jsonl; samples of what is trained on."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """offline: keep the records in the run's folder, for `wandb sync`."""
@@ -272,6 +272,10 @@ class TrackingConfig(Settings):
     """User or team on wandb; None: its default."""
     tags: list[str] = []
     """Tags of the wandb run."""
+    samples_every: int = Field(10, ge=0)
+    """Steps between batches of which samples are written to samples.jsonl; 0: none."""
+    samples: int = Field(4, ge=1)
+    """Rollouts of each of those batches."""
 
 
 class ControllerConfig(Settings):

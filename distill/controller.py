@@ -22,7 +22,7 @@ from distill import events
 from distill.aio import cancel, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
-from distill.buffer import rules
+from distill.buffer import Batch, rules
 from distill.conclusion import conclude
 from distill.config import RunConfig
 from distill.evaluation.schedule import Evaluations
@@ -111,6 +111,7 @@ class Controller:
         # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
         on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
         on(events.Quarantined, self._hooks.quarantined)
+        on(Batch, self._hooks.batch)
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
         on(StepReport, self._step_reported)

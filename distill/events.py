@@ -1,6 +1,6 @@
 """Events between the stages of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
-Some wire messages and records are emitted as they are: TrainerWelcome, StepReport, Published, Heartbeat and
+Some messages and records are emitted as they are: Batch, TrainerWelcome, StepReport, Published, Heartbeat and
 Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from distill.buffer import Batch
 from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import RewardFn
@@ -77,6 +78,7 @@ class Hooks:
     """After each optimizer step, with the trainer's and the controller's metrics."""
     evaluated: Callable[[EvalReport, bool], None] = _ignore  # a report, and whether it is the best so far
     opened: Callable[[TrainerWelcome], None] = _ignore  # a trainer has said hello
+    batch: Callable[[Batch], None] = _ignore  # a batch was packed; its rollouts have their arrays
     quarantined: Callable[[Quarantined], None] = _ignore  # a line of quarantine.jsonl
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard

@@ -9,8 +9,8 @@ import sync.wire as wire
 from distill.cli.main import app
 
 COMMANDS = (
-    "audit bench chaos control evaluate evaluator export preflight quickstart replicas report run student "
-    "sync teacher train version"
+    "audit bench chaos compare control evaluate evaluator export preflight quickstart replicas report run "
+    "samples student sync teacher trace train version"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved EvalReport EvalRequest FinalDigests "

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sync.wire import Message
 
 HELP = {"help_option_names": ["-h", "--help"]}
+Order = Literal["newest", "worst", "longest", "truncated"]
 RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
 app = typer.Typer(
     name="distill",
@@ -132,6 +133,7 @@ def _log_to_stderr() -> None:
 
 def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the result of a run. Raises DistillError with what is wrong with its end."""
+    from distill.metrics.page import REPORT
     from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 
     table = Table("", "before", "after")
@@ -143,7 +145,7 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
         "tokens": use_of_tokens(summary),
         "waited": longest_waits(summary),
         "model": summary["model"],
-        "picture": config.run_dir / "report.png",
+        "report": f"{config.run_dir / REPORT}, and report.png",
         "figures": config.run_dir / "summary.json",
     }
     for name, line in lines.items():
@@ -272,10 +274,43 @@ app.command(rich_help_panel=RESULTS)(cli_sync.export)
 
 @app.command(rich_help_panel=RESULTS)
 def report(run_dir: RunDir) -> None:
-    """Draw report.png of a run, finished or not."""
-    from distill.metrics.plot import draw
+    """Write report.html and report.png of a run, finished or not."""
+    from distill.metrics.page import REPORT, write_page
 
-    typer.echo(draw(run_dir))
+    typer.echo(write_page([run_dir], run_dir / REPORT))
+
+
+@app.command(rich_help_panel=RESULTS)
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN…")],
+    output: Annotated[Path, typer.Option(help="The page.")] = Path("compare.html"),
+) -> None:
+    """Write one page with the figures, curves and samples of several runs side by side."""
+    from distill.metrics.page import write_page
+
+    typer.echo(write_page(run_dirs, output))
+
+
+@app.command(rich_help_panel=RESULTS)
+def samples(
+    run_dir: RunDir,
+    order: Annotated[Order, typer.Option(help="Which first.")] = "newest",
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 5,
+) -> None:
+    """Print completions that were trained on, each token coloured by what the teacher finds unlikely."""
+    from distill.metrics.samples import Decoder, choose, read_samples, shown
+
+    console, decoder = Console(), Decoder(run_dir)
+    for sample in choose(read_samples(run_dir), order, count):
+        console.print(shown(sample, decoder), end="\n\n", soft_wrap=True)
+
+
+@app.command(rich_help_panel=RESULTS)
+def trace(run_dir: RunDir) -> None:
+    """Write trace.json: every role on one clock, for ui.perfetto.dev or chrome://tracing."""
+    from distill.metrics.trace import write_trace
+
+    typer.echo(write_trace(run_dir))
 
 
 @app.command(rich_help_panel=RESULTS)

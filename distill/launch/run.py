@@ -31,7 +31,8 @@ from distill.launch import roles
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import Supervisor
-from distill.metrics.plot import draw
+from distill.metrics.page import REPORT, write_page
+from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete
 from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
 from distill.preflight import checks, machine
@@ -93,7 +94,7 @@ async def run(
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
-            await asyncio.to_thread(draw, folder.path)
+            await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
     if summary["error"]:
         raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
     if launcher.stopped_by:
@@ -152,6 +153,8 @@ class _Launcher:
         self._display = ProgressDisplay(config.run.steps, console)
         self._spans = JsonLines(folder.path / "timeline.jsonl")
         self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
+        every, count = config.tracking.samples_every, config.tracking.samples
+        self._samples = SampleFile(folder.path / SAMPLES, every, count)
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
         self._claim = Claim()
         self._clients = _connect(config, plan, token, self._claim)
@@ -184,6 +187,7 @@ class _Launcher:
                 sink.close()
             self._spans.close()
             self._quarantine.close()
+            self._samples.close()
             joined_later = [one.engine for one in self._controller.pool.replicas.values()]
             await _disconnect(self._clients, *joined_later)
 
@@ -312,6 +316,7 @@ class _Launcher:
             step=step,
             evaluated=evaluated,
             opened=opened,
+            batch=self._samples.write,
             quarantined=self._quarantine.write,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
             stuck=lambda name: self._supervisor.kill_child(name),  # made after the controller

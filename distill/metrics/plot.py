@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#2f6fde", "#e07b1a", "#2e9e6b", "#8457d6", "#cc3f5a", "#9aa5b1"
 TEAL, BROWN = "#12a5b8", "#8a5a2b"
+RUN_COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, TEAL, BROWN)
 WORK_COLORS = {
     "generate": BLUE,
     "score": ORANGE,
@@ -80,17 +83,11 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
 def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
     """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
     _dress(axes, "Student on its own completions", "tokens trained on, thousands")
-    tokens_at = {line["step"]: line["tokens/trained"] / 1e3 for line in lines if "tokens/trained" in line}
-
-    def curve(figure: str) -> tuple[list[float], list[float]]:
-        found = [line for line in lines if figure in line]
-        return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
-
-    axes.plot(*curve("reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches")
-    axes.plot(*curve("eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
+    axes.plot(*_curve(lines, "reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches")
+    axes.plot(*_curve(lines, "eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats per token", color=BLUE)
-    curves, passed = axes.get_lines(), curve("eval/pass_rate")
+    curves, passed = axes.get_lines(), _curve(lines, "eval/pass_rate")
     if passed[0]:
         right = axes.twinx()
         right.plot(*passed, "s-", color=GREEN, label="pass rate, held out")
@@ -100,6 +97,35 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
         curves = [*curves, *right.get_lines()]
     labels = [str(one.get_label()) for one in curves]
     axes.legend(curves, labels, frameon=False, fontsize=8, loc="center right")
+
+
+def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]]:
+    """A figure over thousands of trained tokens."""
+    tokens_at = {line["step"]: line["tokens/trained"] / 1e3 for line in lines if "tokens/trained" in line}
+    found = [line for line in lines if figure in line]
+    return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
+
+
+def compare(runs: Mapping[str, Sequence[Line]]) -> bytes:
+    """PNG of the held-out and the training reverse KL, and of the pass rate, of every run by name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), dpi=130, layout="constrained")
+    _dress(left, "Reverse KL on own completions, nats per token", "tokens trained on, thousands")
+    _dress(right, "Pass rate, held out", "tokens trained on, thousands")
+    for (name, lines), color in zip(runs.items(), cycle(RUN_COLORS), strict=False):
+        left.plot(*_curve(lines, "reverse_kl"), color=color, alpha=0.3)
+        left.plot(*_curve(lines, "eval/reverse_kl"), "o-", color=color, label=name)
+        right.plot(*_curve(lines, "eval/pass_rate"), "s-", color=color, label=name)
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer)
+    pyplot.close(figure)
+    return buffer.getvalue()
 
 
 def draw_cost(axes: Axes, lines: Sequence[Line]) -> None:

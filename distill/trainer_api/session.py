@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 class TrainerSession:
     """Bound to one controller; hands out the batches of `steps`, cut by `shape`.
 
-    Out: TrainerWelcome, StepReport, Published, Checkpointed, each once, after it is recorded: what was sent
-    twice, or comes from a trainer that is over, changes nothing. And Heartbeat.
+    Out: Batch, with its arrays, when it is packed (again after a resume). TrainerWelcome, StepReport,
+    Published and Checkpointed, each once, after it is recorded: what was sent twice, or comes from a trainer
+    that is over, changes nothing. And Heartbeat.
     """
 
     poll_seconds = 20.0  # longest wait of a request for a batch
@@ -194,6 +195,7 @@ class TrainerSession:
                     return
                 self._shares = {old: one for old, one in self._shares.items() if old >= step - 1}
                 self._shares[step] = shares
+                self._events.emit(batch)
             self.ready = max(self.ready, step)
         self.wake()
 

@@ -10,12 +10,17 @@ import pytest
 from matplotlib.figure import Figure
 from small_config import make_config
 
+from distill.metrics.page import write_page
 from distill.metrics.plot import draw, draw_cost, middle_window
 from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
+from distill.metrics.trace import write_trace
 from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
+from distill.run_log.journal import Journal
+from distill.run_log.records import VersionApplied
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines
+from sync.wire import Version
 
 
 def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
@@ -167,3 +172,63 @@ def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None
     sink.log(2, {"loss": 1.0})
     sink.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+def test_the_page_of_a_run_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    write_run(tmp_path / "a<b")
+    (tmp_path / "a<b" / "config.json").write_text('{"x": "<script>"}')
+    page = write_page([tmp_path / "a<b"], tmp_path / "report.html").read_text()
+    assert "<h1>a&lt;b</h1>" in page
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+    assert 'src="data:image/png;base64,' in page
+    assert "http" not in page
+    assert "width=device-width" in page
+
+
+def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
+    for name, kl in {"one": 0.25, "two": 0.125}.items():
+        write_run(tmp_path / name)
+        (tmp_path / name / "summary.json").write_text(json.dumps({**SUMMARY, "after": {"reverse_kl": kl}}))
+    page = write_page([tmp_path / "one", tmp_path / "two"], tmp_path / "compare.html").read_text()
+    assert "<tr><th></th><th>one</th><th>two</th></tr>" in page
+    assert "<tr><td>reverse KL after</td><td>0.250</td><td>0.125</td></tr>" in page
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
+        write_page([tmp_path], tmp_path / "compare.html")
+
+
+async def test_the_trace_has_every_span_and_divides_updates(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, steps=2)
+    spans = JsonLines(run / "timeline.jsonl")
+    spans.write(Span("student-0", "update", 1.0, 1.5))
+    spans.close()
+    journal = Journal(run / "journal")
+    list(journal.replay())
+    journal.append(VersionApplied("student-0", Version(0, 1), 100, 0.25, 0.125, 0.0625, 0.5))
+    await journal.commit()
+    journal.close()
+    events = json.loads(write_trace(run).read_text())["traceEvents"]
+    found = [(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"]
+    origin = 0.6  # the first span begins there
+    expected = {
+        "update": (1.0, 0.5),
+        "stage": (1.0, 0.25),
+        "pause": (1.25, 0.125),
+        "apply": (1.3125, 0.0625),
+    }
+    for name, (start, seconds) in expected.items():
+        assert (name, pytest.approx(1e6 * (start - origin)), pytest.approx(1e6 * seconds)) in found
+    assert len([one for one in found if one[0] == "generate"]) == 2
+    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert names == {"trainer", "train", "student-0", "generate", "update"}
+    assert {one["name"] for one in events if one["ph"] == "C"} == {
+        "reverse_kl",
+        "staleness/mean",
+        "tokens/trained",
+    }
+
+
+def test_a_folder_without_spans_has_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no timeline\.jsonl"):
+        write_trace(tmp_path)

@@ -1,0 +1,150 @@
+"""Samples of what is trained on: samples.jsonl of a run, and `distill samples`, which prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from rich.text import Text
+
+from distill.buffer import Batch
+from distill.loading import load_run_dir
+from distill.run_log.records import Rollout
+from sync.errors import DataError
+from sync.jsonl import JsonLines, read_lines
+from sync.tokenizers import load_tokenizer
+from sync.wire import unpack
+
+SAMPLES = "samples.jsonl"
+Order = Literal["newest", "worst", "longest", "truncated"]
+SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
+"""Styles of a token by log μ − log q, from this value in nats on."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One rollout of a batch. Producer: SampleFile; consumers: `distill samples`, the report."""
+
+    version: str
+    """The weights that its batch was trained on top of."""
+    id: str
+    age: int
+    """Versions between its oldest token and the batch; 0 for a teacher's completion."""
+    teacher: str
+    prompt: list[int]
+    tokens: list[int]
+    logprob: list[float]
+    """log μ of each token, nats"""
+    teacher_logprob: list[float]
+    """log q of each token, nats"""
+    reward: float | None
+    """None: the run has no reward function."""
+    truncated: bool
+    by_teacher: bool
+    """The teacher generated the completion."""
+
+    @property
+    def excess(self) -> list[float]:
+        """log μ − log q of each token: the reverse KL as one sample shows it, nats."""
+        return [mu - q for mu, q in zip(self.logprob, self.teacher_logprob, strict=True)]
+
+    @property
+    def reverse_kl(self) -> float:
+        """Mean of `excess`."""
+        return sum(self.excess) / max(1, len(self.tokens))
+
+
+class SampleFile:
+    """Writes `count` rollouts of every `every`-th batch; 0: none."""
+
+    def __init__(self, path: Path, every: int, count: int) -> None:
+        self._lines, self._every, self._count = JsonLines(path), every, count
+        self.close = self._lines.close
+
+    def write(self, batch: Batch) -> None:
+        """Write the samples of a batch whose rollouts have their arrays, if its turn has come."""
+        if self._every == 0 or batch.version.step % self._every:
+            return
+        stride = max(1, len(batch.rollouts) // max(1, self._count))
+        for rollout, age in list(zip(batch.rollouts, batch.ages, strict=True))[::stride][: self._count]:
+            self._lines.write(_sample(str(batch.version), rollout, age))
+
+
+def _sample(version: str, rollout: Rollout, age: int) -> Sample:
+    assert rollout.scored is not None, "a rollout of a batch is scored"
+    return Sample(
+        version=version,
+        id=rollout.id,
+        age=age,
+        teacher=rollout.teacher,
+        prompt=unpack(rollout.prompt).tolist(),
+        tokens=unpack(rollout.tokens).tolist(),
+        logprob=_rounded(unpack(rollout.logprob)),
+        teacher_logprob=_rounded(unpack(rollout.scored.logprob)),
+        reward=rollout.reward,
+        truncated=rollout.truncated,
+        by_teacher=rollout.by_teacher,
+    )
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), 4) for value in values]
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def read_samples(run_dir: Path) -> list[Sample]:
+    """Samples of a run, in the order of writing. Raises DataError for a file that was altered."""
+    try:
+        return [msgspec.convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
+    except msgspec.ValidationError as error:
+        raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
+
+
+def choose(samples: Sequence[Sample], order: Order, count: int) -> list[Sample]:
+    """The first `count` in this order."""
+    if order == "truncated":
+        samples = [one for one in samples if one.truncated]
+    by = {"worst": lambda one: one.reverse_kl, "longest": lambda one: len(one.tokens)}
+    return sorted(samples, key=by.get(order, lambda one: one.version), reverse=True)[:count]
+
+
+class Decoder:
+    """Token ids of a run as text, by the student's tokenizer."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises DataError for a folder that is no run, ConfigError without a tokenizer."""
+        self._tokenizer = load_tokenizer(load_run_dir(run_dir).student)
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """The text of these tokens together."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def pieces(self, tokens: Iterable[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [str(self._tokenizer.decode([token])) for token in tokens]
+
+
+def shown(sample: Sample, decoder: Decoder) -> Text:
+    """One sample for a terminal: a line of figures, the prompt, the completion with a colour per token."""
+    line = Text(f"{sample.version}  {sample.id}  {figures(sample)}\n", style="bold")
+    line.append(f"{decoder.text(sample.prompt)}\n", style="dim")
+    for piece, nats in zip(decoder.pieces(sample.tokens), sample.excess, strict=True):
+        line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
+    return line
+
+
+def figures(sample: Sample) -> str:
+    """What is known of a sample besides its text."""
+    parts = [
+        f"reverse KL {sample.reverse_kl:.3f}",
+        f"{len(sample.tokens)} tokens",
+        f"age {sample.age}",
+        "" if sample.reward is None else f"reward {sample.reward:g}",
+        "truncated" if sample.truncated else "",
+        f"completed by teacher {sample.teacher}" if sample.by_teacher else f"teacher {sample.teacher}",
+    ]
+    return "  ".join(part for part in parts if part)
