@@ -270,8 +270,12 @@ class TrackingConfig(Settings):
     """Project of the wandb run."""
     entity: str | None = None
     """User or team on wandb; None: its default."""
+    group: str | None = None
+    """Group of the wandb run; None: none."""
     tags: list[str] = []
     """Tags of the wandb run."""
+    notes: str | None = None
+    """Notes of the wandb run."""
     samples_every: int = Field(10, ge=0)
     """Steps between batches of which samples are written to samples.jsonl; 0: none."""
     samples: int = Field(4, ge=1)

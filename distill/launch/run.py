@@ -178,7 +178,7 @@ class _Launcher:
         """The controller's figures."""
         try:
             if self._config.tracking.wandb != "disabled":
-                self._sinks.append(await asyncio.to_thread(Wandb, self._config))
+                self._sinks.append(await asyncio.to_thread(Wandb, self._config, self._controller.run_log.run))
             with self._signals(asyncio.get_running_loop()):
                 return await self._supervised()
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from distill.metrics.plot import compare, draw
-from distill.metrics.samples import Decoder, Sample, figures, read_samples
+from distill.metrics.samples import Decoder, Sample, figures, read_samples, shaded
 from distill.metrics.summary import longest_waits, use_of_tokens
 from sync.errors import ConfigError, DataError
 from sync.jsonl import read_lines
@@ -27,8 +27,6 @@ td:first-child, th:first-child { text-align: left; padding-left: 0 } tr { border
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem }
 """
 REPORT: Final = "report.html"
-SHADE_NATS: Final = 4.0
-"""log μ − log q of a token that is shaded fully."""
 MOST_SAMPLES: Final = 3
 """Of the first and of the newest batch with samples."""
 
@@ -151,18 +149,11 @@ def _samples(run: Run) -> Iterable[str]:
 
 
 def _sample(sample: Sample, decoder: Decoder) -> str:
-    pieces = zip(decoder.pieces(sample.tokens), sample.excess, strict=True)
     head = escape(f"{sample.version}  {sample.id}  {figures(sample)}")
-    prompt, tokens = escape(decoder.text(sample.prompt)), "".join(_token(*piece) for piece in pieces)
+    prompt, tokens = escape(decoder.text(sample.prompt)), shaded(sample, decoder)
     blocks = {"figures": head, "prompt": prompt, "tokens": tokens}
     inner = "".join(f"<div class={name}>{text}</div>" for name, text in blocks.items())
     return f"<div class=sample>{inner}</div>"
-
-
-def _token(piece: str, nats: float) -> str:
-    alpha = min(1.0, max(0.0, nats) / SHADE_NATS)
-    color = f"background:rgba(204,63,90,{alpha:.2f})"
-    return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
 
 
 # --- pieces of a page -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,10 @@ SAMPLES = "samples.jsonl"
 Order = Literal["newest", "worst", "longest", "truncated"]
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
 """Styles of a token by log μ − log q, from this value in nats on."""
+
+
+SHADE_NATS = 4.0
+"""log μ − log q of a token that is shaded fully in HTML."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -135,6 +140,17 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
     for piece, nats in zip(decoder.pieces(sample.tokens), sample.excess, strict=True):
         line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
     return line
+
+
+def shaded(sample: Sample, decoder: Decoder) -> str:
+    """The completion as HTML: each token shaded by log μ − log q."""
+
+    def token(piece: str, nats: float) -> str:
+        alpha = min(1.0, max(0.0, nats) / SHADE_NATS)
+        color = f"background:rgba(204,63,90,{alpha:.2f})"
+        return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
+
+    return "".join(map(token, decoder.pieces(sample.tokens), sample.excess))
 
 
 def figures(sample: Sample) -> str:

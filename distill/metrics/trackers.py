@@ -14,11 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from distill.config import RunConfig
 from sync import secrets
+from sync.errors import DistillError
 from sync.jsonl import JsonLines
+from sync.wire import RunIdentity
 
 log = logging.getLogger(__name__)
 LINES_WITHOUT_TERMINAL = 12
 """Over a whole run."""
+TABLE_ROWS = 200
+"""Of the newest samples, in wandb."""
 
 
 class Sink(Protocol):
@@ -48,30 +52,58 @@ class MetricsFile:
 
 
 class Wandb:
-    """A wandb run in the run's folder; a resumed run continues under the same id."""
+    """A wandb run in the run's folder; a resumed run continues under the same id.
 
-    def __init__(self, config: RunConfig) -> None:
+    Figures have `step` as their axis; what distill samples shows is logged as the table `samples` at the end.
+    """
+
+    def __init__(self, config: RunConfig, run: RunIdentity) -> None:
         import wandb
 
         tracking, name = config.tracking, config.run.name
+        self._run_dir = config.run_dir
         self._run = wandb.init(
             project=tracking.project,
             entity=tracking.entity,
             name=name,
-            id=name,
+            id=f"{name}-{run.id}",
             resume="allow",
+            group=tracking.group,
             tags=tracking.tags,
+            notes=tracking.notes,
             mode=wandb_mode(config),
             dir=config.run_dir,
             config=secrets.hide(config.model_dump(mode="json")),
             settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({"step": step, **figures})
 
     def close(self) -> None:
+        try:
+            self._log_samples()
+        except DistillError as error:
+            log.warning("wandb gets no samples: %s", error)
         self._run.finish()
+
+    def _log_samples(self) -> None:
+        import wandb
+
+        from distill.metrics.samples import Decoder, read_samples, shaded
+
+        if found := read_samples(self._run_dir)[-TABLE_ROWS:]:
+            decoder = Decoder(self._run_dir)
+            table = wandb.Table(
+                ["version", "age", "reward", "reverse_kl", "prompt", "completion", "by_token"]
+            )
+            for one in found:
+                text, tokens = decoder.text(one.tokens), wandb.Html(shaded(one, decoder))
+                prompt = decoder.text(one.prompt)
+                table.add_data(one.version, one.age, one.reward, one.reverse_kl, prompt, text, tokens)
+            self._run.log({"samples": table})
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:

@@ -22,6 +22,7 @@ from sync import secrets
 from sync.errors import ConfigError
 from sync.settings import REPLICA_VARIABLE, ReplicaConfig, Settings, read_settings
 from sync.stores import open_store
+from sync.wire import RunIdentity
 from teacher_service.config import TeacherConfig
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +155,7 @@ def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
     monkeypatch.setattr(sys, "argv", ["distill", "run", "x.toml", "--set", said])
     secrets.redact_process()
     config.run_dir.mkdir(parents=True)
-    sink = Wandb(config)
+    sink = Wandb(config, RunIdentity(config.run.name, "0123abcd"))
     sink.log(1, {"loss": 0.5})
     sink.close()
     deadline, written = time.monotonic() + 60.0, files(config.run_dir / "wandb")
