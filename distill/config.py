@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from student_trainer.config import TrainerSettings
-from student_trainer.objectives.config import Full, ObjectiveConfig
+from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.client import Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
@@ -254,9 +254,10 @@ class PreflightConfig(Settings):
     score_tolerance: float | None = Field(None, gt=0)
     """Mean absolute difference, in nats per token, allowed between a teacher's scores of the same tokens, and
     between them and a plain fp32 forward pass. None: 0.001 for a teacher in float32, else 0.1."""
-    mismatch_tolerance: float = Field(0.02, gt=0)
+    mismatch_tolerance: float | None = Field(None, gt=0)
     """KL(μ‖p), in nats per token, allowed between rollout engine and trainer on tokens of the same weights.
-    bf16 rounding gives 1e-5 to 1e-3; another temperature, template or head 0.05 or more."""
+    None: 0.02, and 0.05 for a student with experts. bf16 rounding gives 1e-5 to 1e-3, and 1e-3 to 1e-2 where
+    it sends tokens to other experts; another temperature, template or head gives 0.05 or more."""
     longest: bool = True
     """Probe each teacher with a sequence of the greatest length too. false: for sliding windows."""
 
@@ -296,7 +297,7 @@ class RunConfig(Settings):
     prompts: PromptsConfig
     rollout: RolloutConfig
     buffer: BufferConfig = BufferConfig()
-    objective: ObjectiveConfig = Full()
+    objective: ObjectiveConfig = Auto()
     guard: GuardConfig = GuardConfig()
     trainer: TrainerSettings
     weights: WeightsConfig = WeightsConfig()

@@ -78,7 +78,9 @@ async def run(
     if resume and (done := _finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
-    split = checks.check(config)
+    config, split, lines = checks.check(config)
+    for line in lines:
+        say(line)
     machine.check_room(config, machine.estimate(config))
     token = token_of(config)
     with RunFolder.open(config, resume) as folder, Ports() as ports:
