@@ -43,6 +43,8 @@ class RunConfigSection(Settings):
     above the longest call that holds Python's interpreter lock. 0: never."""
     restarts: int = Field(10, ge=0)
     """Restarts of processes that died, all roles together; one more death ends the run."""
+    share_gpus: bool = False
+    """Let several processes use one GPU, where their computed memory fits; false: refuse it."""
     min_free_disk_gib: float = Field(0.5, ge=0)
     """Free disk space below which a run does not start, and a running one starts no rollouts."""
 
@@ -258,6 +260,9 @@ class PreflightConfig(Settings):
     """KL(μ‖p), in nats per token, allowed between rollout engine and trainer on tokens of the same weights.
     None: 0.02, and 0.05 for a student with experts. bf16 rounding gives 1e-5 to 1e-3, and 1e-3 to 1e-2 where
     it sends tokens to other experts; another temperature, template or head gives 0.05 or more."""
+    gpu_gib: float | None = Field(None, gt=0)
+    """Memory of each GPU, with which the computed need of every process is compared, those of other machines
+    too. None: what nvidia-smi says of this machine's."""
     longest: bool = True
     """Probe each teacher with a sequence of the greatest length too. false: for sliding windows."""
 

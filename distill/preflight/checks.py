@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from distill.buffer import rules
 from distill.config import RunConfig, TaskPrompts
 from distill.preflight import objective
+from distill.preflight.devices import check_devices
 from distill.preflight.machine import check_processor, runs_vllm
 from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
@@ -57,6 +58,7 @@ def check(config: RunConfig) -> Checked:
     _check_tokenizers(config, tokenizer)
     vocab_size = tokenizers.vocab_size(tokenizer)
     refuse(_topk(config, vocab_size))
+    lines += check_devices(config)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
