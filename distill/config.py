@@ -91,6 +91,18 @@ class RowPrompts(Settings):
     loop, so it must take milliseconds, and in a thread of the evaluator. None: no reward and no pass rate."""
     template: Literal["chat", "plain"] = "chat"
     """chat: apply the student's chat template, once. plain: take the text as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as {enable_thinking = false}; one that it does not read is
+    refused."""
+    system_prompt: str | None = None
+    """System message of prompts that begin with none."""
+    prompt_suffix: str = ""
+    """Text after each prompt, inside the user's last message."""
+    min_prompt_tokens: int = Field(1, ge=1)
+    """Shorter prompts, template included, are dropped and counted."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are dropped and counted. None: a prompt that leaves no room for `rollout.max_tokens` is
+    refused."""
 
 
 class JsonlPrompts(RowPrompts):
@@ -113,9 +125,30 @@ class DatasetPrompts(RowPrompts):
     """Such as "train" or "train[:10%]"."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
+    stream_rows: int | None = Field(None, ge=1)
+    """Stream the dataset: so many prompts are in memory, twice, and are shuffled among themselves. A row that
+    cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
 
 
-PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+class MixturePrompts(Settings):
+    """Several sources: each prompt is drawn from one of them at random, in proportion to the weights.
+
+    Each goes through its rows pass after pass, at its own pace.
+    """
+
+    type: Literal["mixture"]
+    parts: dict[str, Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]] = (
+        Field(min_length=1)
+    )
+    """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
+    they are routed to teachers; a part sets no `source_field`."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Name → share of the prompts, relative to the others; parts not named: 1."""
+
+
+PromptsConfig = Annotated[
+    TaskPrompts | JsonlPrompts | DatasetPrompts | MixturePrompts, Field(discriminator="type")
+]
 AtLimit = Literal["keep", "drop", "requeue"]
 
 

@@ -36,7 +36,7 @@ from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, 
 from distill.preflight import checks, machine
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.sources import PromptSplit
+from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal, read_all
@@ -86,6 +86,7 @@ async def run(
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
+        keep_position(split.train, folder.path)
         launcher = _Launcher(config, folder, plan_servers(config, token, ports), split, token, console)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.buffer import rules
-from distill.config import RunConfig, TaskPrompts
+from distill.config import MixturePrompts, RowPrompts, RunConfig
 from distill.preflight import objective
 from distill.preflight.devices import check_devices
 from distill.preflight.machine import check_processor, runs_vllm
@@ -62,7 +62,7 @@ def check(config: RunConfig) -> Checked:
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
-    return Checked(config, split, lines)
+    return Checked(config, split, [*lines, *split.notes])
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -126,7 +126,8 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
 def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
     prompts = config.prompts
-    templated = not isinstance(prompts, TaskPrompts) and prompts.template == "chat"
+    parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
+    templated = any(isinstance(part, RowPrompts) and part.template == "chat" for part in parts)
     return templated and config.teachers[teacher].prompt_transform is None
 
 
