@@ -47,6 +47,8 @@ def check(config: RunConfig) -> Checked:
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
+    tokenizer = load_tokenizer(config.student)
+    _check_tokenizers(config, tokenizer)
     config, lines = objective.resolve(config)
     deepspeed_config(config.trainer)
     check_secrets(config)
@@ -54,8 +56,6 @@ def check(config: RunConfig) -> Checked:
     refuse([*check_transport(config), *_teachers(config), *_others(config)])
     _warn_of_temperature(config)
     router = Router(config.teachers)
-    tokenizer = load_tokenizer(config.student)
-    _check_tokenizers(config, tokenizer)
     vocab_size = tokenizers.vocab_size(tokenizer)
     refuse(_topk(config, vocab_size))
     lines += check_devices(config)
