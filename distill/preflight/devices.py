@@ -5,7 +5,7 @@
     transformers teacher    weights / GPUs + one forward pass of batch_tokens + logits of head_chunk
     trainer rank            (weights + gradients + master copy and moments) / ranks + gathered parameters
                             + activations of micro_batch_tokens + logits of head_chunk
-    evaluator               the student in float32
+    evaluator               the student in float32 + WORKSPACE
 
 Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of a GPU are for.
 """
@@ -22,7 +22,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.preflight.machine import GIB, count_parameters, runs_vllm
+from distill.preflight.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
 from distill.preflight.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
@@ -63,10 +63,9 @@ class Use:
     @property
     def line(self) -> str:
         parts = " + ".join(f"{what} {size / GIB:.1f}" for what, size in self.terms.items())
-        reserved = f", in the {self.share:g} that vLLM reserves" if self.share else ""
-        return (
-            f"{self.process} on {self.host} GPU {','.join(self.gpus)}: {parts} = {_gib(self.bytes)}{reserved}"
-        )
+        share = f", in the {self.share:g} that vLLM reserves" if self.share else ""
+        place = _named(self.host, ",".join(self.gpus))
+        return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
 
 
 def check_devices(config: RunConfig) -> list[str]:
@@ -85,7 +84,7 @@ def check_devices(config: RunConfig) -> list[str]:
     problems: dict[str, None] = {}  # in order, each once
     for (host, gpu), together in by_gpu.items():
         size = given * GIB if given else sizes.get(gpu) if host == HERE else None
-        problems |= dict.fromkeys(_conflicts(config, f"{host} GPU {gpu}", together, size))
+        problems |= dict.fromkeys(_conflicts(config, _named(host, gpu), together, size))
     if problems:
         raise ConfigError("\n".join(problems))
     return [f"computed: {use.line}" for use in found]
@@ -118,6 +117,10 @@ def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | N
         )
 
 
+def _named(host: str, gpus: str) -> str:
+    return f"GPU {gpus}" if host == HERE else f"GPU {gpus} of {host}"
+
+
 def _taken(use: Use, size: float) -> float:
     return use.share * size if use.share else use.bytes
 
@@ -140,7 +143,9 @@ def gpus() -> dict[str, float]:
 
 
 def visible(sizes: Mapping[str, float]) -> list[str]:
-    """The GPUs that a process without `devices` inherits."""
+    """The GPUs that a process without `devices` inherits; none beside the CPU build of vLLM and torch."""
+    if installed_for_cpu():
+        return []
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [*sizes] if inherited is None else _names(inherited)
 
@@ -175,13 +180,18 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
     evaluation = config.evaluation
     if evaluation is not None and evaluation.device != "cpu":
         for process, host, names in _places("evaluator", evaluation.placement, 1, inherited):
-            terms = {"student in float32": 4.0 * count_parameters(student)}
+            terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
             yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
     trainer = config.trainer
     elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None
-    names = [] if elsewhere and trainer.devices is None else _names(trainer.devices or ",".join(inherited))
+    if trainer.devices is not None:
+        names = _names(trainer.devices)
+    elif elsewhere:
+        names = [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else []
+    else:
+        names = [*inherited]
     if names:
-        host = "each trainer machine" if elsewhere else HERE
+        host = "each trainer node" if elsewhere else HERE
         yield Use("trainer", "trainer.devices", host, tuple(names[: trainer.ranks]), _rank(config))
 
 

@@ -47,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four GPUs of 10 GiB."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
     monkeypatch.setattr(devices, "gpus", lambda: {str(i): 10.0 * GIB for i in range(4)})
 
 
@@ -86,7 +87,7 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         "pass of 1,000 tokens": 2 * 1000 * (6 * WIDTH + 3 * INNER),
         "logits": 2 * 4 * 8 * VOCABULARY,
     }
-    assert found["evaluator"] == {"student in float32": 4 * PARAMETERS}
+    assert found["evaluator"] == {"student in float32": 4 * PARAMETERS, "work space": work}
     assert found["trainer"] == {
         "weights": 2 * PARAMETERS,
         "gradients": 4 * PARAMETERS,
@@ -135,19 +136,20 @@ def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -
 def test_two_processes_on_a_gpu_are_refused_unless_told(model: str) -> None:
     lines = devices.check_devices(apart(model))
     assert [line.split(":")[1].split(" on ") for line in lines] == [
-        [" student-0", "here GPU 0"],
-        [" teacher-t", "here GPU 1"],
-        [" evaluator", "here GPU 3"],
-        [" trainer", "here GPU 2"],
+        [" student-0", "GPU 0"],
+        [" teacher-t", "GPU 1"],
+        [" evaluator", "GPU 3"],
+        [" trainer", "GPU 2"],
     ]
     wanted = (
-        r"here GPU 0 is used by student-0 \(student\.devices\) and evaluator "
+        r"GPU 0 is used by student-0 \(student\.devices\) and evaluator "
         r"\(evaluation\.placement\.devices\).*run\.share_gpus = true"
     )
     together = {"placement": {}}  # inherits all, takes the first
     with pytest.raises(ConfigError, match=wanted):
         devices.check_devices(apart(model, evaluation=together))
-    shared = apart(model, evaluation=together, run={"share_gpus": True})
+    smaller = {"engine_args": {"gpu-memory-utilization": 0.5}}
+    shared = apart(model, evaluation=together, run={"share_gpus": True}, student=smaller)
     assert len(devices.check_devices(shared)) == 4
 
 
@@ -166,7 +168,7 @@ def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
         trainer={"micro_batch_tokens": 3_000_000},
     )  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"here GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 0\.0 GiB; trainer"
+        ConfigError, match=r"GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 2\.0 GiB; trainer"
     ):
         devices.check_devices(shared)
     assert devices.check_devices(
@@ -182,18 +184,18 @@ def test_teachers_that_unload_share_a_gpu_as_far_as_they_are_loaded_together(mod
     assert devices.check_devices(
         apart(model, run=one_at_a_time, teachers=teachers, evaluation={"device": "cpu"})
     )
-    with pytest.raises(ConfigError, match=r"here GPU 1 has 10\.0 GiB, and 10\.\d GiB are needed"):
+    with pytest.raises(ConfigError, match=r"GPU 1 has 10\.0 GiB, and 10\.\d GiB are needed"):
         devices.check_devices(apart(model, teachers=teachers, evaluation={"device": "cpu"}))
 
 
 def test_machines_that_urls_name_are_computed_by_host(model: str) -> None:
     urls = ["http://a:1", "http://b:1", "http://b:2"]
     place = {"path": model, "devices": ["0", "0", "0"], "urls": urls}
-    with pytest.raises(ConfigError, match=r"b GPU 0 is used by student-1 .* and student-2"):
+    with pytest.raises(ConfigError, match=r"GPU 0 of b is used by student-1 .* and student-2"):
         devices.check_devices(apart(model, student=place, trainer={"devices": "2"}))
     place["devices"] = ["0", "0", "1"]
     lines = devices.check_devices(apart(model, student=place, controller={"trainer": "external"}))
-    assert "each trainer machine GPU 2" in lines[-1]
+    assert "GPU 2 of each trainer node" in lines[-1]
 
 
 def test_a_machine_without_gpus_computes_only_what_is_named(model: str, monkeypatch: Any) -> None:
@@ -212,4 +214,5 @@ def test_nvidia_smi_is_read(monkeypatch: Any, tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert devices.gpus() == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
     assert devices.visible({"0": 1.0}) == ["1", "0"]
