@@ -194,8 +194,9 @@ class _Opening:
             for prompt in split.held_out
         ]
         train = Mixture({name: split.train for name, split in splits.items()}, weights, self.seed)
-        notes = tuple(note for split in splits.values() for note in split.notes)
-        return PromptSplit(train, held_out, _reward_of_parts(splits), notes=notes)
+        reward_fn, notes = _reward_of_parts(splits)
+        notes += [note for split in splits.values() for note in split.notes]
+        return PromptSplit(train, held_out, reward_fn, notes=tuple(notes))
 
     def one(self, prompts: TaskPrompts | RowsConfig, wanted: int) -> PromptSplit:
         """A source that is no mixture."""
@@ -233,17 +234,13 @@ class _Opening:
         return PromptSplit(source, held_out, reward_fn)
 
 
-def _reward_of_parts(splits: Mapping[str, PromptSplit]) -> RewardFn | None:
-    """The reward function of a prompt's part. Raises ConfigError when some parts have one and others none."""
+def _reward_of_parts(splits: Mapping[str, PromptSplit]) -> tuple[RewardFn | None, list[str]]:
+    """The reward of a prompt by its part, and a note for parts without one: then there is none at all."""
     rewards = {name: split.reward_fn for name, split in splits.items() if split.reward_fn is not None}
-    if not rewards:
-        return None
-    if missing := splits.keys() - rewards.keys():
-        raise ConfigError(
-            f"prompts.parts {', '.join(sorted(rewards))} have a reward and {', '.join(sorted(missing))} "
-            "none: set reward_fn in all of them, or in none"
-        )
-    return lambda prompt, completion: rewards[prompt.source](prompt, completion)
+    if missing := sorted(splits.keys() - rewards.keys()):
+        note = f"prompts: completions have no reward, because {', '.join(missing)} of prompts.parts has none"
+        return None, [note] if rewards else []
+    return lambda prompt, completion: rewards[prompt.source](prompt, completion), []
 
 
 def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
