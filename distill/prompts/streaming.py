@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 KEPT_STARTS: Final = 8
 """Newest blocks whose beginning is remembered, and the first."""
 FIRST: Final = 256
-"""Rows that are read at the start, or more where so many are needed to hold prompts out."""
+"""Rows that are read at the start, or more where so many are needed to hold prompts out; as many stay."""
 
 
 class BlockStart(msgspec.Struct, frozen=True):
@@ -65,6 +65,8 @@ class StreamSource:
         self._config, self._reader, self._seed, self._held_out = config, reader, seed, held_out
         self._size = config.stream_rows
         self._blocks: dict[int, list[Prompt]] = {}
+        self._first: dict[int, Prompt] = {}
+        """Prompts that checks before and during a run sample, whatever its position."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._pending: Future[None] | None = None
         self._file: Path | None = None
@@ -83,18 +85,28 @@ class StreamSource:
     def keep(self, path: Path) -> None:
         """Remember beginnings of blocks in a file, and take those of the same stream that it holds."""
         self._file = path
-        if path.is_file():
+        if not path.is_file():
+            return
+        try:
             saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
-            if saved.stream == self.identity:
-                self._starts |= saved.starts
-            else:
-                log.warning("%s is of another stream: the rows are read from the start", path)
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be used (%s): the rows are read from the start", path, error)
+            return
+        if saved.stream == self.identity:
+            self._starts |= saved.starts
+        else:
+            log.warning("%s is of another stream: the rows are read from the start", path)
 
     def __getitem__(self, index: int) -> Prompt:
         """Waits for a block that is not in memory. Raises DataError when it cannot be read."""
+        if index in self._first:
+            return self._first[index]
         while (loading := self.loading(index, index)) is not None:
             loading.result()
-        return self._blocks[index // self._size][index % self._size]
+        prompt = self._blocks[index // self._size][index % self._size]
+        if index < FIRST:
+            self._first[index] = prompt
+        return prompt
 
     def loading(self, first: int, last: int) -> Future[None] | None:
         """What to wait for before prompts `first` to `last` are in memory; None: they are.

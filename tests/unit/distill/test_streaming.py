@@ -113,6 +113,10 @@ def test_a_resume_with_its_file_reads_little_again(
     other, _ = opened(dataset.model_copy(update={"min_prompt_tokens": 2}))
     keep_position(other, tmp_path)
     assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
+    (tmp_path / "stream-prompts.json").write_text("{")
+    torn, _ = opened(dataset)
+    keep_position(torn, tmp_path)
+    assert texts(torn, range(50, 55)) == expected
 
 
 def test_two_blocks_are_in_memory_and_the_next_is_read_ahead(dataset: DatasetPrompts) -> None:
