@@ -12,6 +12,7 @@ Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from sync.errors import ConfigError
 from sync.settings import ModelSource, Placement
 from teacher_service.config import TeacherConfig
 
+log = logging.getLogger(__name__)
 HERE: Final = "here"
 WORKSPACE: Final = 2 * GIB
 """Activations of a vLLM engine, its CUDA graphs and buffers."""
@@ -165,6 +167,9 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
         terms, share, used = _vllm(student, student.dtype, student.flags(), length, names)
         yield Use(process, "student.devices", host, used, terms, share)
     for name, teacher in config.teachers.items():
+        if teacher.urls and not _readable(teacher):
+            log.warning("memory of teacher %s is not computed: its path is not readable here", name)
+            continue
         label = f"teacher-{name}"
         places = _places(label, teacher, teacher.replicas, [] if teacher.device == "cpu" else inherited)
         for process, host, names in places:
@@ -193,6 +198,14 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
     if names:
         host = "each trainer node" if elsewhere else HERE
         yield Use("trainer", "trainer.devices", host, tuple(names[: trainer.ranks]), _rank(config))
+
+
+def _readable(source: ModelSource) -> bool:
+    try:
+        text_config(source)
+    except ConfigError:
+        return False
+    return True
 
 
 def _places(

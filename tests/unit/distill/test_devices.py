@@ -198,6 +198,13 @@ def test_machines_that_urls_name_are_computed_by_host(model: str) -> None:
     assert "GPU 2 of each trainer node" in lines[-1]
 
 
+def test_a_model_of_another_machine_may_be_readable_there_alone(model: str, caplog: Any) -> None:
+    teacher = {"path": "/there/only", "urls": ["http://a:1"], "devices": ["0"]}
+    lines = devices.check_devices(apart(model, teachers={"t": teacher}))
+    assert not any("teacher" in line for line in lines)
+    assert "memory of teacher t is not computed: its path is not readable here" in caplog.text
+
+
 def test_a_machine_without_gpus_computes_only_what_is_named(model: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
