@@ -295,7 +295,7 @@ class PreflightConfig(Settings):
     it sends tokens to other experts; another temperature, template or head gives 0.05 or more."""
     gpu_gib: float | None = Field(None, gt=0)
     """Memory of each GPU, with which the computed need of every process is compared, those of other machines
-    too. None: what nvidia-smi says of this machine's."""
+    too. None: what nvidia-smi reports of this machine's."""
     longest: bool = True
     """Probe each teacher with a sequence of the greatest length too. false: for sliding windows."""
 

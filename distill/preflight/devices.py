@@ -226,7 +226,7 @@ def _places(
 def _vllm(
     source: ModelSource, dtype: str, flags: Mapping[str, Any], length: int, names: list[str]
 ) -> tuple[dict[str, float], float, tuple[str, ...]]:
-    """(terms, share, GPUs) of a vLLM engine. Raises ConfigError when it has fewer GPUs than it asks for."""
+    """(terms, share, GPUs) of a vLLM engine. Raises ConfigError when it has fewer GPUs than it needs."""
     tensor, pipeline = (int(flags.get(f"{kind}-parallel-size", 1)) for kind in ("tensor", "pipeline"))
     if tensor * pipeline > len(names):
         raise ConfigError(

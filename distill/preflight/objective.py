@@ -84,7 +84,7 @@ def has_experts(model: Any) -> bool:
 
 
 def precision(model: Any, dtype: str) -> str:
-    """Name of the weights' precision, where "auto" stands for what transformers' config says."""
+    """Name of the weights' precision, where "auto" stands for that of transformers' config."""
     stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
     return stored if dtype == "auto" else dtype
 

@@ -22,6 +22,7 @@ RowsConfig = JsonlPrompts | DatasetPrompts
 Encode = Callable[[Any], Sequence[int]]
 """From a row's prompt field (a string, or a list of chat messages) to token ids."""
 FEWEST_SEEN: Final = 32
+"""Rows of a stream from which on a majority of unusable ones ends it."""
 log = logging.getLogger(__name__)
 _OURS: Final = ("messages", "add_generation_prompt")
 """Variables of a chat template that the encoder sets itself."""

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import msgspec
 import numpy as np
 from blake3 import blake3
@@ -171,10 +172,21 @@ class StreamSource:
         self._prompts = (prompt for _, prompt in self._reader.usable(self._numbered(iter(self._dataset))))
 
     def _numbered(self, rows: Iterator[Any]) -> Iterator[Row]:
-        for fields in rows:
-            number, self._row = self._row, self._row + 1
+        from datasets.exceptions import DatasetsError
+
+        while True:
+            number, place = self._row, f"{self._config.path} row {self._row}"
+            try:
+                fields = next(rows)
+            except StopIteration:
+                return
+            except (OSError, ValueError, DatasetsError, httpx.HTTPError) as error:
+                raise DataError(
+                    f"{place} cannot be read ({type(error).__name__}: {error}): resume the run when it can be"
+                ) from error
+            self._row += 1
             if number not in self._held_out:
-                yield Row(f"{self._config.path} row {number}", f"{self._epoch}.{number}", fields)
+                yield Row(place, f"{self._epoch}.{number}", fields)
 
     def _save(self) -> None:
         if self._file is not None and self._file.parent.is_dir():

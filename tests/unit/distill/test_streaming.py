@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from small_config import make_config
 
 from distill.config import DatasetPrompts, RunConfig
 from distill.launch.run_folder import content
+from distill.prompts import streaming
 from distill.prompts.mixture import DRAWS, Mixture, by_weight
 from distill.prompts.rows import RowReader
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, keep_position, open_prompts
@@ -164,6 +166,31 @@ def test_a_stream_that_gives_nothing_or_may_change_is_refused(dataset: DatasetPr
         opened(hub)
     with pytest.raises(DataError, match="cannot be loaded"):
         opened(dataset.model_copy(update={"split": "train[:10%]"}))
+
+
+def test_a_dataset_that_cannot_be_read_any_further_is_named_and_tried_again(
+    dataset: DatasetPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = texts(opened(dataset)[0], range(21))
+    source, _ = opened(dataset)
+    real = streaming.open_dataset
+
+    class Torn:
+        def __init__(self, config: DatasetPrompts) -> None:
+            self._rows = real(config)
+            self.load_state_dict, self.state_dict = self._rows.load_state_dict, self._rows.state_dict
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from itertools.islice(self._rows, 10)
+            raise ConnectionError("the server left")
+
+    monkeypatch.setattr(streaming, "open_dataset", Torn)
+    assert texts(source, range(7)) == expected[:7]
+    wanted = r"rows row 10 cannot be read \(ConnectionError: the server left\): resume the run when it can be"
+    with pytest.raises(DataError, match=wanted):
+        source[7]
+    monkeypatch.setattr(streaming, "open_dataset", real)
+    assert texts(source, range(21)) == expected
 
 
 # --- mixtures
