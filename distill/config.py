@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from student_trainer.config import TrainerSettings
-from student_trainer.objectives.config import Full, ObjectiveConfig
+from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.client import Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
@@ -43,6 +43,8 @@ class RunConfigSection(Settings):
     above the longest call that holds Python's interpreter lock. 0: never."""
     restarts: int = Field(10, ge=0)
     """Restarts of processes that died, all roles together; one more death ends the run."""
+    share_gpus: bool = False
+    """Let several processes use one GPU, where their computed memory fits; false: refuse it."""
     min_free_disk_gib: float = Field(0.5, ge=0)
     """Free disk space below which a run does not start, and a running one starts no rollouts."""
 
@@ -89,6 +91,18 @@ class RowPrompts(Settings):
     loop, so it must take milliseconds, and in a thread of the evaluator. None: no reward and no pass rate."""
     template: Literal["chat", "plain"] = "chat"
     """chat: apply the student's chat template, once. plain: take the text as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as {enable_thinking = false}; one that it does not read is
+    refused."""
+    system_prompt: str | None = None
+    """System message of prompts that begin with none."""
+    prompt_suffix: str = ""
+    """Text after each prompt, inside the user's last message."""
+    min_prompt_tokens: int = Field(1, ge=1)
+    """Shorter prompts, template included, are dropped and counted."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are dropped and counted. None: a prompt that leaves no room for `rollout.max_tokens` is
+    refused."""
 
 
 class JsonlPrompts(RowPrompts):
@@ -111,9 +125,30 @@ class DatasetPrompts(RowPrompts):
     """Such as "train" or "train[:10%]"."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
+    stream_rows: int | None = Field(None, ge=1)
+    """Stream the dataset: so many prompts are in memory, twice, and are shuffled among themselves. A row that
+    cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
 
 
-PromptsConfig = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+class MixturePrompts(Settings):
+    """Several sources: each prompt is drawn from one of them at random, in proportion to the weights.
+
+    Each goes through its rows pass after pass, at its own pace.
+    """
+
+    type: Literal["mixture"]
+    parts: dict[str, Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]] = (
+        Field(min_length=1)
+    )
+    """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
+    they are routed to teachers; a part sets no `source_field`."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Name → share of the prompts, relative to the others; parts not named: 1."""
+
+
+PromptsConfig = Annotated[
+    TaskPrompts | JsonlPrompts | DatasetPrompts | MixturePrompts, Field(discriminator="type")
+]
 AtLimit = Literal["keep", "drop", "requeue"]
 
 
@@ -254,9 +289,13 @@ class PreflightConfig(Settings):
     score_tolerance: float | None = Field(None, gt=0)
     """Mean absolute difference, in nats per token, allowed between a teacher's scores of the same tokens, and
     between them and a plain fp32 forward pass. None: 0.001 for a teacher in float32, else 0.1."""
-    mismatch_tolerance: float = Field(0.02, gt=0)
+    mismatch_tolerance: float | None = Field(None, gt=0)
     """KL(μ‖p), in nats per token, allowed between rollout engine and trainer on tokens of the same weights.
-    bf16 rounding gives 1e-5 to 1e-3; another temperature, template or head 0.05 or more."""
+    None: 0.02, and 0.05 for a student with experts. bf16 rounding gives 1e-5 to 1e-3, and 1e-3 to 1e-2 where
+    it sends tokens to other experts; another temperature, template or head gives 0.05 or more."""
+    gpu_gib: float | None = Field(None, gt=0)
+    """Memory of each GPU, with which the computed need of every process is compared, those of other machines
+    too. None: what nvidia-smi reports of this machine's."""
     longest: bool = True
     """Probe each teacher with a sequence of the greatest length too. false: for sliding windows."""
 
@@ -304,7 +343,7 @@ class RunConfig(Settings):
     prompts: PromptsConfig
     rollout: RolloutConfig
     buffer: BufferConfig = BufferConfig()
-    objective: ObjectiveConfig = Full()
+    objective: ObjectiveConfig = Auto()
     guard: GuardConfig = GuardConfig()
     trainer: TrainerSettings
     weights: WeightsConfig = WeightsConfig()

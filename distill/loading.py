@@ -134,7 +134,7 @@ def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
     keys: list[str] = []
     named = False
     for part in place:
-        if len(here) > 1:
+        if len(here) > 1 and not named:
             here = [one for one in here if part in get_args(one.model_fields["type"].annotation)]
             continue
         keys.append(part)

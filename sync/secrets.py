@@ -23,7 +23,9 @@ from setproctitle import setproctitle
 HIDDEN: Final = "(hidden)"
 VARIABLE: Final = "DISTILL_HIDDEN"
 """Environment variable with the secrets of a role's file: JSON, place → value."""
-FREE_FORM: Final = frozenset({"env", "options", "engine_args", "overrides", "deepspeed"})
+FREE_FORM: Final = frozenset(
+    {"chat_template_kwargs", "deepspeed", "engine_args", "env", "options", "overrides"}
+)
 """Tables of a configuration whose keys are the user's, so that any of them may name a secret."""
 _SECRET_NAME: Final = re.compile(
     r"(token|key|[_-]pwd)$|secret|passw|passphrase|credential|signature", re.IGNORECASE

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -66,9 +67,11 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
 
+    from sync.memory import available_memory
     from sync.tokenizers import load_tokenizer, vocab_size
     from teacher_service.app import TeacherService
     from teacher_service.engines import build
+    from teacher_service.limits import device_memory, limits
     from teacher_service.messages import describe
 
     setproctitle.setproctitle(f"distill teacher {options.name}[{index}]")
@@ -78,10 +81,15 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     if config.follow_student_every is not None:
         claim = Claim(RunIdentity(ReplicaConfig.from_environment().run))
     engine = build(config, vocab_size(tokenizer), claim)
+    own_pass = config.engine == "transformers" and config.device != "cpu"
+    gpus = device_memory() if own_pass else []  # vLLM sees to its own
+    found = limits(config, engine.engine_info, available_memory(), gpus)
+    engine.engine_info = replace(engine.engine_info, max_length=found.max_length)
     info = describe(options.name, engine.engine_info, tokenizer)
     end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    service = TeacherService(engine, info, config, end_ids=end_ids, token=token, claim=claim)
+    service = TeacherService(engine, info, config, found, end_ids=end_ids, token=token, claim=claim)
     log.info("%s: %s", options.name, service.info)
+    log.info("%s: %s", options.name, found.line)
     serve_app(service.app, host, port, GRACE_SECONDS)
 
 

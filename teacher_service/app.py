@@ -36,15 +36,12 @@ from teacher_service import messages
 from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
+from teacher_service.limits import Limits
 from teacher_service.messages import BadRequest, Call
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
 """Bodies longer than this are read and checked in a thread, so that the event loop answers others."""
-MAX_BODY: Final = 1 << 28
-"""Bytes of one request."""
-MAX_BODIES: Final = 1 << 29
-"""Bytes of all requests that are being read or answered."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -57,6 +54,7 @@ class TeacherService:
         engine: Engine,
         info: TeacherInfo,
         config: TeacherConfig,
+        limits: Limits,
         *,
         end_ids: Sequence[int] = (),
         token: str | None = None,
@@ -64,12 +62,14 @@ class TeacherService:
     ) -> None:
         """`end_ids`: of the tokenizer, besides the engine's own. `claim`: of a teacher that follows a run."""
         self.info, self.metrics = info, Metrics()
-        self._engine, self._queue_tokens = engine, config.queue_tokens
+        self._engine, self._queue_tokens = engine, limits.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
-        score = partial(messages.read_score, info=engine.engine_info, dtype=dtype)
+        score = partial(
+            messages.read_score, info=engine.engine_info, dtype=dtype, most_bytes=limits.reply_bytes
+        )
         generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
-        self._batcher = Batcher(engine, config.batch_tokens, config.queue_tokens, self.metrics)
-        self._bodies = BodyLimit()
+        self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
+        self._bodies = BodyLimit(limits.body_bytes, limits.bodies_bytes)
         routes = [
             Route("/v1/score", self._counted(partial(self._answer, score)), methods=["POST"]),
             Route("/v1/generate", self._counted(partial(self._answer, generate)), methods=["POST"]),
@@ -196,7 +196,7 @@ async def _all(
 class BodyLimit:
     """Reads request bodies within a bound on each, and on all that are being read or answered."""
 
-    def __init__(self, one: int = MAX_BODY, total: int = MAX_BODIES) -> None:
+    def __init__(self, one: int, total: int) -> None:
         self._one, self._total, self._held = one, total, 0
 
     @asynccontextmanager

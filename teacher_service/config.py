@@ -27,13 +27,14 @@ class TeacherConfig(ModelSource, Placement):
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence, in tokens; None: the model's own limit."""
+    """Longest sequence, in tokens; None: the model's own limit, or what memory takes when that is less."""
     batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass."""
     head_chunk: int = Field(1024, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
-    queue_tokens: int = Field(1 << 20, ge=1)
-    """Tokens queued or not yet answered; beyond it a request is refused with 429 and Retry-After."""
+    queue_tokens: int | None = Field(None, ge=1)
+    """Tokens queued or not yet answered; beyond it a request is refused with 429 and Retry-After. None: as
+    many as a quarter of this machine's free memory holds the scores of."""
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
     engine_args: dict[str, Any] = {}

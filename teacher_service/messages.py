@@ -22,7 +22,6 @@ from teacher_service.batching import Work
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores, Item, ScoreOptions
 
-MAX_REPLY_BYTES: Final = 1 << 29
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
 _SAMPLES: Final = 64
@@ -53,13 +52,13 @@ class Call(NamedTuple):
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle) -> Call:
-    """A ScoreRequest. Raises WireError or BadRequest."""
+def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int) -> Call:
+    """A ScoreRequest, whose answer has at most `most_bytes`. Raises WireError or BadRequest."""
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
     want = message.want
     items = [admit(sequence, want, info) for sequence in message.sequences]
-    check_reply_size([item for item in items if isinstance(item, Item)], want, info)
+    check_reply_size([item for item in items if isinstance(item, Item)], want, info, most_bytes)
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
@@ -136,13 +135,13 @@ def _require(good: bool, text: str, status: int = 422) -> None:
         raise BadRequest(status, text)
 
 
-def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
-    """Raise BadRequest (413) when the answer would be longer than MAX_REPLY_BYTES."""
+def check_reply_size(items: list[Item], want: Want, info: EngineInfo, most_bytes: int) -> None:
+    """Raise BadRequest (413) when the answer would be longer than `most_bytes`."""
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
-    text = f"the answer would take {size} bytes, the limit is {MAX_REPLY_BYTES}: send fewer sequences"
-    _require(size <= MAX_REPLY_BYTES, text, 413)
+    text = f"the answer would take {size} bytes, the limit is {most_bytes}: send fewer sequences"
+    _require(size <= most_bytes, text, 413)
 
 
 def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:

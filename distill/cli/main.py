@@ -100,12 +100,11 @@ def preflight(
     from distill.launch.run import check_machine, rehearse
     from distill.preflight import checks, machine
 
-    settings = load_config(config, overrides)
-    split = checks.check(settings)
+    settings, split, lines = checks.check(load_config(config, overrides))
     check_machine(settings)
     needed = machine.estimate(settings)
     machine.check_room(settings, needed)
-    typer.echo("\n".join(machine.lines(settings, needed)))
+    typer.echo("\n".join([*lines, *machine.lines(settings, needed)]))
     if engines:
         _log_to_stderr()
         asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))

@@ -23,6 +23,7 @@ from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from distill.preflight.checks import check_following, check_model, check_secrets, check_transport, refuse
 from distill.preflight.machine import runs_vllm
+from distill.preflight.objective import with_objective
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
@@ -264,7 +265,8 @@ def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     place = config.teachers[name]
     check_secrets(config)
     check_model(place, f"teachers.{name}", runs_vllm(place))
-    check_following(config, name)
+    if place.follow_student_every is not None:
+        check_following(with_objective(config).config, name)
     return teacher_child(config, name, index, _ports(place))
 
 
@@ -273,14 +275,14 @@ def serve_evaluator(config: RunConfig) -> ChildSpec:
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     refuse(check_transport(config))
-    return evaluator_child(config, _ports(config.evaluation.placement))
+    return evaluator_child(with_objective(config).config, _ports(config.evaluation.placement))
 
 
 def train(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
     check_model(config.student, "student")
     check_secrets(config)
-    return trainer_process(config, controller_url)
+    return trainer_process(with_objective(config).config, controller_url)
 
 
 def check_all_joined(config: RunConfig) -> None:

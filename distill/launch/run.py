@@ -38,7 +38,7 @@ from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, 
 from distill.preflight import checks, machine
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
-from distill.prompts.sources import PromptSplit
+from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal, read_all
@@ -82,12 +82,15 @@ async def run(
     if resume and (done := _finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
-    split = checks.check(config)
+    config, split, lines = checks.check(config)
+    for line in lines:
+        say(line)
     machine.check_room(config, machine.estimate(config))
     token = token_of(config)
     with RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
+        keep_position(split.train, folder.path)
         plan = plan_servers(config, token, ports).through(relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay)
         figures = await launcher.run()

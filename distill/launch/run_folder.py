@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -20,7 +20,9 @@ from blake3 import blake3
 from distill.config import RunConfig
 from distill.loading import load_run_dir
 from distill.preflight.machine import check_disk
+from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
+from distill.prompts.stream import PromptSource
 from student_trainer.checkpoint_files import saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import durable, secrets
@@ -140,7 +142,7 @@ def _take_lock(path: Path) -> IO[str]:
 
 _TAKES_EFFECT: Final = {
     "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
-    "min_free_disk_gib",
+    "share_gpus min_free_disk_gib",
     "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
     "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
     "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
@@ -155,7 +157,8 @@ _TAKES_EFFECT: Final = {
 }
 _SAME_CONTENT: Final = {
     "student": "chat_template",
-    "prompts": "type path field source_field answer_field template name split revision",
+    "prompts": "type path field source_field answer_field template name split revision chat_template_kwargs "
+    "system_prompt prompt_suffix min_prompt_tokens max_prompt_tokens",
     "trainer": "deepspeed overrides",
     "evaluation": "prompts",
 }
@@ -185,15 +188,22 @@ not listed is refused with its section. `*`: a teacher's name."""
 
 def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
     """Digests of what a run trains on and with, wherever it comes from; of endless prompts, of a sample."""
-    endless = not hasattr(split.train, "__len__")
-    rows = sample_prompts(split._replace(held_out=[])) if endless else split.train
     deepspeed = deepspeed_config(config.trainer)
     deepspeed["optimizer"]["params"].pop("lr")  # trainer.lr says it
     return {
-        "prompts": _digest(rows, "the first of endless" if endless else ""),
+        "prompts": _content(split.train),
         "held_out": _digest(split.held_out) if split.held_out else None,
         "deepspeed": deepspeed,
     }
+
+
+def _content(source: PromptSource) -> Any:
+    """Digest of a source's rows, of a mixture by part; of endless prompts, of a sample."""
+    if isinstance(source, Mixture):
+        return {name: _content(part) for name, part in source.parts.items()}
+    if isinstance(source, Sized):
+        return _digest(source)
+    return _digest(sample_prompts(PromptSplit(source, [], None)), "the first of endless")
 
 
 def _digest(prompts: Any, which: str = "") -> str:

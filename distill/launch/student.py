@@ -28,8 +28,13 @@ _FIELDS: Final = {
 }
 """Flags with a field of their own in [student]."""
 _HARMFUL: Final = {
-    "disable-log-stats": "takes vLLM's count of tokens from rollout.stall_timeout_seconds: leave it out"
+    "api-server-count": "makes servers with a state of their own behind one address: leave it out",
+    "disable-log-stats": "takes vLLM's count of tokens from rollout.stall_timeout_seconds: leave it out",
 }
+_DATA_PARALLEL: Final = (
+    "makes engines of which one alone reports whether it loaded a version: set student.replicas instead, "
+    "with an entry of student.devices for each"
+)
 _HARMFUL_ON_CPU: Final = {
     "enable-return-routed-experts": "needs the second model runner, which runs on GPUs: leave it out"
 }
@@ -140,5 +145,7 @@ def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], cpu: bool) -> N
         fixed[name] = f"must stay {value!r} for weights and log-probabilities to be right: leave it out"
     harmful = _HARMFUL | (_HARMFUL_ON_CPU if cpu else {})
     for name, value in user.items():
+        if name.startswith(("data-parallel", "dp")) and value not in (1, False):
+            harmful[name] = _DATA_PARALLEL
         if reason := fixed.get(name) or (value and harmful.get(name)):
             raise ConfigError(f"student.engine_args: {name!r} {reason}")

@@ -9,10 +9,12 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distill.buffer import rules
-from distill.config import RunConfig, TaskPrompts
+from distill.config import MixturePrompts, RowPrompts, RunConfig
+from distill.preflight import objective
+from distill.preflight.devices import check_devices
 from distill.preflight.machine import check_processor, runs_vllm
 from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
@@ -26,31 +28,41 @@ from teacher_service.router import Router
 logger = logging.getLogger(__name__)
 
 
-def check(config: RunConfig) -> PromptSplit:
-    """Check everything that can be known beforehand; the prompts, read once.
+class Checked(NamedTuple):
+    """A configuration that can run."""
 
-    Raises ConfigError or DataError.
-    """
+    config: RunConfig
+    """With what the file left open filled in."""
+    split: PromptSplit
+    """Its prompts, read once."""
+    lines: list[str]
+    """What was chosen and computed, in words."""
+
+
+def check(config: RunConfig) -> Checked:
+    """Check everything that can be known beforehand. Raises ConfigError or DataError."""
     if not config.student.urls:
         check_processor("student")
     check_model(config.student, "student")
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
+    tokenizer = load_tokenizer(config.student)
+    _check_tokenizers(config, tokenizer)
+    config, lines = objective.resolve(config)
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
     refuse([*check_transport(config), *_teachers(config), *_others(config)])
     _warn_of_temperature(config)
     router = Router(config.teachers)
-    tokenizer = load_tokenizer(config.student)
-    _check_tokenizers(config, tokenizer)
     vocab_size = tokenizers.vocab_size(tokenizer)
     refuse(_topk(config, vocab_size))
+    lines += check_devices(config)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
-    return split
+    return Checked(config, split, [*lines, *split.notes])
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -106,15 +118,16 @@ def check_following(config: RunConfig, name: str) -> None:
 
 def must_differ(config: RunConfig, teacher: str) -> bool:
     """Whether the student learns nothing from a teacher that equals it at the start of the run."""
-    settings, objective = config.teachers[teacher], config.objective
-    learns_otherwise = objective.task is not None or objective.type == "sft"
+    settings, learned = config.teachers[teacher], config.objective
+    learns_otherwise = learned.task is not None or learned.type == "sft"
     return not (settings.follow_student_every or settings.prompt_transform or learns_otherwise)
 
 
 def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
     prompts = config.prompts
-    templated = not isinstance(prompts, TaskPrompts) and prompts.template == "chat"
+    parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
+    templated = any(isinstance(part, RowPrompts) and part.template == "chat" for part in parts)
     return templated and config.teachers[teacher].prompt_transform is None
 
 
@@ -156,19 +169,13 @@ def _others(config: RunConfig) -> Iterator[str]:
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:
-    temperature = teacher_temperature(config.objective, config.rollout.temperature)
+    yield from objective.unserved(config)
     for name, teacher in config.teachers.items():
         check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
             yield (
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
                 "set evaluation = false"
-            )
-        if teacher.engine != "transformers" and temperature != 1:
-            yield (
-                f'objective.teacher_temperature is "rollout" at temperature {temperature:g}, and engine '
-                f"{teacher.engine!r} of teacher {name!r} gives log-probabilities at 1 alone, from which no "
-                'others follow: set engine = "transformers", or teacher_temperature = "one"'
             )
     if unknown := config.objective.teacher_coefficients.keys() - config.teachers.keys():
         yield (

@@ -19,13 +19,12 @@ import numpy as np
 from distill.config import RunConfig
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
-from distill.preflight import probes
+from distill.preflight import objective, probes
 from distill.preflight.checks import must_differ, shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.rollout.replica_client import ReplicaEngine
 from distill.scoring import score_sequence
-from student_trainer.objectives.config import needs, student_topk
 from sync import tokenizers, wire
 from sync.errors import ConfigError
 from sync.tokenizers import load_tokenizer
@@ -185,27 +184,18 @@ class _Checks:
         if rollouts:
             logp = [unpack(one) for one in reply.student]
             kl = probes.mismatch(logp, [unpack(answer.logprob) for answer in rollouts])
-            tolerance = self.config.preflight.mismatch_tolerance
+            tolerance = _mismatch(self.config)
             self._note(probes.rollouts_match(kl, tolerance, "a plain forward pass"))
 
 
 def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
     """Whether the teacher's engine can compute what the objective needs."""
-    want = needs(config.objective, config.rollout.temperature)
-    needed = {
-        "topk": want.topk > 0,
-        "hidden": want.hidden,
-        "gather": student_topk(config.objective) > 0,
-        "generate": config.objective.on_policy < 1,
-        "temperature": want.temperature != 1.0,
-    }
-    lacking = [name for name, wanted in needed.items() if wanted and name not in info.can]
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
-    problem = (
-        f'objective "{config.objective.type}" needs {", ".join(lacking)}: choose objective "sampled" with '
-        'on_policy = 1 and teacher_temperature = "one", or engine = "transformers"'
-    )
-    return Finding("capabilities", figure, problem if lacking else None)
+    if not (missing := objective.lacking(config, info.can)):
+        return Finding("capabilities", figure)
+    instead = "" if info.engine == "transformers" else ', or engine = "transformers"'
+    problem = f'objective "{config.objective.type}" needs {", ".join(missing)}: '
+    return Finding("capabilities", figure, f"{problem}set {objective.remedy(config, info.can)}{instead}")
 
 
 def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]:
@@ -213,7 +203,12 @@ def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]
     if "mismatch_kl" not in figures:
         return []
     settings, kl = config.preflight, figures["mismatch_kl"]
-    findings = [probes.rollouts_match(kl, settings.mismatch_tolerance, "the trainer at age 0")]
+    findings = [probes.rollouts_match(kl, _mismatch(config), "the trainer at age 0")]
     if "score_gap" in figures:
         findings.append(probes.scores_match(figures["score_gap"], settings.score_tolerance or 0.1))
     return findings
+
+
+def _mismatch(config: RunConfig) -> float:
+    assert config.preflight.mismatch_tolerance is not None, "the launcher resolves it before anything starts"
+    return config.preflight.mismatch_tolerance

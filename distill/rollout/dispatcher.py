@@ -69,6 +69,8 @@ class Dispatcher:
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
+                    while (loading := self._run_log.loading(self._new())) is not None:
+                        await asyncio.wrap_future(loading)
                     self._dispatch(group)
                     self._note_blocked()
                     await self._events.changed.wait()
@@ -91,11 +93,15 @@ class Dispatcher:
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
-        config, state = self._config, self._run_log.state
-        needed = (self._steps - state.next_step) * config.batch - state.outstanding
-        new = max(0, min(needed, state.room(self._pool.slowest())))
-        size = min(config.request_size, config.max_in_flight, len(self._requeued) + new)
+        config = self._config
+        size = min(config.request_size, config.max_in_flight, len(self._requeued) + self._new())
         return size if replica.in_flight + size <= config.max_in_flight else 0
+
+    def _new(self) -> int:
+        """Prompts that may be issued now."""
+        state = self._run_log.state
+        needed = (self._steps - state.next_step) * self._config.batch - state.outstanding
+        return max(0, min(needed, state.room(self._pool.slowest())))
 
     def _next(self, count: int) -> list[Rollout]:
         """The next `count` rollouts, without those that a teacher completes, which are passed on."""

@@ -7,6 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 
@@ -83,6 +84,10 @@ class RunLog:
     def write(self, record: Record) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""
         self.state.apply(record, self.journal.append(record))
+
+    def loading(self, count: int) -> Future[None] | None:
+        """What to wait for before `issue(count)` does not wait for prompts to be read; None: it does not."""
+        return self._prompts.loading(count)
 
     def issue(self, count: int) -> list[Rollout]:
         """Take `count` prompts from the cursor."""

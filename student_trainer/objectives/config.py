@@ -7,9 +7,9 @@ an objective consists of.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from sync.settings import Settings
 from sync.wire import Want
@@ -51,6 +51,15 @@ class Mixing(Settings):
     rollout: the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
+
+
+class Auto(Mixing):
+    """`full` where every teacher's engine gives hidden states and a step of them is small, else `topk`.
+
+    Resolved before anything starts; the choice is printed with its arithmetic.
+    """
+
+    type: Literal["auto"] = "auto"
 
 
 class PolicyGradientTerms(Mixing):
@@ -126,9 +135,18 @@ class SFT(PolicyGradientTerms):
     """Share of the rollouts that the student generates; 0: none."""
 
 
+def _typed(table: Any) -> Any:
+    return {"type": "auto", **table} if isinstance(table, dict) else table
+
+
 ObjectiveConfig = Annotated[
-    Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT, Field(discriminator="type")
+    Annotated[
+        Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_typed),
 ]
+"""A table without `type` is `Auto`."""
 
 
 def teacher_temperature(objective: ObjectiveConfig, rollouts: float) -> float:
@@ -141,6 +159,7 @@ def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
 
     `student_topk` needs no more: it is scored at ids that the request carries (ScoreSequence.gather_ids).
     """
+    assert not isinstance(objective, Auto), "the launcher resolves it before anything starts"
     temperature = teacher_temperature(objective, rollouts)
     if isinstance(objective, Full | JSD | SkewReverse):
         return Want(hidden=True, temperature=temperature)

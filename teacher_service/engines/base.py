@@ -17,6 +17,11 @@ import numpy as np
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
+ENGINE_CAN: Final[dict[str, tuple[str, ...]]] = {
+    "transformers": CAPABILITIES,
+    "vllm": ("topk", "gather", "prompt", "generate"),
+}
+"""`TeacherConfig.engine` → the most that it can, known before it is loaded; see `EngineInfo.can`."""
 MAX_TOPK: Final = 1024
 
 

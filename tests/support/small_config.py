@@ -17,6 +17,7 @@ def make_config(**sections: dict[str, Any]) -> RunConfig:
         "rollout": {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 16},
         "buffer": {"max_staleness": 2, "score_batch": 4, "fsync": "never"},
         "objective": {"type": "sampled"},
+        "preflight": {"mismatch_tolerance": 0.02},
         "trainer": {"deepspeed": "ds.json", "micro_batch_tokens": 32, "keep_checkpoints": 1},
         "evaluation": {"every": 2},
     }

@@ -342,7 +342,8 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
 def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:
     asked = "rollout.temperature=0.7", "objective.type=sampled", "objective.teacher_temperature=rollout"
     message = distill(*asked, "teachers.sorter.engine=vllm")
-    assert "teacher_temperature is \"rollout\" at temperature 0.7, and engine 'vllm'" in message
+    assert "needs temperature 0.7, and engine 'vllm' of teacher 'sorter' gives" in message
+    assert 'set objective.teacher_temperature = "one", or teachers.sorter.engine' in message
     assert "ready to run" in distill(*asked, name="preflight", status=0)
 
 

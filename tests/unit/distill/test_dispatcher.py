@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from virtual_time import LONG
 from distill.buffer import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
 from distill.metrics.timeline import Timeline
-from distill.prompts.stream import PromptStream
+from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
@@ -45,9 +46,15 @@ class Bench:
     """A dispatcher over a run log and replicas; nothing is scored."""
 
     def __init__(
-        self, folder: Path, *replicas: MemoryReplica, steps: int = 100, group: int = 1, **config: Any
+        self,
+        folder: Path,
+        *replicas: MemoryReplica,
+        steps: int = 100,
+        group: int = 1,
+        source: PromptSource | None = None,
+        **config: Any,
     ) -> None:
-        rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(MemoryPrompts(), 0, group)
+        rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
         self.run_log = RunLog(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.events = events = Events()
         self.pool = ReplicaPool(
@@ -93,6 +100,34 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     assert bench.run_log.state.outstanding == len(bench.finished) == 16
     assert bench.finished[0].topk_ids is not None
     assert bench.finished[0].topk_ids.shape[1] == 2
+
+
+class StreamedPrompts(MemoryPrompts):
+    """Prompts that can be given out once `read` is done."""
+
+    def __init__(self) -> None:
+        self.read: Future[None] = Future()
+        self.asked: list[tuple[int, int]] = []
+
+    def loading(self, first: int, last: int) -> Future[None] | None:
+        self.asked.append((first, last))
+        return None if self.read.done() else self.read
+
+    def __getitem__(self, index: int) -> Prompt:
+        assert self.read.done(), "the event loop would wait for it"
+        return super().__getitem__(index)
+
+
+async def test_prompts_that_are_still_read_are_waited_for_without_blocking(tmp_path: Path) -> None:
+    source = StreamedPrompts()
+    bench = Bench(tmp_path, MemoryReplica(), source=source)
+    async with bench.running():
+        await bench.until(lambda: bool(source.asked))
+        await asyncio.sleep(LONG)
+        assert not bench.run_log.state.counters.issued
+        source.read.set_result(None)
+        await bench.until(lambda: len(bench.finished) == 16)
+    assert (0, 15) in source.asked, "all that the bound allows"
 
 
 async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def problem(override: str) -> str:
         ('objective={type="topk",kk=3}', "my.toml: objective.kk is not a known key: did you mean 'k'?"),
         ('weights.store={type="xet",pth=3}', "my.toml: weights.store.pth is not a known key: did you mean"),
         ("evaluation.placement.prt=3", "my.toml: evaluation.placement.prt is not a known key: did you mean"),
+        (
+            'prompts={type="mixture",task="x",parts={a={type="jsonl",path="x",feld="y"}}}',
+            "my.toml: prompts.parts.a.feld is not a known key: did you mean 'field'?",
+        ),
+        ("objective.kk=3", "my.toml: objective.kk is not a known key: known here are coefficient,"),
         ("trainer.lora.rnk=3", "my.toml: trainer.lora.rnk is not a known key: did you mean 'rank'?"),
         (
             "run.awake_teachers=1",

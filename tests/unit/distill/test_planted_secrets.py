@@ -213,4 +213,4 @@ def test_every_table_whose_keys_are_the_users_is_searched_by_name() -> None:
         for name, field in section.model_fields.items()
         if str(field.annotation).startswith("dict[str, ") and "Settings" not in str(field.annotation)
     }
-    assert tables - secrets.FREE_FORM <= {"teacher_coefficients", "teachers"}
+    assert tables - secrets.FREE_FORM <= {"parts", "teacher_coefficients", "teachers", "weights"}

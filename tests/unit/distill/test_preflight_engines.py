@@ -62,7 +62,9 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
         "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"max_tokens": 12},
         "trainer": {"deepspeed": "x.json"},
+        "objective": {"type": "full"},
         "evaluation": {"prompts": 8, "device": "cpu"},
+        "preflight": {"mismatch_tolerance": 0.02},
     }
     return validate({**base, **sections}, "x")
 
@@ -269,12 +271,12 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
-    assert preflight.check(configure(models, **sections)).reward_fn is not None
+    assert preflight.check(configure(models, **sections)).split.reward_fn is not None
     with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(configure(models, prompts=jsonl, **sections))
     path.write_text('{"prompt": "abc>", "gold": "a"}\n' * 20)
     judged = jsonl | {"answer_field": "gold", "reward_fn": "exact"}
-    assert preflight.check(configure(models, prompts=judged, **sections)).reward_fn is not None
+    assert preflight.check(configure(models, prompts=judged, **sections)).split.reward_fn is not None
 
 
 def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, models: Path) -> None:
@@ -288,7 +290,7 @@ def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, mod
         trainer={"deepspeed": str(json_file)},
         evaluation=None,
     )
-    assert len(preflight.check(config).train) == 40
+    assert len(preflight.check(config).split.train) == 40
     with path.open("a") as file:
         file.write('{"prompt": "abc>", "from": "law"}\n')
     with pytest.raises(ConfigError, match="no teacher for data source 'law'"):
@@ -316,7 +318,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     with pytest.raises(ConfigError, match='objective "full" keeps its head'):
         preflight.check(configure(models, **sections))
     sections["objective"] = {"type": "topk", "k": 4}
-    assert preflight.check(configure(models, **sections)).held_out
+    assert preflight.check(configure(models, **sections)).split.held_out
     adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
     for check in (preflight.check, lambda config: roles.serve_teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):

@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 
 from distill.config import DatasetPrompts, JsonlPrompts
-from distill.prompts.sources import TableSource, TaskSource, read_dataset, read_jsonl, text_encoder
+from distill.prompts.rows import Encode, RowReader, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.sources import TableSource, TaskSource
 from distill.prompts.stream import Cursor, Prompt, PromptStream
-from sync.errors import DataError
+from sync.errors import ConfigError, DataError
+
+
+def read_jsonl(config: JsonlPrompts, encode: Encode, max_prompt: int) -> TableSource:
+    return TableSource(RowReader(config, encode, max_prompt).prompts(jsonl_rows(config.path)))
+
+
+def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> TableSource:
+    return TableSource(RowReader(config, encode, max_prompt).prompts(dataset_rows(config)))
+
+
+def rows_of(**fields: Any) -> JsonlPrompts:
+    return JsonlPrompts(type="jsonl", path=Path("p.jsonl"), **fields)
 
 
 def letters(text: str) -> list[int]:
@@ -172,7 +186,7 @@ def test_a_dataset_that_cannot_be_loaded_says_what_to_correct(tmp_path: Path) ->
 
 
 class Tokenizer:
-    """Encodes letters; a chat is its roles and contents, and an opened answer."""
+    """Encodes letters; a chat is its roles and contents, its variables, and an opened answer."""
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
@@ -181,21 +195,73 @@ class Tokenizer:
         return letters(text)
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool, **more: Any
     ) -> list[int]:
         assert add_generation_prompt
         assert not return_dict
-        return letters("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+        told = "".join(f"{{{name}={value}}}" for name, value in more.items())
+        return letters("".join(f"<{m['role']}>{m['content']}" for m in messages) + told + "<assistant>")
 
 
 def test_a_text_becomes_one_turn_of_a_chat() -> None:
-    encode = text_encoder(Tokenizer("template"), "chat")
+    encode = row_encoder(Tokenizer("template"), rows_of())
     assert encode("hi") == letters("<user>hi<assistant>")
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert encode(turns) == letters("<system>s<user>u<assistant>")
-    assert text_encoder(Tokenizer(None), "plain")("hi") == letters("hi")
+    assert row_encoder(Tokenizer(None), rows_of(template="plain"))("hi") == letters("hi")
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_for_chats() -> None:
     with pytest.raises(DataError, match=r'prompts\.template = "plain"'):
-        text_encoder(Tokenizer(None), "chat")
+        row_encoder(Tokenizer(None), rows_of())
+
+
+def test_a_system_prompt_a_suffix_and_variables_of_the_template() -> None:
+    config = rows_of(
+        system_prompt="s", prompt_suffix=" Think.", chat_template_kwargs={"enable_thinking": False}
+    )
+    encode = row_encoder(Tokenizer("{% if enable_thinking %}"), config)
+    told = "{enable_thinking=False}"
+    assert encode("hi") == letters(f"<system>s<user>hi Think.{told}<assistant>")
+    messages = [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}]
+    assert encode(messages) == letters(f"<system>own<user>u Think.{told}<assistant>")
+    assert messages[-1]["content"] == "u", "the row itself is left as it is"
+    plain = row_encoder(Tokenizer(None), rows_of(template="plain", prompt_suffix=" Think."))
+    assert plain("hi") == letters("hi Think.")
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "thinking", "messages", "add_generation_prompt"])
+def test_a_variable_that_the_template_does_not_read_is_refused(name: str) -> None:
+    template = "{{ messages }}{% if enable_thinking and add_generation_prompt %}"
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs sets '{name}'"):
+        row_encoder(Tokenizer(template), rows_of(chat_template_kwargs={name: True}))
+
+
+@pytest.mark.parametrize("setting", [{"system_prompt": "s"}, {"chat_template_kwargs": {"a": 1}}])
+def test_what_goes_through_a_template_is_refused_without_one(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match='set template = "chat", or leave them out'):
+        row_encoder(Tokenizer(None), rows_of(template="plain", **setting))
+
+
+def test_a_suffix_needs_a_last_message_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "assistant", "content": "a"}]}))
+    config = JsonlPrompts(type="jsonl", path=path, prompt_suffix="!")
+    with pytest.raises(DataError, match=r"p\.jsonl:1: prompts\.prompt_suffix .* must be the user's"):
+        read_jsonl(config, row_encoder(Tokenizer("t"), config), 50)
+
+
+def test_rows_outside_the_filters_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "{"x" * length}"}}\n' for length in (1, 2, 3, 4, 5, 6, 7)))
+    config = JsonlPrompts(type="jsonl", path=path, template="plain", min_prompt_tokens=2, max_prompt_tokens=5)
+    reader = RowReader(config, letters, longest=6)
+    kept = [prompt.text for prompt in reader.prompts(jsonl_rows(path))]
+    assert kept == ["xx", "xxx", "xxxx", "xxxxx"]
+    wanted = f"prompts: 3 of 7 rows of {path} dropped: 2 longer than 5 tokens, 1 shorter than 2 tokens"
+    assert reader.note == wanted
+    for most in (1, 7):  # shorter than the shortest, longer than what fits
+        with pytest.raises(
+            ConfigError, match=f"prompts.max_prompt_tokens is {most}, and it must lie between"
+        ):
+            RowReader(config.model_copy(update={"max_prompt_tokens": most}), letters, longest=6)

@@ -92,6 +92,8 @@ def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
         ({"engine_args": {"host": "0.0.0.0"}}, r"student\.host"),
         ({"engine_args": {"trust_remote_code": True}}, r"student\.trust_remote_code"),
         ({"engine_args": {"logprobs-mode": "raw_logprobs"}}, "processed_logprobs"),
+        ({"engine_args": {"data_parallel_size": 2}}, r"data-parallel-size' makes.*set student\.replicas"),
+        ({"engine_args": {"api-server-count": 2}}, "api-server-count"),
         ({"devices": ["0"], "index": 1}, "student-1: devices has 1 entries"),
         ({"host": "0.0.0.0"}, TOKEN_VARIABLE),
     ],

@@ -15,6 +15,7 @@ from sync.wire import TeacherInfo
 from teacher_service.app import TeacherService
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
+from teacher_service.limits import Limits
 
 Serve = Callable[..., AbstractAsyncContextManager[str]]
 
@@ -27,6 +28,7 @@ async def serving(
     port: int = 0,
     model: str = "table",
     claim: Claim | None = None,
+    body_bytes: int = 1 << 28,
 ) -> AsyncIterator[str]:
     """URL of the service while it runs."""
     engine_info = engine.engine_info
@@ -45,7 +47,8 @@ async def serving(
         can=list(engine_info.can),
     )
     config = TeacherConfig(path="t", queue_tokens=queue_tokens, wire_dtype="float32")
-    service = TeacherService(engine, info, config, token=token, claim=claim)
+    limits = Limits(engine_info.max_length, queue_tokens, 1 << 29, body_bytes, 4 * body_bytes)
+    service = TeacherService(engine, info, config, limits, token=token, claim=claim)
     server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,5 +64,5 @@ async def serving(
 
 @pytest.fixture
 def serve() -> Serve:
-    """serve(engine, queue_tokens=, token=, port=, model=, claim=): a context that yields the URL."""
+    """serve(engine, queue_tokens=, token=, port=, model=, claim=, body_bytes=): a context with the URL."""
     return serving

@@ -35,7 +35,6 @@ from sync.wire import (
     pack,
     unpack,
 )
-from teacher_service.app import BodyLimit
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
@@ -144,10 +143,9 @@ async def test_a_request_that_could_never_fit_is_refused_for_good(serve: Serve) 
 
 
 async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_sent(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve,
 ) -> None:
-    monkeypatch.setattr(BodyLimit.__init__, "__defaults__", (1 << 20, 1 << 22))
-    async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
+    async with serve(TableEngine(TABLE), body_bytes=1 << 20) as url, Peer(url) as peer:
         for _ in range(3):
             with pytest.raises(RemoteError, match="400: body is longer than 1048576 bytes"):
                 await peer.once("/v1/score", bytes(32 << 20), 60)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
-from teacher_service import messages
 from teacher_service.engines.base import EngineInfo, Item
 from teacher_service.messages import BadRequest, admit, check_reply_size, check_score
 
@@ -93,12 +92,9 @@ def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
     assert says in str(refusal.value)
 
 
-def test_an_answer_longer_than_the_limit_is_refused_before_it_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    item = Item(np.zeros(8, np.int32), 1)
-    monkeypatch.setattr(messages, "MAX_REPLY_BYTES", 7 * (8 + 8 * 3 + 4 * 4))
-    check_reply_size([item], Want(topk=3, hidden=True), INFO)
+def test_an_answer_longer_than_the_limit_is_refused_before_it_is_computed() -> None:
+    item, most = Item(np.zeros(8, np.int32), 1), 7 * (8 + 8 * 3 + 4 * 4)
+    check_reply_size([item], Want(topk=3, hidden=True), INFO, most)
     with pytest.raises(BadRequest) as refusal:
-        check_reply_size([item], Want(topk=4, hidden=True), INFO)
+        check_reply_size([item], Want(topk=4, hidden=True), INFO, most)
     assert refusal.value.status == 413

@@ -1,0 +1,296 @@
+"""Which process uses which GPU, and whether what must be in its memory fits. Computed, not measured.
+
+    replica, vLLM teacher   weights / (tensor x pipeline) + one sequence's KV cache + WORKSPACE, within the
+                            share gpu-memory-utilization that vLLM reserves
+    transformers teacher    weights / GPUs + one forward pass of batch_tokens + logits of head_chunk
+    trainer rank            (weights + gradients + master copy and moments) / ranks + gathered parameters
+                            + activations of micro_batch_tokens + logits of head_chunk
+    evaluator               the student in float32 + WORKSPACE
+
+Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of a GPU are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from distill.config import RunConfig
+from distill.preflight.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
+from distill.preflight.objective import precision
+from distill.prompts.sources import student_limit, text_config
+from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.launch import read_hosts
+from sync.errors import ConfigError
+from sync.settings import ModelSource, Placement
+from teacher_service.config import TeacherConfig
+
+log = logging.getLogger(__name__)
+HERE: Final = "here"
+WORKSPACE: Final = 2 * GIB
+"""Activations of a vLLM engine, its CUDA graphs and buffers."""
+VLLM_SHARE: Final = 0.92
+"""vLLM's default of gpu-memory-utilization."""
+ITEM: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One process on its GPUs."""
+
+    process: str
+    key: str
+    """Where its GPUs are set."""
+    host: str
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES names them."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """What is in the memory of each of its GPUs → bytes."""
+    share: float = 0.0
+    """Of each GPU's memory that vLLM reserves; 0: it takes what it needs."""
+    unloads: bool = False
+    """It leaves its GPU to others of this kind when it is idle."""
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def line(self) -> str:
+        parts = " + ".join(f"{what} {size / GIB:.1f}" for what, size in self.terms.items())
+        share = f", in the {self.share:g} that vLLM reserves" if self.share else ""
+        place = _named(self.host, ",".join(self.gpus))
+        return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
+
+
+def check_devices(config: RunConfig) -> list[str]:
+    """A line for every process on GPUs. Raises ConfigError for a GPU with two of them or too little memory.
+
+    On a machine without GPUs only what `devices` names is computed. The sizes are those of nvidia-smi, of
+    other machines those of preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
+    """
+    sizes = gpus()
+    found = list(uses(config, visible(sizes)))
+    by_gpu: dict[tuple[str, str], list[Use]] = defaultdict(list)
+    for use in found:
+        for gpu in use.gpus:
+            by_gpu[use.host, gpu].append(use)
+    given = config.preflight.gpu_gib
+    problems: dict[str, None] = {}  # in order, each once
+    for (host, gpu), together in by_gpu.items():
+        size = given * GIB if given else sizes.get(gpu) if host == HERE else None
+        problems |= dict.fromkeys(_conflicts(config, _named(host, gpu), together, size))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [f"computed: {use.line}" for use in found]
+
+
+def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | None) -> Iterator[str]:
+    allowed = config.run.share_gpus or all(use.unloads for use in together)
+    if len(together) > 1 and not allowed:
+        yield (
+            f"{gpu} is used by {' and '.join(f'{use.process} ({use.key})' for use in together)}: give each "
+            "GPUs of its own in these keys, or set run.share_gpus = true if the sum fits"
+        )
+    if size is None:
+        return
+    for use in together:
+        if use.share and use.bytes > use.share * size:
+            yield (
+                f"{use.line}, {_gib(use.share * size)} of {_gib(size)}: raise tensor-parallel-size or "
+                "gpu-memory-utilization, or lower max-model-len, in its engine_args"
+            )
+    unloading = sorted((_taken(use, size) for use in together if use.unloads), reverse=True)
+    most = unloading[: config.run.max_loaded_teachers]
+    taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(most)
+    if taken > size:
+        parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together)
+        yield (
+            f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {together[0].line}): name more "
+            "GPUs, or take less (gpu-memory-utilization; trainer.ranks, micro_batch_tokens, or "
+            "offload_optimizer in trainer.deepspeed)"
+        )
+
+
+def _named(host: str, gpus: str) -> str:
+    return f"GPU {gpus}" if host == HERE else f"GPU {gpus} of {host}"
+
+
+def _taken(use: Use, size: float) -> float:
+    return use.share * size if use.share else use.bytes
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+# --- GPUs of this machine
+
+
+def gpus() -> dict[str, float]:
+    """Index → bytes of memory, of every GPU that nvidia-smi lists; empty: no nvidia-smi, or no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
+    rows = (line.split(",") for line in listed.splitlines() if line.count(",") == 1)
+    return {index.strip(): float(mib) * (1 << 20) for index, mib in rows}
+
+
+def visible(sizes: Mapping[str, float]) -> list[str]:
+    """The GPUs that a process without `devices` inherits; none beside the CPU build of vLLM and torch."""
+    if installed_for_cpu():
+        return []
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [*sizes] if inherited is None else _names(inherited)
+
+
+def _names(devices: str) -> list[str]:
+    return [name.strip() for name in devices.split(",") if name.strip()]
+
+
+# --- who uses them
+
+
+def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
+    """Every process with GPUs; `inherited`: those of a process on this machine without `devices`."""
+    student = config.student
+    for process, host, names in _places("student", student, student.replicas, inherited):
+        length = student_limit(config)
+        terms, share, used = _vllm(student, student.dtype, student.flags(), length, names)
+        yield Use(process, "student.devices", host, used, terms, share)
+    for name, teacher in config.teachers.items():
+        if teacher.urls and not _readable(teacher):
+            log.warning("memory of teacher %s is not computed: its path is not readable here", name)
+            continue
+        label = f"teacher-{name}"
+        places = _places(label, teacher, teacher.replicas, [] if teacher.device == "cpu" else inherited)
+        for process, host, names in places:
+            if runs_vllm(teacher):
+                flags = {key.replace("_", "-"): value for key, value in teacher.engine_args.items()}
+                length = teacher.max_length or int(text_config(teacher).max_position_embeddings)
+                terms, share, used = _vllm(teacher, teacher.dtype, flags, length, names)
+                yield Use(process, f"teachers.{name}.devices", host, used, terms, share)
+            elif teacher.engine_url is None:
+                idle = teacher.idle_unload_seconds is not None
+                terms = _forward(teacher, len(names))
+                yield Use(process, f"teachers.{name}.devices", host, tuple(names), terms, unloads=idle)
+    evaluation = config.evaluation
+    if evaluation is not None and evaluation.device != "cpu":
+        for process, host, names in _places("evaluator", evaluation.placement, 1, inherited):
+            terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
+            yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
+    trainer = config.trainer
+    elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None
+    if trainer.devices is not None:
+        names = _names(trainer.devices)
+    elif elsewhere:
+        names = [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else []
+    else:
+        names = [*inherited]
+    if names:
+        host = "each trainer node" if elsewhere else HERE
+        yield Use("trainer", "trainer.devices", host, tuple(names[: trainer.ranks]), _rank(config))
+
+
+def _readable(source: ModelSource) -> bool:
+    try:
+        text_config(source)
+    except ConfigError:
+        return False
+    return True
+
+
+def _places(
+    label: str, place: Placement, replicas: int, inherited: Sequence[str]
+) -> Iterator[tuple[str, str, list[str]]]:
+    """(name, host, GPUs) of each process that has any; of those elsewhere, only what `devices` names."""
+    hosts = [str(urlsplit(url).hostname) for url in place.urls] or [HERE] * replicas
+    for index, host in enumerate(hosts):
+        own = place.devices[index % len(place.devices)] if place.devices else None
+        names = _names(own) if own is not None else [*inherited] if host == HERE else []
+        if names:
+            yield (label if len(hosts) == 1 and label != "student" else f"{label}-{index}"), host, names
+
+
+# --- what is in their memory
+
+
+def _vllm(
+    source: ModelSource, dtype: str, flags: Mapping[str, Any], length: int, names: list[str]
+) -> tuple[dict[str, float], float, tuple[str, ...]]:
+    """(terms, share, GPUs) of a vLLM engine. Raises ConfigError when it has fewer GPUs than it needs."""
+    tensor, pipeline = (int(flags.get(f"{kind}-parallel-size", 1)) for kind in ("tensor", "pipeline"))
+    if tensor * pipeline > len(names):
+        raise ConfigError(
+            f"{source.path}: tensor-parallel-size {tensor} x pipeline-parallel-size {pipeline} need "
+            f"{tensor * pipeline} GPUs, and devices names {','.join(names)}: name as many"
+        )
+    model = text_config(source)
+    item = ITEM[precision(model, dtype)]
+    terms = {
+        "weights": item * count_parameters(source) / (tensor * pipeline),
+        f"KV cache of {length:,} tokens": length * kv_bytes(model, tensor) / pipeline,
+        "work space": float(WORKSPACE),
+    }
+    return terms, float(flags.get("gpu-memory-utilization", VLLM_SHARE)), tuple(names[: tensor * pipeline])
+
+
+def kv_bytes(model: Any, tensor: int = 1) -> float:
+    """Bytes of KV cache per token, in 16 bits, on each of `tensor` GPUs; `model`: its transformers config."""
+    layers = int(model.num_hidden_layers)
+    if rank := getattr(model, "kv_lora_rank", None):  # latent attention is not split
+        return 2.0 * layers * (rank + model.qk_rope_head_dim)
+    heads = int(getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return 2.0 * 2 * layers * max(1, heads // tensor) * width
+
+
+def _inner(model: Any) -> int:
+    """Width of the feed-forward layer that a token goes through."""
+    experts = getattr(model, "num_experts_per_tok", None) or 0
+    routed = experts * (getattr(model, "moe_intermediate_size", None) or model.intermediate_size)
+    return int(routed or model.intermediate_size)
+
+
+def _forward(teacher: TeacherConfig, gpu_count: int) -> dict[str, float]:
+    model = text_config(teacher)
+    item = ITEM[precision(model, teacher.dtype)]
+    return {
+        "weights": item * count_parameters(teacher) / gpu_count,
+        f"pass of {teacher.batch_tokens:,} tokens": item
+        * teacher.batch_tokens
+        * (6.0 * model.hidden_size + 3 * _inner(model)),
+        "logits": 8.0 * teacher.head_chunk * model.vocab_size,
+    }
+
+
+def _rank(config: RunConfig) -> dict[str, float]:
+    """A trainer rank: ZeRO-3 over the ranks of all hosts."""
+    trainer, json = config.trainer, deepspeed_config(config.trainer)
+    zero, half = json["zero_optimization"], json.get("bf16", {}).get("enabled", False)
+    parameters, model = count_parameters(config.student), text_config(config.student)
+    item = 2 if half else 4
+    accumulated = {"fp32": 4}.get(json.get("data_types", {}).get("grad_accum_dtype"), item)
+    on_gpu = {name: f"offload_{name}" not in zero for name in ("param", "optimizer")}
+    trained = parameters if trainer.lora is None else 0
+    hosts = 1 if trainer.hostfile is None else len(read_hosts(trainer.hostfile))
+    ranks, live = trainer.ranks * hosts, int(zero.get("stage3_max_live_parameters", 1e9))
+    width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
+    layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
+    kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
+    return {
+        "weights": on_gpu["param"] * item * parameters / ranks,
+        "gradients": accumulated * trained / ranks,
+        "optimizer": on_gpu["optimizer"] * (12 if half else 8) * trained / ranks,
+        "gathered": float(item * min(parameters, live)),
+        f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
+        "logits": 12.0 * trainer.head_chunk * model.vocab_size,
+    }

@@ -1,0 +1,183 @@
+"""The objective against its teachers: the default's arithmetic, and what an engine cannot serve.
+
+`resolve` runs once, before everything else; what it chose is written into the run's config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from distill.config import RunConfig
+from distill.prompts.sources import text_config
+from student_trainer.objectives.config import (
+    Auto,
+    Full,
+    Mixing,
+    ObjectiveConfig,
+    TopK,
+    needs,
+    student_topk,
+    teacher_temperature,
+)
+from sync.errors import ConfigError
+from teacher_service.config import TeacherConfig
+from teacher_service.engines.base import ENGINE_CAN
+
+GB: Final = 1e9
+FULL_STEP_BYTES: Final = 2 * GB
+"""Scores of a step up to which `full` is the default: a second or two from one teacher to one rank."""
+MISMATCH, MISMATCH_EXPERTS = 0.02, 0.05
+"""Defaults of preflight.mismatch_tolerance. Rounding moves a routed token to another expert: without routing
+replay KL(μ‖p) was 1.6e-3 to 7.5e-3 for 16 experts, 11 to 37 % of the tokens with another route."""
+
+
+class Resolved(NamedTuple):
+    """A configuration with nothing left open, and what was chosen, in words."""
+
+    config: RunConfig
+    lines: list[str]
+
+
+def resolve(config: RunConfig) -> Resolved:
+    """Choose the objective and the tolerance that the file leaves out.
+
+    Raises ConfigError when a model's config, on which a choice depends, cannot be read.
+    """
+    chosen, lines = with_objective(config)
+    if chosen.preflight.mismatch_tolerance is None:
+        routed = has_experts(text_config(chosen.student))
+        tolerance = MISMATCH_EXPERTS if routed else MISMATCH
+        settings = chosen.preflight.model_copy(update={"mismatch_tolerance": tolerance})
+        chosen = chosen.model_copy(update={"preflight": settings})
+        if routed:
+            lines.append(f"preflight.mismatch_tolerance = {tolerance:g}: the student has experts")
+    return Resolved(chosen, lines)
+
+
+def with_objective(config: RunConfig) -> Resolved:
+    """The configuration with another objective than Auto; one that names its own is left as it is."""
+    if not isinstance(config.objective, Auto):
+        return Resolved(config, [f"objective: {_costs(config, config.objective)}"])
+    given = {name: getattr(config.objective, name) for name in Mixing.model_fields}
+    full, topk = Full(**given), TopK(**given)
+    unserved = [
+        f"engine {teacher.engine!r} of teacher {name!r} gives no hidden states"
+        for name, teacher in config.teachers.items()
+        if "hidden" not in can(teacher)
+    ]
+    chosen: ObjectiveConfig
+    if unserved:
+        chosen, reason = topk, unserved[0]
+    elif (step := score_bytes(config, full) * _step_tokens(config)) > FULL_STEP_BYTES:
+        chosen, reason = topk, f"{_costs(config, full)}, more than {FULL_STEP_BYTES / GB:g} GB"
+    else:
+        chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
+    line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
+    return Resolved(config.model_copy(update={"objective": chosen}), [line])
+
+
+def has_experts(model: Any) -> bool:
+    """Whether transformers' config is of a mixture of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(model, name, None) or 0) > 1 for name in names)
+
+
+def precision(model: Any, dtype: str) -> str:
+    """Name of the weights' precision, where "auto" stands for that of transformers' config."""
+    stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
+    return stored if dtype == "auto" else dtype
+
+
+# --- bytes
+
+
+def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
+    """Bytes of a completion token's scores on the wire, of the widest teacher.
+
+    Raises ConfigError when the config of a teacher, whose hidden states are sent, cannot be read.
+    """
+    want, gathered = needs(objective), student_topk(objective)
+    logprob, id_, half = 4, 4, 2
+    numbers = {name: half if t.wire_dtype == "float16" else 4 for name, t in config.teachers.items()}
+    number = max(numbers.values())
+    topk = want.topk * (id_ + number) + 4 * (want.topk > 0)  # the tail too
+    hidden = max(_hidden_bytes(name, t) for name, t in config.teachers.items()) if want.hidden else 0
+    return logprob + 4 * want.entropy + topk + gathered * number + hidden
+
+
+def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
+    try:
+        model = text_config(teacher)
+    except ConfigError as error:
+        raise ConfigError(
+            f"objective: the bytes of teachers.{name}'s hidden states follow its config.json: set "
+            f'objective.type = "topk", or make its config readable here. {error}'
+        ) from None
+    stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
+    return int(model.hidden_size) * (
+        2 if (stored if teacher.dtype == "auto" else teacher.dtype) == "bfloat16" else 4
+    )
+
+
+def _step_tokens(config: RunConfig) -> int:
+    return config.rollout.batch * config.rollout.max_tokens
+
+
+def _costs(config: RunConfig, objective: ObjectiveConfig) -> str:
+    token, rollout = score_bytes(config, objective), config.rollout
+    step = token * _step_tokens(config) / GB
+    return (
+        f'"{objective.type}" takes {token:,} bytes a token from the teacher, {step:.2f} GB a step of '
+        f"{rollout.batch:,} x {rollout.max_tokens:,} tokens or fewer"
+    )
+
+
+# --- engines
+
+
+def can(teacher: TeacherConfig) -> tuple[str, ...]:
+    """The most that a teacher of this configuration serves."""
+    served = ENGINE_CAN[teacher.engine]
+    head_moves = teacher.follow_student_every is not None
+    return tuple(name for name in served if not (head_moves and name == "hidden"))
+
+
+def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
+    """What the objective needs and an engine that gives `can` does not."""
+    want = needs(config.objective, config.rollout.temperature)
+    needed = {
+        "topk": want.topk > 0,
+        "hidden": want.hidden,
+        "gather": student_topk(config.objective) > 0,
+        "generate": config.objective.on_policy < 1,
+        "temperature": want.temperature != 1.0,
+    }
+    return [name for name, wanted in needed.items() if wanted and name not in can]
+
+
+def remedy(config: RunConfig, can: Sequence[str]) -> str:
+    """The nearest that an engine which gives `can` serves: keys and their values."""
+    missing, changes = lacking(config, can), []
+    if {"topk", "hidden", "gather"} & {*missing}:
+        changes.append(f'objective.type = "{"topk" if "topk" in can else "sampled"}"')
+    if "temperature" in missing:
+        changes.append('objective.teacher_temperature = "one"')
+    if "generate" in missing:
+        changes.append("objective.on_policy = 1")
+    return " and ".join(changes)
+
+
+def unserved(config: RunConfig) -> Iterator[str]:
+    """A line for each teacher whose engine cannot serve the objective."""
+    temperature = teacher_temperature(config.objective, config.rollout.temperature)
+    for name, teacher in config.teachers.items():
+        found = can(teacher)
+        if missing := lacking(config, found):
+            wanted = ", ".join(missing).replace("temperature", f"temperature {temperature:g}")
+            others = [engine for engine, gives in ENGINE_CAN.items() if not lacking(config, gives)]
+            instead = "".join(f", or teachers.{name}.engine = {engine!r}" for engine in others[:1])
+            yield (
+                f'objective "{config.objective.type}" needs {wanted}, and engine {teacher.engine!r} of '
+                f"teacher {name!r} gives {', '.join(found)}: set {remedy(config, found)}{instead}"
+            )

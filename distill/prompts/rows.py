@@ -1,0 +1,251 @@
+"""From rows of a file or dataset to prompts: chat template, filters by length, errors that name the row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from jinja2 import TemplateError
+
+from distill.config import DatasetPrompts, JsonlPrompts
+from distill.prompts.rewards import answer_problem
+from distill.prompts.stream import Prompt
+from sync.errors import ConfigError, DataError
+
+RowsConfig = JsonlPrompts | DatasetPrompts
+Encode = Callable[[Any], Sequence[int]]
+"""From a row's prompt field (a string, or a list of chat messages) to token ids."""
+FEWEST_SEEN: Final = 32
+"""Rows of a stream from which on a majority of unusable ones ends it."""
+log = logging.getLogger(__name__)
+_OURS: Final = ("messages", "add_generation_prompt")
+"""Variables of a chat template that the encoder sets itself."""
+
+
+class Row(NamedTuple):
+    """One row, and how it is named in errors and in ids."""
+
+    place: str
+    name: str
+    fields: Mapping[str, Any]
+
+
+# --- the template
+
+
+def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
+    """Encode with a transformers tokenizer; chat: its template, once, up to the assistant's turn.
+
+    Raises DataError when the tokenizer has no chat template, ConfigError for settings it does not read.
+    """
+    system, suffix, kwargs = config.system_prompt, config.prompt_suffix, config.chat_template_kwargs
+    if config.template == "plain":
+        if system is not None or kwargs:
+            raise ConfigError(
+                "prompts.system_prompt and chat_template_kwargs go through a chat template, and "
+                'prompts.template is "plain": set template = "chat", or leave them out'
+            )
+        return lambda text: tokenizer.encode(text + suffix)
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            'prompts.template is "chat" and the student\'s tokenizer has no chat template: '
+            'set prompts.template = "plain", or name a Jinja file in student.chat_template'
+        )
+    _check_kwargs(str(tokenizer.chat_template), kwargs)
+
+    def chat(prompt: str | list[dict[str, Any]]) -> Sequence[int]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if suffix:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
+        if system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+
+    return chat
+
+
+def _check_kwargs(template: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a variable that the template never mentions: it would change nothing."""
+    for name in kwargs:
+        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"prompts.chat_template_kwargs sets {name!r}, which the student's chat template does not "
+                "read, or which is set from the prompt: leave it out, or correct its name"
+            )
+
+
+# --- rows
+
+
+@dataclass
+class RowReader:
+    """Prompts of rows, in at most `longest` tokens each, and a count of what the filters drop."""
+
+    config: RowsConfig
+    encode: Encode
+    longest: int
+    """Context less rollout.max_tokens."""
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason → rows."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a filter that lets prompts pass which do not fit."""
+        most, least = self.config.max_prompt_tokens, self.config.min_prompt_tokens
+        if most is not None and not least <= most <= self.longest:
+            raise ConfigError(
+                f"prompts.max_prompt_tokens is {most}, and it must lie between min_prompt_tokens = {least} "
+                f"and {self.longest}, the context less rollout.max_tokens: change it, or lower that"
+            )
+
+    def prompts(self, rows: Iterable[Row]) -> Iterator[Prompt]:
+        """Those that pass the filters. Raises DataError for a row that cannot be used."""
+        return (prompt for row in rows if (prompt := self.prompt(row)) is not None)
+
+    def usable(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Prompt]]:
+        """The same of a stream, which cannot be checked beforehand: a row that cannot be used is dropped.
+
+        Raises DataError for the last such row when they are more than half of FEWEST_SEEN rows or more.
+        """
+        failed = 0
+        for read, row in enumerate(rows, 1):
+            try:
+                prompt = self.prompt(row)
+            except DataError as error:
+                self.dropped["unusable"] += 1
+                failed += 1
+                log.warning("dropped: %s", error)
+                if read >= FEWEST_SEEN and failed > read / 2:
+                    raise DataError(f"{failed} of {read} rows cannot be used, such as {error}") from None
+            else:
+                if prompt is not None:
+                    yield row, prompt
+
+    def prompt(self, row: Row) -> Prompt | None:
+        """None: its length is filtered out. Raises DataError that names a row that cannot be used."""
+        config, place = self.config, row.place
+        self.read += 1
+        try:
+            value = row.fields[config.field]
+            source = "default" if config.source_field is None else str(row.fields[config.source_field])
+            answer = None if config.answer_field is None else str(row.fields[config.answer_field])
+        except KeyError as missing:
+            raise DataError(
+                f"{place}: no field {missing}; the row has {', '.join(sorted(row.fields))}: rename it, or "
+                "name the one that is meant in [prompts]"
+            ) from None
+        ids = self._token_ids(value, place)
+        if reason := self._filtered(len(ids)):
+            self.dropped[reason] += 1
+            return None
+        if not 1 <= len(ids) <= self.longest:
+            raise DataError(
+                f"{place}: the prompt has {len(ids)} tokens, allowed are 1 to {self.longest} (context length "
+                "less rollout.max_tokens): shorten the row, lower rollout.max_tokens, or set "
+                "prompts.max_prompt_tokens to drop such rows"
+            )
+        if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
+            raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
+        return Prompt(row.name, ids, source, answer, value if isinstance(value, str) else "")
+
+    @property
+    def note(self) -> str | None:
+        """What was dropped, in words; None: nothing."""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
+        total = f"{self.dropped.total():,} of {self.read:,} rows"
+        return f"prompts: {total} of {self.config.path} dropped: {reasons}" if reasons else None
+
+    def _filtered(self, length: int) -> str | None:
+        least, most = self.config.min_prompt_tokens, self.config.max_prompt_tokens
+        if length < least:
+            return f"shorter than {least} tokens"
+        return f"longer than {most} tokens" if most is not None and length > most else None
+
+    def _token_ids(self, value: Any, place: str) -> list[int]:
+        """Token ids of a row's prompt. Raises DataError for what is neither a text nor chat messages."""
+        if not isinstance(value, str | list) or not value:
+            raise DataError(
+                f"{place}: field {self.config.field!r} is {value!r:.80}: give a text or a list of chat "
+                "messages"
+            )
+        if isinstance(value, list):
+            self._check_messages(value, place)
+        try:
+            return list(self.encode(value))
+        except TemplateError as error:
+            raise DataError(
+                f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
+                "template in student.chat_template"
+            ) from None
+
+    def _check_messages(self, messages: list[Any], place: str) -> None:
+        if self.config.template == "plain":
+            raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
+        if not all(isinstance(m, dict) and m.get("role") for m in messages):
+            raise DataError(f"{place}: every chat message needs a role and a content: see {messages!r:.80}")
+        last = messages[-1]
+        if self.config.prompt_suffix and not (
+            last["role"] == "user" and isinstance(last.get("content"), str)
+        ):
+            raise DataError(
+                f"{place}: prompts.prompt_suffix is appended to the last message, which must be the user's "
+                f"and a text, this is {last!r:.80}: change the row, or leave the suffix out"
+            )
+
+
+# --- where they are read from
+
+
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    """Every row of a JSONL file. Raises DataError that names file and line."""
+    try:
+        lines = path.open("rb")
+    except OSError as error:
+        raise DataError(
+            f"prompts.path {path} cannot be read ({error.strerror}): name an existing file"
+        ) from None
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.strip())
+            except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
+                raise DataError(
+                    f"{path}:{number}: not JSON ({error}): write one JSON object a line"
+                ) from None
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}:{number}: a JSON {type(row).__name__}, not an object: write one object a line"
+                )
+            yield Row(f"{path}:{number}", str(number), row)
+
+
+def open_dataset(config: DatasetPrompts) -> Any:
+    """A `datasets.Dataset`, or an IterableDataset with `stream_rows`. Raises DataError that names it."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    streaming = config.stream_rows is not None
+    try:
+        return load_dataset(
+            config.path, config.name, split=config.split, revision=config.revision, streaming=streaming
+        )
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"dataset {config.path!r} (name {config.name!r}, split {config.split!r}) cannot be loaded "
+            f"({error.__cause__ or error}): correct prompts.path, name, split or revision"
+        ) from error
+
+
+def dataset_rows(config: DatasetPrompts) -> Iterator[Row]:
+    """Every row of a dataset, by number."""
+    return (Row(f"{config.path} row {i}", str(i), row) for i, row in enumerate(open_dataset(config)))

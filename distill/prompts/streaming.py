@@ -1,0 +1,220 @@
+"""Prompts of a dataset that is streamed: a block of rows in memory, the next one read ahead in a thread.
+
+The rows of a block are shuffled among themselves; blocks come in the order of the dataset, pass after pass.
+Which prompt has which index depends on dataset, seed, block size and filters alone. A resumed run finds the
+beginning of its block in a file (the state of `datasets`), or without it by reading from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from distill.config import DatasetPrompts
+from distill.prompts.rows import Row, RowReader, open_dataset
+from distill.prompts.stream import Prompt
+from sync import durable
+from sync.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+KEPT_STARTS: Final = 8
+"""Newest blocks whose beginning is remembered, and the first."""
+FIRST: Final = 256
+"""Rows that are read at the start, or more where so many are needed to hold prompts out; as many stay."""
+
+
+class BlockStart(msgspec.Struct, frozen=True):
+    """Where a block begins."""
+
+    epoch: int
+    """Passes over the dataset before it."""
+    row: int
+    """Rows of this pass before it."""
+    state: dict[str, Any] | None = None
+    """`datasets.IterableDataset.state_dict()`; None: of a pass that begins."""
+
+
+class _Saved(msgspec.Struct):
+    """The file of `keep`."""
+
+    stream: str
+    """`StreamSource.identity`."""
+    starts: dict[int, BlockStart]
+    """By block."""
+
+
+class StreamSource:
+    """Endless prompts by index. Indices rise; one far from those before costs a new search for its block."""
+
+    def __init__(
+        self, config: DatasetPrompts, reader: RowReader, seed: int, held_out: frozenset[int]
+    ) -> None:
+        """`held_out`: numbers of the rows that no pass gives out."""
+        assert config.stream_rows is not None, "a dataset without it is read whole"
+        self._config, self._reader, self._seed, self._held_out = config, reader, seed, held_out
+        self._size = config.stream_rows
+        self._blocks: dict[int, list[Prompt]] = {}
+        self._first: dict[int, Prompt] = {}
+        """Prompts that checks before and during a run sample, whatever its position."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._pending: Future[None] | None = None
+        self._file: Path | None = None
+        # of the thread that reads, and of `keep` before it
+        self._starts = {0: BlockStart(0, 0)}
+        self._block = -1
+        """Block that would be read next without a search; -1: none."""
+        self._dataset: Any = None
+        self._prompts: Iterator[Prompt] = iter(())
+        self._epoch = self._row = 0
+        self._given = False
+        """Whether this pass has given a prompt."""
+        parts = [config.model_dump_json(), seed, sorted(held_out), reader.longest]
+        self.identity = blake3(msgspec.json.encode(parts)).hexdigest()
+
+    def keep(self, path: Path) -> None:
+        """Remember beginnings of blocks in a file, and take those of the same stream that it holds."""
+        self._file = path
+        if not path.is_file():
+            return
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be used (%s): the rows are read from the start", path, error)
+            return
+        if saved.stream == self.identity:
+            self._starts |= saved.starts
+        else:
+            log.warning("%s is of another stream: the rows are read from the start", path)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Waits for a block that is not in memory. Raises DataError when it cannot be read."""
+        if index in self._first:
+            return self._first[index]
+        while (loading := self.loading(index, index)) is not None:
+            loading.result()
+        prompt = self._blocks[index // self._size][index % self._size]
+        if index < FIRST:
+            self._first[index] = prompt
+        return prompt
+
+    def loading(self, first: int, last: int) -> Future[None] | None:
+        """What to wait for before prompts `first` to `last` are in memory; None: they are.
+
+        Reads ahead, and forgets all blocks before `first` and after the one that follows `last`.
+        """
+        wanted = range(first // self._size, last // self._size + 2)
+        pending = self._pending
+        if pending is None or pending.done():
+            self._blocks = {block: self._blocks[block] for block in wanted if block in self._blocks}
+            missing = [block for block in wanted if block not in self._blocks]
+            pending = self._pending = self._thread.submit(self._load, missing[0]) if missing else None
+        ready = all(block in self._blocks for block in wanted[:-1])
+        return None if ready else pending
+
+    def _load(self, block: int) -> None:
+        """In the thread, so that one read follows the other."""
+        self._blocks[block] = self._read(block)
+
+    def _read(self, block: int) -> list[Prompt]:
+        at, self._block = self._block, -1
+        if at != block:
+            at = max(known for known in self._starts if known <= block)
+            self._open(self._starts[at])
+        while True:
+            state = self._dataset.state_dict() if self._row else None
+            newest = sorted(self._starts)[-KEPT_STARTS:]
+            self._starts = {known: self._starts[known] for known in (0, *newest)}
+            self._starts[at] = BlockStart(self._epoch, self._row, state)
+            prompts = self._fill()
+            if at == block:
+                break
+            at += 1
+        self._block = block + 1
+        self._save()
+        order = np.random.default_rng([self._seed, block]).permutation(self._size)
+        return [prompts[place] for place in order]
+
+    def _fill(self) -> list[Prompt]:
+        """The next prompts, in the order of the dataset. Raises DataError when a whole pass gives none."""
+        prompts: list[Prompt] = []
+        while len(prompts) < self._size:
+            if (prompt := next(self._prompts, None)) is not None:
+                prompts.append(prompt)
+                self._given = True
+            elif self._given:
+                if self._reader.note:
+                    log.warning("pass %d has ended; %s", self._epoch, self._reader.note)
+                self._open(BlockStart(self._epoch + 1, 0))
+            else:
+                raise DataError(
+                    f"dataset {self._config.path!r} gives no prompt to train on in {self._row} rows "
+                    f"({self._reader.note or 'all are held out'}): change the filters, or give more rows"
+                )
+        return prompts
+
+    def _open(self, start: BlockStart) -> None:
+        self._dataset = open_dataset(self._config)
+        if start.state is not None:
+            self._dataset.load_state_dict(start.state)
+        self._epoch, self._row, self._given = start.epoch, start.row, start.row > 0
+        self._prompts = (prompt for _, prompt in self._reader.usable(self._numbered(iter(self._dataset))))
+
+    def _numbered(self, rows: Iterator[Any]) -> Iterator[Row]:
+        from datasets.exceptions import DatasetsError
+
+        while True:
+            number, place = self._row, f"{self._config.path} row {self._row}"
+            try:
+                fields = next(rows)
+            except StopIteration:
+                return
+            except (OSError, ValueError, DatasetsError, httpx.HTTPError) as error:
+                raise DataError(
+                    f"{place} cannot be read ({type(error).__name__}: {error}): resume the run when it can be"
+                ) from error
+            self._row += 1
+            if number not in self._held_out:
+                yield Row(place, f"{self._epoch}.{number}", fields)
+
+    def _save(self) -> None:
+        if self._file is not None and self._file.parent.is_dir():
+            saved = _Saved(self.identity, {block: one for block, one in self._starts.items() if block})
+            try:
+                durable.write(self._file, msgspec.json.encode(saved))
+            except OSError as error:
+                log.warning(
+                    "%s is not written (%s): a resume reads the stream from the start", self._file, error
+                )
+
+
+def open_stream(
+    config: DatasetPrompts, reader: RowReader, seed: int, wanted: int, share: float
+) -> tuple[StreamSource, list[Prompt]]:
+    """A stream, and `wanted` prompts of its first rows, at most `share` of those, that it never gives out.
+
+    Raises DataError for a dataset that cannot be read, ConfigError for one that may change before a resume.
+    """
+    if config.revision is None and not Path(config.path).is_dir():
+        raise ConfigError(
+            f"prompts.stream_rows streams {config.path!r} from the Hub, where its rows may change before a "
+            "resume: name a commit in prompts.revision"
+        )
+    rows = (Row(f"{config.path} row {i}", str(i), row) for i, row in enumerate(open_dataset(config)))
+    first = list(islice(reader.usable(rows), max(FIRST, math.ceil(wanted / share))))
+    order = np.random.default_rng(seed).permutation(len(first))[: min(wanted, int(len(first) * share))]
+    held_out = [first[place] for place in sorted(order.tolist())]
+    numbers = frozenset(int(row.name) for row, _ in held_out)
+    own = replace(reader, read=0, dropped=Counter())
+    return StreamSource(config, own, seed, numbers), [prompt for _, prompt in held_out]

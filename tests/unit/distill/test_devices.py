@@ -1,0 +1,225 @@
+"""Which process is on which GPU, and what is said to be in its memory, against sums made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.preflight import devices
+from distill.preflight.machine import GIB, count_parameters
+from sync.errors import ConfigError
+from sync.settings import ModelSource
+
+ROOT = Path(__file__).parents[3]
+LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY = 3, 64, 96, 4, 2, 128
+PARAMETERS = (
+    VOCABULARY * WIDTH  # embeddings, tied to the head
+    + WIDTH  # last norm
+    + LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * 16 + 3 * WIDTH * INNER + 2 * WIDTH + 2 * 16)
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the config of a tiny Qwen3, in bfloat16."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = Qwen3Config(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        **sizes,
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs of 10 GiB."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
+    monkeypatch.setattr(devices, "gpus", lambda: {str(i): 10.0 * GIB for i in range(4)})
+
+
+def apart(model: str, **sections: Any) -> RunConfig:
+    """Every role on a GPU of its own; `sections` are laid over them."""
+    base: dict[str, Any] = {
+        "student": {"path": model, "devices": ["0"]},
+        "teachers": {"t": {"path": model, "devices": ["1"]}},
+        "trainer": {"devices": "2", "ranks": 1, "deepspeed": str(ROOT / "configs/deepspeed/zero3_gpu.json")},
+        "evaluation": {"placement": {"devices": ["3"]}},
+    }
+    over = {name: {**base.get(name, {}), **fields} for name, fields in sections.items()}
+    return make_config(**base | over)
+
+
+def terms(config: RunConfig) -> dict[str, dict[str, float]]:
+    return {use.process: dict(use.terms) for use in devices.uses(config, ["0", "1", "2", "3"])}
+
+
+def test_what_is_in_the_memory_of_each_process(model: str) -> None:
+    assert count_parameters(ModelSource(path=model)) == PARAMETERS
+    engine_args = {"max_model_len": 100, "gpu_memory_utilization": 0.5}
+    trainer = {"head_chunk": 8, "micro_batch_tokens": 1000, "activation_checkpointing": True}
+    teacher = {"path": model, "devices": ["1"], "batch_tokens": 1000, "head_chunk": 8}
+    found = terms(
+        apart(model, student={"engine_args": engine_args}, teachers={"t": teacher}, trainer=trainer)
+    )
+    kv = 2 * LAYERS * KV_HEADS * 16 * 2  # keys and values, 16 bits
+    work = float(devices.WORKSPACE)
+    assert found["student-0"] == {
+        "weights": 2 * PARAMETERS,
+        "KV cache of 100 tokens": 100 * kv,
+        "work space": work,
+    }
+    assert found["teacher-t"] == {
+        "weights": 2 * PARAMETERS,
+        "pass of 1,000 tokens": 2 * 1000 * (6 * WIDTH + 3 * INNER),
+        "logits": 2 * 4 * 8 * VOCABULARY,
+    }
+    assert found["evaluator"] == {"student in float32": 4 * PARAMETERS, "work space": work}
+    assert found["trainer"] == {
+        "weights": 2 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,
+        "optimizer": 12 * PARAMETERS,
+        "gathered": 2 * PARAMETERS,
+        "activations of 1,000 tokens": 2 * 1000 * (LAYERS * WIDTH + 16 * WIDTH + 4 * INNER),
+        "logits": 3 * 4 * 8 * VOCABULARY,
+    }
+
+
+def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    four = terms(apart(model, trainer={"ranks": 2, "devices": "0,1", "hostfile": str(tmp_path / "hosts")}))
+    assert four["trainer"]["optimizer"] == 12 * PARAMETERS / 4
+    offload = str(ROOT / "configs/deepspeed/zero3_offload.json")
+    found = terms(apart(model, trainer={"deepspeed": offload}))["trainer"]
+    assert (found["weights"], found["optimizer"], found["gradients"]) == (0, 0, 4 * PARAMETERS)
+    found = terms(apart(model, trainer={"lora": {}}))["trainer"]
+    assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
+
+
+def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -> None:
+    student = {
+        "path": model,
+        "devices": ["0,1", "2,3"],
+        "engine_args": {"tensor-parallel-size": 2},
+        "replicas": 2,
+    }
+    teacher = {"path": model, "engine": "vllm", "devices": ["0,1,2,3"]}
+    config = apart(
+        model, student=student, teachers={"t": teacher | {"engine_args": {"tensor_parallel_size": 4}}}
+    )
+    used = {use.process: use for use in devices.uses(config, [])}
+    assert [used[f"student-{i}"].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
+    assert used["student-1"].terms["weights"] == 2 * PARAMETERS / 2
+    assert used["teacher-t"].gpus == ("0", "1", "2", "3")
+    heads_are_not_split_further = 2 * LAYERS * 1 * 16 * 2
+    assert devices.kv_bytes(devices.text_config(config.student), 4) == heads_are_not_split_further
+    with pytest.raises(ConfigError, match="need 2 GPUs, and devices names 0: name as many"):
+        terms(apart(model, student={**student, "devices": ["0"], "replicas": 1}))
+
+
+@pytest.mark.usefixtures("machine")
+def test_two_processes_on_a_gpu_are_refused_unless_told(model: str) -> None:
+    lines = devices.check_devices(apart(model))
+    assert [line.split(":")[1].split(" on ") for line in lines] == [
+        [" student-0", "GPU 0"],
+        [" teacher-t", "GPU 1"],
+        [" evaluator", "GPU 3"],
+        [" trainer", "GPU 2"],
+    ]
+    wanted = (
+        r"GPU 0 is used by student-0 \(student\.devices\) and evaluator "
+        r"\(evaluation\.placement\.devices\).*run\.share_gpus = true"
+    )
+    together = {"placement": {}}  # inherits all, takes the first
+    with pytest.raises(ConfigError, match=wanted):
+        devices.check_devices(apart(model, evaluation=together))
+    smaller = {"engine_args": {"gpu-memory-utilization": 0.5}}
+    shared = apart(model, evaluation=together, run={"share_gpus": True}, student=smaller)
+    assert len(devices.check_devices(shared)) == 4
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
+    long = 2**23
+    args = {"max-model-len": long}
+    config = apart(model, student={"engine_args": args | {"gpu-memory-utilization": 0.2}})
+    with pytest.raises(
+        ConfigError,
+        match=r"work space 2\.0 = .*, in the 0\.2 that vLLM reserves, 2\.0 GiB of 10\.0 GiB: raise",
+    ):
+        devices.check_devices(config)
+    shared = apart(
+        model, run={"share_gpus": True}, evaluation={"placement": {"devices": ["2"]}},
+        trainer={"micro_batch_tokens": 3_000_000},
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"GPU 2 has 10\.0 GiB, and .* are needed \(evaluator 2\.0 GiB; trainer"
+    ):
+        devices.check_devices(shared)
+    assert devices.check_devices(
+        apart(model, preflight={"gpu_gib": 100.0}, trainer={"micro_batch_tokens": 3_000_000})
+    )
+
+
+@pytest.mark.usefixtures("machine")
+def test_teachers_that_unload_share_a_gpu_as_far_as_they_are_loaded_together(model: str) -> None:
+    idle = {"path": model, "devices": ["1"], "idle_unload_seconds": 5.0, "batch_tokens": 4_000_000}
+    teachers = {"t": idle, "u": idle | {"route": ["b"]}}
+    one_at_a_time = {"max_loaded_teachers": 1}
+    assert devices.check_devices(
+        apart(model, run=one_at_a_time, teachers=teachers, evaluation={"device": "cpu"})
+    )
+    with pytest.raises(ConfigError, match=r"GPU 1 has 10\.0 GiB, and 10\.\d GiB are needed"):
+        devices.check_devices(apart(model, teachers=teachers, evaluation={"device": "cpu"}))
+
+
+def test_machines_that_urls_name_are_computed_by_host(model: str) -> None:
+    urls = ["http://a:1", "http://b:1", "http://b:2"]
+    place = {"path": model, "devices": ["0", "0", "0"], "urls": urls}
+    with pytest.raises(ConfigError, match=r"GPU 0 of b is used by student-1 .* and student-2"):
+        devices.check_devices(apart(model, student=place, trainer={"devices": "2"}))
+    place["devices"] = ["0", "0", "1"]
+    lines = devices.check_devices(apart(model, student=place, controller={"trainer": "external"}))
+    assert "GPU 2 of each trainer node" in lines[-1]
+
+
+def test_a_model_of_another_machine_may_be_readable_there_alone(model: str, caplog: Any) -> None:
+    teacher = {"path": "/there/only", "urls": ["http://a:1"], "devices": ["0"]}
+    lines = devices.check_devices(apart(model, teachers={"t": teacher}))
+    assert not any("teacher" in line for line in lines)
+    assert "memory of teacher t is not computed: its path is not readable here" in caplog.text
+
+
+def test_a_machine_without_gpus_computes_only_what_is_named(model: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    bare = make_config(student={"path": model}, teachers={"t": {"path": model}})
+    assert devices.check_devices(bare) == []
+
+
+def test_nvidia_smi_is_read(monkeypatch: Any, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, 81559'; echo '1, 40960'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert devices.gpus() == {"0": 81559 * 2**20, "1": 40960 * 2**20}
+    program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    assert devices.gpus() == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
+    assert devices.visible({"0": 1.0}) == ["1", "0"]

@@ -1,0 +1,128 @@
+"""The objective that a run gets when its file names none, and refusals of what no engine serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.launch import roles
+from distill.preflight import objective
+from student_trainer.objectives.config import Full, TopK
+from sync.errors import ConfigError
+from teacher_service.engines.base import CAPABILITIES
+
+WIDTH = 512
+
+
+def model_config(folder: Path, **fields: Any) -> str:
+    """A folder that holds a model's config.json alone."""
+    from transformers import Qwen3Config
+
+    name = fields.pop("kind", "qwen3")
+    Qwen3Config(hidden_size=WIDTH, num_attention_heads=4, dtype="bfloat16", **fields).save_pretrained(
+        folder / name
+    )
+    return str(folder / name)
+
+
+def unnamed(tmp_path: Path, batch: int = 256, **sections: Any) -> RunConfig:
+    """A run whose objective has no type; one that names another has it."""
+    path = model_config(tmp_path)
+    given = {"student": {"path": path}, "teachers": {"t": {"path": path}}, **sections}
+    base = make_config(rollout={"batch": batch, "max_tokens": 4096}, **given)
+    chosen = RunConfig.model_validate(base.model_dump() | {"objective": sections.get("objective", {})})
+    return chosen.model_copy(update={"preflight": type(base.preflight)()})
+
+
+def test_full_is_the_default_while_a_step_of_hidden_states_is_small(tmp_path: Path) -> None:
+    """256 x 4,096 tokens x (4 + 2 x 512) bytes are 1.08 GB, twice that is above 2 GB."""
+    config, lines = objective.resolve(unnamed(tmp_path, objective={"coefficient": 2.0}))
+    assert config.objective == Full(coefficient=2.0)
+    assert '"full" takes 1,028 bytes a token from the teacher, 1.08 GB a step of 256 x 4,096' in lines[0]
+    config, lines = objective.resolve(unnamed(tmp_path, batch=512, objective={"coefficient": 2.0}))
+    assert config.objective == TopK(coefficient=2.0)
+    assert '"topk" takes 396 bytes a token' in lines[0], "log-prob, entropy, tail, 64 x (id + half)"
+    assert '"full" takes 1,028 bytes a token from the teacher, 2.16 GB a step' in lines[0]
+    assert objective.resolve(config).config == config, "resolved once"
+
+
+@pytest.mark.parametrize(
+    "teacher", [{"engine": "vllm"}, {"follow_student_every": 2}], ids=lambda teacher: next(iter(teacher))
+)
+def test_a_teacher_without_hidden_states_makes_topk_the_default(
+    tmp_path: Path, monkeypatch: Any, teacher: Any
+) -> None:
+    path = model_config(tmp_path)
+    monkeypatch.setitem(objective.ENGINE_CAN, "vllm", ("topk", "generate"))
+    config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
+    assert config.objective == TopK()
+    assert "of teacher 't' gives no hidden states" in lines[0]
+
+
+def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_to_set(tmp_path: Path) -> None:
+    gone = unnamed(tmp_path, teachers={"t": {"path": str(tmp_path / "gone")}})
+    with pytest.raises(ConfigError, match=r'follow its config\.json: set objective\.type = "topk"'):
+        objective.resolve(gone)
+
+
+def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(roles, "trainer_process", lambda config, _: config.objective)
+    config = unnamed(tmp_path, run={"folder": str(tmp_path)}, student={"path": model_config(tmp_path)})
+    assert roles.train(config, "http://127.0.0.1:1") == Full()
+
+
+@pytest.mark.parametrize(
+    ("objective_", "gives", "says"),
+    [
+        ({"type": "full"}, ("topk",), 'objective.type = "topk"'),
+        ({"type": "jsd"}, (), 'objective.type = "sampled"'),
+        ({"type": "student_topk"}, ("topk",), 'objective.type = "topk"'),
+        ({"type": "topk"}, ("gather",), 'objective.type = "sampled"'),
+        ({"type": "topk", "on_policy": 0.5}, ("topk",), "objective.on_policy = 1"),
+        (
+            {"type": "full", "teacher_temperature": "rollout"},
+            ("topk",),
+            'objective.type = "topk" and objective.teacher_temperature = "one"',
+        ),
+        ({"type": "topk"}, ("topk",), ""),
+    ],
+)
+def test_the_remedy_is_the_nearest_that_the_engine_serves(objective_: Any, gives: Any, says: str) -> None:
+    rollout = {"temperature": 0.5} if "teacher_temperature" in objective_ else {}
+    config = make_config(objective=objective_, rollout=rollout)
+    assert objective.remedy(config, gives) == says
+    assert bool(says) == bool(objective.lacking(config, gives))
+
+
+def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch: Any) -> None:
+    monkeypatch.setitem(objective.ENGINE_CAN, "vllm", ("topk", "generate"))
+    (line,) = objective.unserved(
+        make_config(objective={"type": "full"}, teachers={"t": {"path": "t", "engine": "vllm"}})
+    )
+    assert line == (
+        "objective \"full\" needs hidden, and engine 'vllm' of teacher 't' gives topk, generate: set "
+        "objective.type = \"topk\", or teachers.t.engine = 'transformers'"
+    )
+
+
+def test_the_table_of_engines_names_what_messages_name() -> None:
+    for gives in objective.ENGINE_CAN.values():
+        assert {*gives} <= {*CAPABILITIES}
+
+
+def test_experts_raise_the_tolerance_of_the_first_step(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(num_experts=4).save_pretrained(tmp_path / "moe")
+    dense, _ = objective.resolve(unnamed(tmp_path))
+    routed, lines = objective.resolve(unnamed(tmp_path, student={"path": str(tmp_path / "moe")}))
+    assert (dense.preflight.mismatch_tolerance, routed.preflight.mismatch_tolerance) == (0.02, 0.05)
+    assert lines[-1] == "preflight.mismatch_tolerance = 0.05: the student has experts"
+    given = routed.model_copy(
+        update={"preflight": routed.preflight.model_copy(update={"mismatch_tolerance": 1.0})}
+    )
+    assert objective.resolve(given).config.preflight.mismatch_tolerance == 1.0

@@ -1,0 +1,128 @@
+"""Every configuration of configs/ passes the preflight against models of the shape that it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shipped_models
+
+from distill.config import DatasetPrompts, JsonlPrompts, RunConfig
+from distill.launch.run import check_machine
+from distill.loading import load
+from distill.preflight import checks, devices, machine
+from distill.preflight.machine import GIB, count_parameters
+from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks.teaching import Recipe
+from sync.client import TOKEN_VARIABLE
+from sync.errors import DataError
+from sync.settings import ModelSource
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+H100 = 79.6
+"""GiB of a GPU sold with 80 GB."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with eight GPUs of 80 GB and a large disk."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "gpus", lambda: {str(i): H100 * GIB for i in range(8)})
+    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
+    monkeypatch.setattr(machine, "_free", lambda path: (path, 100 << 40))
+
+
+def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
+    """The same with stand-ins for models and rows, and a run folder that can be made."""
+
+    def stand_in(source: Any, recipe: Recipe = TEACHER) -> Any:
+        if source.path == "made by the command":  # of the quickstart, which the task makes
+            path = models / f"sorter of {recipe.width}"
+            untaught(recipe).save_pretrained(path)
+            letter_tokenizer().save_pretrained(path)
+        else:
+            path = shipped_models.make(models, source.path)
+        return source.model_copy(update={"path": str(path)})
+
+    rows = folder / "rows"
+    rows.mkdir()
+    lines = [
+        {"prompt": f"{i}?", "question": f"{i}?", "answer": str(i), "source": ("code", "x")[i % 2]}
+        for i in range(100)
+    ]
+    (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    update: dict[str, Any] = {
+        "run": config.run.model_copy(update={"folder": folder / "runs"}),
+        "student": stand_in(config.student, STUDENT),
+        "teachers": {name: stand_in(teacher) for name, teacher in config.teachers.items()},
+    }
+    if isinstance(config.prompts, DatasetPrompts):
+        update["prompts"] = config.prompts.model_copy(update={"path": str(rows), "name": None})
+    elif isinstance(config.prompts, JsonlPrompts) and not config.prompts.path.is_file():
+        update["prompts"] = config.prompts.model_copy(update={"path": rows / "rows.jsonl"})
+    return config.model_copy(update=update)
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, tmp_path: Path) -> None:
+    given = load(path)
+    if path.stem == "user_run":  # as its comment says for GPUs
+        args = {"gpu-memory-utilization": 0.4}
+        student = given.student.model_copy(update={"engine_args": args})
+        trainer = given.trainer.model_copy(update={"deepspeed": ROOT / "configs/deepspeed/zero3_gpu.json"})
+        run = given.run.model_copy(update={"share_gpus": True})
+        given = given.model_copy(update={"student": student, "trainer": trainer, "run": run})
+    config, split, lines = checks.check(replaced(given, models, tmp_path))
+    check_machine(config)
+    needed = machine.estimate(config)
+    machine.check_room(config, needed)
+    print("\n".join([f"--- {path.name}", *lines, *machine.lines(config, needed)]))  # noqa: T201
+    assert split.train[0].token_ids
+    assert config.objective.type != "auto"
+    assert any(line.startswith("computed: ") for line in lines) or config.student.urls
+
+
+def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None:
+    """Parameters of the model cards, in billions."""
+    sizes = {"0.6B": 0.596, "1.7B": 1.72, "32B": 32.76, "30B-A3B": 30.53, "235B-A22B": 235.1}
+    for name, size in sizes.items():
+        source = ModelSource(path=str(shipped_models.make(models, f"Qwen/Qwen3-{name}")))
+        assert count_parameters(source) / 1e9 == pytest.approx(size, rel=0.005)
+
+
+@pytest.mark.usefixtures("node")
+def test_teachers_with_another_template_are_refused_without_a_common_one(
+    models: Path, tmp_path: Path
+) -> None:
+    config = replaced(load(ROOT / "configs/several_teachers.toml"), models, tmp_path)
+    plain = config.model_copy(
+        update={
+            "student": config.student.model_copy(update={"chat_template": None}),
+            "teachers": {n: t.model_copy(update={"chat_template": None}) for n, t in config.teachers.items()},
+        }
+    )
+    with pytest.raises(DataError, match=r"Coder.* have different chat templates"):
+        checks.check(plain)
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("name", ["single_node", "four_nodes"])
+def test_memory_in_the_comments_is_what_is_computed(name: str, models: Path, tmp_path: Path) -> None:
+    path = ROOT / f"configs/{name}.toml"
+    _, _, lines = checks.check(replaced(load(path), models, tmp_path))
+    comments = " ".join(path.read_text().replace("\n#", " ").split())
+    found = [line for line in lines if line.startswith("computed: ")]
+    assert len(found) >= 5
+    for line in found:
+        assert line.split(": ")[2].split(" GiB")[0] in comments

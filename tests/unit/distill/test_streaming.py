@@ -1,0 +1,332 @@
+"""Streamed datasets and mixtures: which prompt has which index, across passes, resumes and processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+from distill.config import DatasetPrompts, RunConfig
+from distill.launch.run_folder import content
+from distill.prompts import streaming
+from distill.prompts.mixture import DRAWS, Mixture, by_weight
+from distill.prompts.rows import RowReader
+from distill.prompts.sources import PromptSplit, TableSource, data_sources, keep_position, open_prompts
+from distill.prompts.stream import Cursor, Prompt, PromptStream
+from distill.prompts.streaming import StreamSource, open_stream
+from sync.errors import ConfigError, DataError
+
+FILES, ROWS = 3, 20
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+class Letters:
+    """A tokenizer without a chat template."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return letters(text)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> DatasetPrompts:
+    """60 rows "0" to "59" in three files."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number in range(FILES):
+        rows = range(number * ROWS, (number + 1) * ROWS)
+        (folder / f"{number}.jsonl").write_text("".join(f'{{"prompt": "{row}"}}\n' for row in rows))
+    return DatasetPrompts(type="dataset", path=str(folder), template="plain", stream_rows=7)
+
+
+def opened(config: DatasetPrompts, wanted: int = 0, seed: int = 1) -> tuple[StreamSource, list[Prompt]]:
+    return open_stream(config, RowReader(config, letters, 50), seed, wanted, share=0.1)
+
+
+def texts(source: StreamSource, indices: range) -> list[str]:
+    return [source[index].text for index in indices]
+
+
+def test_a_pass_gives_every_row_once_and_never_one_that_is_held_out(dataset: DatasetPrompts) -> None:
+    source, held_out = opened(dataset, wanted=3)
+    held = {prompt.text for prompt in held_out}
+    assert len(held) == 3
+    rows = FILES * ROWS - 3
+    every = [source[index] for index in range(3 * rows + dataset.stream_rows)]
+    assert len({prompt.id for prompt in every}) == len(every)
+    for number in range(3):
+        counts = Counter(prompt.text for prompt in every if prompt.id.startswith(f"{number}."))
+        assert counts == dict.fromkeys({str(row) for row in range(60)} - held, 1)
+
+
+def test_rows_are_shuffled_within_their_block_alone(dataset: DatasetPrompts) -> None:
+    source, _ = opened(dataset)
+    blocks = [texts(source, range(7 * block, 7 * block + 7)) for block in range(3)]
+    for number, block in enumerate(blocks):
+        assert sorted(map(int, block)) == list(range(7 * number, 7 * number + 7))
+        assert block != sorted(block, key=int)
+    assert texts(opened(dataset, seed=2)[0], range(21)) != list(itertools.chain(*blocks))
+
+
+@pytest.mark.parametrize("position", [0, 6, 7, 33, 59, 60, 61, 150])
+@pytest.mark.parametrize("kept", [True, False], ids=["with its file", "without its file"])
+def test_a_resumed_stream_goes_on_with_the_same_rows(
+    dataset: DatasetPrompts, tmp_path: Path, position: int, kept: bool
+) -> None:
+    whole, _ = opened(dataset, wanted=4)
+    keep_position(whole, tmp_path)
+    wanted = [whole[index] for index in range(position + 30)]
+    if not kept:
+        (tmp_path / "stream-prompts.json").unlink()
+    again, _ = opened(dataset, wanted=4)
+    keep_position(again, tmp_path)
+    stream = PromptStream(again, seed=5, per_prompt=2)
+    stream.cursor = Cursor(0, 2 * position)
+    taken = stream.take(60)
+    assert [(one.token_ids, one.id.split(":")[1]) for one in taken[::2]] == [
+        (one.token_ids, one.id) for one in wanted[position:]
+    ]
+
+
+def test_a_resume_with_its_file_reads_little_again(
+    dataset: DatasetPrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = opened(dataset)
+    keep_position(whole, tmp_path)
+    expected = texts(whole, range(55))[50:]
+    again, _ = opened(dataset)
+    keep_position(again, tmp_path)
+    assert texts(again, range(50, 55)) == expected
+    assert again._reader.read <= 3 * 7, "two blocks, and the beginning of a third"
+    other, _ = opened(dataset.model_copy(update={"min_prompt_tokens": 2}))
+    keep_position(other, tmp_path)
+    assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
+    (tmp_path / "stream-prompts.json").write_text("{")
+    torn, _ = opened(dataset)
+    keep_position(torn, tmp_path)
+    assert texts(torn, range(50, 55)) == expected
+
+
+def test_two_blocks_are_in_memory_and_the_next_is_read_ahead(dataset: DatasetPrompts) -> None:
+    source, _ = opened(dataset)
+    for index in range(100):
+        source[index]
+        assert len(source._blocks) <= 3
+    stream = PromptStream(source, seed=0)
+    stream.cursor = Cursor(0, 100)
+    while (loading := stream.loading(5)) is not None:
+        loading.result(timeout=60)
+    assert {100 // 7, 104 // 7} <= source._blocks.keys()
+
+
+def test_filters_and_unusable_rows_are_dropped_and_counted(tmp_path: Path, caplog: Any) -> None:
+    rows = [{"prompt": "x" * (1 + row % 3)} for row in range(60)] + [{"prompt": ""}] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DatasetPrompts(
+        type="dataset", path=str(tmp_path), template="plain", stream_rows=8, max_prompt_tokens=2
+    )
+    source, _ = opened(config)
+    assert {len(source[index].token_ids) for index in range(40)} == {1, 2}
+    [source[index] for index in range(48)]
+    assert "pass 0 has ended; prompts: 23 of 63 rows" in caplog.text
+    assert "20 longer than 2 tokens, 3 unusable" in caplog.text
+    assert "row 60: field 'prompt' is ''" in caplog.text
+
+
+def test_a_stream_of_which_most_is_unusable_ends_the_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "x"}] * 300 + [{"prompt": ""}] * 400
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DatasetPrompts(type="dataset", path=str(tmp_path), template="plain", stream_rows=50)
+    source, _ = opened(config)
+    assert source[249].text == "x"
+    with pytest.raises(
+        DataError, match=r"301 of 601 rows cannot be used, such as .* row 600: field 'prompt'"
+    ):
+        [source[index] for index in range(400)]
+
+
+def test_a_stream_that_gives_nothing_or_may_change_is_refused(dataset: DatasetPrompts) -> None:
+    with pytest.raises(DataError, match=r"gives no prompt to train on in 60 rows .*60 shorter than 9 tokens"):
+        opened(dataset.model_copy(update={"min_prompt_tokens": 9}))[0][0]
+    hub = dataset.model_copy(update={"path": "org/rows"})
+    with pytest.raises(ConfigError, match=r"name a commit in prompts\.revision"):
+        opened(hub)
+    with pytest.raises(DataError, match="cannot be loaded"):
+        opened(dataset.model_copy(update={"split": "train[:10%]"}))
+
+
+def test_a_dataset_that_cannot_be_read_any_further_is_named_and_tried_again(
+    dataset: DatasetPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = texts(opened(dataset)[0], range(21))
+    source, _ = opened(dataset)
+    real = streaming.open_dataset
+
+    class Torn:
+        def __init__(self, config: DatasetPrompts) -> None:
+            self._rows = real(config)
+            self.load_state_dict, self.state_dict = self._rows.load_state_dict, self._rows.state_dict
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from itertools.islice(self._rows, 10)
+            raise ConnectionError("the server left")
+
+    monkeypatch.setattr(streaming, "open_dataset", Torn)
+    assert texts(source, range(7)) == expected[:7]
+    wanted = r"rows row 10 cannot be read \(ConnectionError: the server left\): resume the run when it can be"
+    with pytest.raises(DataError, match=wanted):
+        source[7]
+    monkeypatch.setattr(streaming, "open_dataset", real)
+    assert texts(source, range(21)) == expected
+
+
+# --- mixtures
+
+
+def table(name: str, count: int) -> TableSource:
+    return TableSource(Prompt(str(i), [i], "default", None, f"{name} {i}") for i in range(count))
+
+
+class Endless:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(str(index), [index], "default", None, f"endless {index}")
+
+
+def test_a_mixture_draws_in_proportion_and_each_part_goes_through_its_rows() -> None:
+    parts = {"a": table("a", 10), "b": table("b", 30), "c": Endless()}
+    mixture = Mixture(parts, {"a": 2.0, "b": 1.0}, seed=3)
+    drawn = [mixture[index] for index in range(4000)]
+    counts = Counter(prompt.source for prompt in drawn)
+    for name, share in {"a": 0.5, "b": 0.25, "c": 0.25}.items():
+        assert abs(counts[name] / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5, "four sigma"
+    assert len({prompt.id for prompt in drawn}) == 4000
+    for name, rows in {"a": 10, "b": 30}.items():
+        mine = [prompt for prompt in drawn if prompt.source == name]
+        for epoch in range(len(mine) // rows):
+            texts_ = [prompt.text for prompt in mine[epoch * rows : (epoch + 1) * rows]]
+            assert sorted(texts_) == sorted(f"{name} {row}" for row in range(rows))
+    assert [p.text for p in drawn if p.source == "c"] == [f"endless {i}" for i in range(counts["c"])]
+    assert mixture.sources == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("position", [0, 5, DRAWS - 1, DRAWS, 3 * DRAWS + 17])
+def test_a_mixture_needs_nothing_but_the_index(position: int) -> None:
+    def made() -> Mixture:
+        return Mixture({"a": table("a", 7), "b": Endless()}, {}, seed=1)
+
+    first = made()
+    wanted = [first[index] for index in range(position + 9)][position:]
+    again = made()
+    assert [again[position + i] for i in reversed(range(9))] == wanted[::-1]
+    assert [first[i] for i in range(3)] == [made()[i] for i in range(3)], "and goes back"
+
+
+def test_held_out_prompts_are_shared_out_by_weight() -> None:
+    assert by_weight(10, [1, 1]) == [5, 5]
+    assert by_weight(10, [2, 1]) == [7, 3]
+    assert by_weight(2, [1, 1, 1]) == [1, 1, 0]
+    assert by_weight(0, [1, 5]) == [0, 0]
+
+
+def mixed(tmp_path: Path, **more: Any) -> RunConfig:
+    for name, reply in {"math": "7", "law": "no"}.items():
+        rows = [json.dumps({"prompt": f"{name} {i}", "gold": reply}) for i in range(100)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    part = {"type": "jsonl", "template": "plain", "answer_field": "gold", "reward_fn": "exact"}
+    parts = {name: {**part, "path": str(tmp_path / f"{name}.jsonl")} for name in ("math", "law")}
+    prompts = {"type": "mixture", "parts": {**parts, **more.pop("parts", {})}, "weights": {"math": 3.0}}
+    config = make_config(evaluation={"prompts": 8})
+    return RunConfig.model_validate(config.model_dump() | {"prompts": prompts | more})
+
+
+def opened_mixture(config: RunConfig) -> PromptSplit:
+    return open_prompts(config, Letters(), 64)
+
+
+def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_path: Path) -> None:
+    split = opened_mixture(mixed(tmp_path))
+    assert Counter(prompt.source for prompt in split.held_out) == {"math": 6, "law": 2}
+    held = {prompt.text for prompt in split.held_out}
+    trained = [split.train[index] for index in range(1000)]
+    assert held.isdisjoint(prompt.text for prompt in trained)
+    assert data_sources(split) == {"math", "law"}
+    assert split.reward_fn is not None
+    of = {prompt.source: prompt for prompt in trained}
+    assert [split.reward_fn(of["math"], letters("7")), split.reward_fn(of["law"], letters("7"))] == [1.0, 0.0]
+
+
+def test_a_part_of_a_mixture_may_be_streamed(tmp_path: Path, dataset: DatasetPrompts) -> None:
+    part = dataset.model_dump() | {"reward_fn": None}
+    config = mixed(tmp_path, parts={"more": part})
+    split = opened_mixture(config)
+    assert split.reward_fn is None
+    assert split.notes == ("prompts: completions have no reward, because more of prompts.parts has none",)
+    parts = {
+        name: {
+            "reward_fn": None,
+            "type": "jsonl",
+            "template": "plain",
+            "path": str(tmp_path / f"{name}.jsonl"),
+        }
+        for name in ("math", "law")
+    }
+    config = mixed(tmp_path, parts={**parts, "more": part})
+    first, second = opened_mixture(config), opened_mixture(config)
+    keep_position(first.train, tmp_path)
+    stream = PromptStream(first.train, seed=0)
+    while (loading := stream.loading(100)) is not None:
+        loading.result(timeout=60)
+    wanted = [prompt.id for prompt in stream.take(300)]
+    assert (tmp_path / "stream-more.json").is_file()
+    keep_position(second.train, tmp_path)
+    again = PromptStream(second.train, seed=0)
+    again.cursor = Cursor(0, 200)
+    assert [prompt.id for prompt in again.take(100)] == wanted[200:]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"weights": {"maths": 1.0}}, "prompts.weights names maths, the parts are math, law"),
+        (
+            {"parts": {"law": {"type": "jsonl", "path": "x", "template": "plain", "source_field": "f"}}},
+            r"prompts\.parts\.law\.source_field is set",
+        ),
+    ],
+)
+def test_what_a_mixture_cannot_use_is_refused(tmp_path: Path, more: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        opened_mixture(mixed(tmp_path, **more))
+
+
+def test_a_resume_compares_the_rows_of_every_part(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    config = mixed(tmp_path)
+    trainer = config.trainer.model_copy(update={"deepspeed": root / "configs/deepspeed/zero3_cpu.json"})
+    config = config.model_copy(update={"trainer": trainer})
+    before = content(config, opened_mixture(config))["prompts"]
+    (tmp_path / "law.jsonl").write_text((tmp_path / "law.jsonl").read_text().replace("law 99", "law 98"))
+    after = content(config, opened_mixture(config))["prompts"]
+    assert before["math"] == after["math"]
+    assert before["law"] != after["law"]
+
+
+def test_a_jump_back_or_forth_is_exact(dataset: DatasetPrompts) -> None:
+    source, _ = opened(dataset)
+    expected = texts(source, range(120))
+    jumping, _ = opened(dataset)
+    for index in (0, 90, 3, 55, 119, 7, 118):
+        assert jumping[index].text == expected[index]
