@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from sync import tokenizers, wire
 from sync.errors import RemoteError
@@ -48,6 +49,10 @@ class Call(NamedTuple):
     result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
+    reply_bytes: int = 0
+    """Of all scores that were asked for, about."""
+    keep: bool = False
+    """`Want.keep`"""
 
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -57,15 +62,16 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle) -> Call:
     """A ScoreRequest. Raises WireError or BadRequest."""
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
-    want = message.want
+    want, plain = message.want, replace(message.want, keep=False)
     items = [admit(sequence, want, info) for sequence in message.sequences]
-    check_reply_size([item for item in items if isinstance(item, Item)], want, info)
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
         message.deadline,
-        lambda id_, item, scores: checked_scores(id_, item, scores, want, info, dtype),
+        lambda id_, item, scores: checked_scores(id_, item, scores, plain, info, dtype),
         wire.ScoreReply,
+        reply_size([item for item in items if isinstance(item, Item)], want, info),
+        want.keep,
     )
 
 
@@ -136,13 +142,17 @@ def _require(good: bool, text: str, status: int = 422) -> None:
         raise BadRequest(status, text)
 
 
-def check_reply_size(items: list[Item], want: Want, info: EngineInfo) -> None:
-    """Raise BadRequest (413) when the answer would be longer than MAX_REPLY_BYTES."""
+def reply_size(items: list[Item], want: Want, info: EngineInfo) -> int:
+    """Bytes of the scores of `items`, at most.
+
+    Raises BadRequest (413) for several whose scores pass MAX_REPLY_BYTES; one is served whatever it takes.
+    """
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
     text = f"the answer would take {size} bytes, the limit is {MAX_REPLY_BYTES}: send fewer sequences"
-    _require(size <= MAX_REPLY_BYTES, text, 413)
+    _require(size <= MAX_REPLY_BYTES or len(items) <= 1, text, 413)
+    return size
 
 
 def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -61,6 +62,29 @@ def unpack(array: Array) -> np.ndarray:
         return np.frombuffer(array.data, dtype).reshape(array.shape)
     except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
         raise WireError(f"array shape {array.shape} cannot be: {error}") from None
+
+
+def cut(array: Array, count: int) -> Array:
+    """The first `count` elements along the first axis; `array` itself where it has no more."""
+    if array.shape[0] <= count:
+        return array
+    row = len(array.data) // array.shape[0]
+    return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Concatenated along the first axis; floats of unlike precision become f4. There must be one array."""
+    if len({array.dtype for array in arrays}) > 1:
+        arrays = [pack(_float32(array)) for array in arrays]
+    like, count = arrays[0], sum(array.shape[0] for array in arrays)
+    return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in arrays))
+
+
+def _float32(array: Array) -> np.ndarray:
+    values = unpack(array)
+    if array.dtype == "bf16":
+        return (values.astype("<u4") << 16).view(DTYPES["f4"])
+    return values.astype("f4")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,0 +1,143 @@
+"""Scores that this process keeps until a trainer's rank has fetched them and its step is safe.
+
+    put ──▶ memory ──beyond `memory_bytes`──▶ files ──beyond `disk_bytes`──▶ dropped       the oldest first
+              └─────────── release, close ──────┴──▶ gone
+
+Whatever is gone can be computed again: where a file cannot be written, the scores are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+from blake3 import blake3
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from sync.wire import Kept
+
+log = logging.getLogger(__name__)
+PART_BYTES: Final = 1 << 20
+_SUFFIX: Final = ".scores"
+
+
+class KeptMetrics:
+    """Prometheus metrics of the store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bytes = Gauge("teacher_kept_bytes", "Kept scores", ("where",), registry=registry)
+        self.fetched = Counter("teacher_kept_fetches", "Fetches by result", ("result",), registry=registry)
+        self.dropped = Counter("teacher_kept_dropped", "Evicted before release", registry=registry)
+
+
+class Body(NamedTuple):
+    """A kept body that is being read; it can be read to its end, whatever happens to the store meanwhile."""
+
+    size: int
+    file: BinaryIO
+
+    def parts(self) -> Iterator[bytes]:
+        """Its bytes, PART_BYTES at a time."""
+        with self.file:
+            while part := self.file.read(PART_BYTES):
+                yield part
+
+
+class KeptScores:
+    """Bodies by key, bounded in memory and on disk. Its methods block; call them from worker threads."""
+
+    def __init__(
+        self, folder: Path | None, memory_bytes: int, disk_bytes: int, registry: CollectorRegistry
+    ) -> None:
+        """`folder`: for this process alone, cleared of what an earlier one left. None: a temporary one."""
+        self._folder = folder
+        for path in folder.glob(f"*{_SUFFIX}") if folder else ():
+            path.unlink(missing_ok=True)
+        self._limits = {"memory": memory_bytes, "disk": disk_bytes}
+        self._held = {"memory": 0, "disk": 0}
+        self._memory: OrderedDict[str, bytes] = OrderedDict()  # the oldest first, as on disk
+        self._disk: OrderedDict[str, int] = OrderedDict()
+        self._boot, self._count = secrets.token_hex(8), 0
+        self._lock = threading.Lock()
+        self._metrics = KeptMetrics(registry)
+
+    def put(self, body: bytes) -> Kept:
+        """Keep a body; the reference has no url yet."""
+        digest = blake3(body).digest()
+        with self._lock:
+            self._count += 1
+            key = f"{self._boot}-{self._count}"
+            self._memory[key] = body
+            self._hold("memory", len(body))
+            while self._held["memory"] > self._limits["memory"]:
+                self._spill(*self._memory.popitem(last=False))
+            while self._held["disk"] > self._limits["disk"]:
+                self._drop(next(iter(self._disk)))
+        return Kept("", key, len(body), digest)
+
+    def open(self, key: str) -> Body | None:
+        """The body of `key`; None: it is not kept, or no longer."""
+        with self._lock:
+            where, found = "gone", None
+            if (body := self._memory.get(key)) is not None:
+                where, found = "memory", Body(len(body), BytesIO(body))
+            elif (size := self._disk.get(key)) is not None:
+                with suppress(OSError):  # somebody else removed it
+                    where, found = "disk", Body(size, self._path(key).open("rb"))
+        self._metrics.fetched.labels(where).inc()
+        return found
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Forget these; keys that are not kept are ignored."""
+        with self._lock:
+            for key in keys:
+                if (body := self._memory.pop(key, None)) is not None:
+                    self._hold("memory", -len(body))
+                elif (size := self._disk.pop(key, None)) is not None:
+                    self._unlink(key, size)
+
+    def close(self) -> None:
+        """Forget everything and remove the folder."""
+        self.release([*self._memory, *self._disk])
+        with suppress(OSError):  # it was never made, or holds what is not ours
+            if self._folder is not None:
+                self._folder.rmdir()
+
+    def _hold(self, where: str, size: int) -> None:
+        self._held[where] += size
+        self._metrics.bytes.labels(where).set(self._held[where])
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None, "a spill has made it"
+        return self._folder / f"{key}{_SUFFIX}"
+
+    def _spill(self, key: str, body: bytes) -> None:
+        """Move a body from memory to a file; one that cannot be written is dropped."""
+        self._hold("memory", -len(body))
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
+        self._disk[key] = len(body)
+        self._hold("disk", len(body))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path(key).write_bytes(body)
+        except OSError as error:
+            log.warning("kept scores of %d bytes are dropped: %s", len(body), error)
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        self._unlink(key, self._disk.pop(key))
+        self._metrics.dropped.inc()
+
+    def _unlink(self, key: str, size: int) -> None:
+        self._hold("disk", -size)
+        with suppress(OSError):  # its folder may never have been made
+            self._path(key).unlink()
