@@ -179,8 +179,9 @@ class WeighLate(Settings):
 LateConfig = Annotated[DropLate | WaitForLate | WeighLate, Field(discriminator="type")]
 
 
-REFERENCE_BYTES: Final = 256
-"""Scores of so many bytes a token go by reference, unless the configuration says otherwise."""
+REFERENCE_BYTES: Final = 320
+"""Scores of so many bytes a token go by reference: a fetch costs rank and teacher 2 ms of processor time
+together, and 320 bytes for each of 1,000 tokens cost the controller as much (docs/benchmarks.md)."""
 
 
 class BufferConfig(Settings):
@@ -195,7 +196,7 @@ class BufferConfig(Settings):
     scores: Literal["auto", "inline", "reference"] = "auto"
     """How top-k, gathered log-probabilities and hidden states reach the trainer. reference: the teacher keeps
     them and the trainer's ranks fetch them there. inline: through the controller and its journal. auto: by
-    reference from 256 bytes a token on."""
+    reference from 320 bytes a token on, such as a top-64 or hidden states of width 160."""
     fsync: Literal["always", "batch", "never"] = "batch"
     """When the journal is forced to disk. always: after each record; batch: before each batch is handed out;
     never: when the system does."""

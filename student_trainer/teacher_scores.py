@@ -149,9 +149,10 @@ class TeacherScores:
 
     def _checked(self, row: KeptRow, body: bytes) -> Scored:
         """The one Scored of a reply, cut to the trained tokens. Raises WireError for one that is none."""
-        (scored, *more) = wire.decode(body, ScoreReply).results or [None]
-        if not isinstance(scored, Scored) or more or scored.id != row.sequence.id:
-            raise WireError(f"the answer for {row.sequence.id} is {scored!s:.200}: it must be its scores")
+        results = wire.decode(body, ScoreReply).results
+        scored = results[0] if len(results) == 1 else None
+        if not isinstance(scored, Scored) or scored.id != row.sequence.id:
+            raise WireError(f"the answer for {row.sequence.id} is {results!s:.200}: it must be its scores")
         gather = row.sequence.gather_ids
         count = max(row.length, len(scored.logprob.data) // 4)
         k = 0 if gather is None else gather.shape[1]

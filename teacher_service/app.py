@@ -170,8 +170,7 @@ class TeacherService:
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
             else:
-                keep = call.keep and isinstance(result, Scored)
-                results.append(self._keep(result) if keep else result)
+                results.append(self._keep(result) if call.keep and isinstance(result, Scored) else result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
 

@@ -159,7 +159,7 @@ class Rollout(Record, frozen=True):
             tokens=Array("i4", self.tokens.shape, b""),
             spans=self.spans,
             teacher=self.teacher,
-            scored=self.kept and Scored(self.id, NO_VALUES, kept=self.kept),
+            scored=None if self.kept is None else Scored(self.id, NO_VALUES, kept=self.kept),
             by_teacher=self.by_teacher,
         )
 

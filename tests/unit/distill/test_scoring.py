@@ -166,9 +166,9 @@ async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teache
     ("scores", "want", "topk", "kept"),
     [
         ("auto", Want(hidden=True), 0, False),  # 8 bytes a token
-        ("auto", Want(topk=42, entropy=True), 0, False),
-        ("auto", Want(topk=43, entropy=True), 0, True),
-        ("inline", Want(topk=43), 0, False),
+        ("auto", Want(topk=50, entropy=True), 9, False),  # 6 · 50 + 2 · 9
+        ("auto", Want(topk=50, entropy=True), 10, True),
+        ("inline", Want(topk=50), 10, False),
         ("reference", Want(hidden=True), 0, True),
         ("reference", Want(entropy=True), 1, True),
         ("reference", Want(entropy=True), 0, False),  # the log-probability of the token alone
