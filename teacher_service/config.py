@@ -38,7 +38,8 @@ class TeacherConfig(ModelSource, Placement):
     keep_memory_gib: float = Field(4.0, ge=0)
     """Memory for scores that trainers fetch (`buffer.scores`); the oldest beyond it go to disk."""
     keep_disk_gib: float = Field(64.0, ge=0)
-    """Disk for them; the oldest beyond it are dropped, and computed again when a trainer needs them."""
+    """Disk for them, as far as 2 GiB stay free; the oldest beyond it are dropped, and computed again when a
+    trainer needs them."""
     keep_folder: Path | None = None
     """Folder for them, emptied at the start; None: `scores/` in the run's folder."""
     wire_dtype: Literal["float16", "float32"] = "float16"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 import tempfile
 import threading
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from sync.wire import Kept
 
 log = logging.getLogger(__name__)
 PART_BYTES: Final = 1 << 20
+FREE_BYTES: Final = 2 << 30
+"""Of the disk that kept scores leave to the others."""
 _SUFFIX: Final = ".scores"
 
 
@@ -128,6 +131,8 @@ class KeptScores:
         self._hold("disk", len(body))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._folder).free < FREE_BYTES + len(body):
+                raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
             self._path(key).write_bytes(body)
         except OSError as error:
             log.warning("kept scores of %d bytes are dropped: %s", len(body), error)

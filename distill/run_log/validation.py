@@ -62,6 +62,7 @@ class Validator:
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
+            checks.prompt(rollout.teacher_prompt or rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
