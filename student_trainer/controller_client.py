@@ -97,6 +97,8 @@ class ControllerClient:
         while not self.stopping.is_set() and time.monotonic() < until:
             if wait([answer], _GLANCE_SECONDS).done:
                 self._fetched = None
+                if answer.exception() is not None:  # the controller must know which step it ends at
+                    wait(self._sent, FINAL_REPORT_SECONDS)
                 return answer.result()
         return wire.Wait()
 

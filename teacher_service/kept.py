@@ -68,6 +68,7 @@ class KeptScores:
         self._held = {"memory": 0, "disk": 0}
         self._memory: OrderedDict[str, bytes] = OrderedDict()  # the oldest first, as on disk
         self._disk: OrderedDict[str, int] = OrderedDict()
+        self._full = False  # the last spill could not be written
         self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
         self._metrics = KeptMetrics(registry)
@@ -135,8 +136,12 @@ class KeptScores:
                 raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
             self._path(key).write_bytes(body)
         except OSError as error:
-            log.warning("kept scores of %d bytes are dropped: %s", len(body), error)
+            if not self._full:
+                log.warning("the oldest kept scores are dropped instead of written to disk: %s", error)
+            self._full = True
             self._drop(key)
+        else:
+            self._full = False
 
     def _drop(self, key: str) -> None:
         self._unlink(key, self._disk.pop(key))

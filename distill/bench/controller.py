@@ -67,7 +67,7 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
     roles = of_tests("in_memory")
     ids, logprob = np.arange(shape.tokens, dtype="i4") % 50, np.full(shape.tokens, -1.0, "f4")
 
-    class Replica(roles.MemoryReplica):  # type: ignore[misc, name-defined]
+    class Replica(roles.MemoryReplica):  # type: ignore[name-defined]
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
             for prompt in request.prompts:
                 with apart.timed():
@@ -83,7 +83,7 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
                 await asyncio.sleep(0)
                 yield answer
 
-    class Teacher(roles.MemoryTeacher):  # type: ignore[misc, name-defined]
+    class Teacher(roles.MemoryTeacher):  # type: ignore[name-defined]
         width = shape.width
 
         async def score(self, sequences: Sequence[Any], want: Any, deadline: float | None = None) -> Any:

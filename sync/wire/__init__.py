@@ -6,6 +6,7 @@ Producer → consumer
     controller → teacher           ScoreRequest, ScoresRelease, TeacherGenerateRequest
     trainer rank → teacher         ScoreRequest, for scores that it no longer keeps
     teacher → controller           ScoreReply, TeacherGenerateReply, TeacherInfo, Head
+    teacher → trainer rank         ScoreReply, kept or computed again
     trainer rank → controller      TrainerHello, BatchRequest, Heartbeat, StepReport, Published,
                                    CheckpointSaved, FinalDigests
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
