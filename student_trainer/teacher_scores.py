@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from sync import wire
 from sync.client import BlockingPeer
 from sync.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError, WrongServer
-from sync.retry import Backoff
+from sync.retry import Backoff, retrying
 from sync.wire import (
     Array,
     Kept,
@@ -114,7 +114,8 @@ class TeacherScores:
             self._servers[row.teacher] = self._ask(row.teacher)
         if kept.url in self._servers[row.teacher].urls:  # else of another start of the run
             try:
-                body = self._connect(kept.url).once(f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
+                fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
+                body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
                 if blake3(body).digest() != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
                 return self._checked(row, body), kept

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
 from distill.bench.runner import Figures, markdown, of_tests
 from distill.config import RunConfig
@@ -25,13 +26,22 @@ from distill.controller import Controller
 from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
 from distill.run_log.journal import Journal
+from distill.trainer_api.http_api import serving
 from student_trainer.objectives.config import needs, student_topk
-from sync.wire import Generated, GenerateRequest, ScoreReply, Version, VersionSpan, decode, encode, pack
+from sync import wire
+from sync.client import BlockingPeer
+from sync.server import bind_alone
+from sync.wire import Want, decode, pack
+from teacher_service.app import TeacherService
+from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
 
 OBJECTIVES: Final = ("sampled", "topk", "student_topk", "full")
 """The others ask the teachers for the same: forward_topk as topk, jsd and skew as full, sft as sampled."""
-K: Final = 32
+K: Final = 50
 ROUNDS: Final = 3
+FETCHED: Final = ((12, 64), (1000, 80))
+"""Tokens, and floats of a token, of rows whose fetch is timed."""
 
 
 class Shape(NamedTuple):
@@ -68,15 +78,15 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
     ids, logprob = np.arange(shape.tokens, dtype="i4") % 50, np.full(shape.tokens, -1.0, "f4")
 
     class Replica(roles.MemoryReplica):  # type: ignore[name-defined]
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Generated]:
             for prompt in request.prompts:
                 with apart.timed():
-                    k, version = request.sampling.student_topk, self.version or Version(0, 0)
-                    answer = Generated(
+                    k, version = request.sampling.student_topk, self.version or wire.Version(0, 0)
+                    answer = wire.Generated(
                         id=prompt.id,
                         token_ids=pack(ids),
                         logprob=pack(logprob),
-                        spans=[VersionSpan(version, 0, shape.tokens)],
+                        spans=[wire.VersionSpan(version, 0, shape.tokens)],
                         finish_reason="length",
                         topk_ids=pack(roles.some_ids(shape.tokens, k)) if k else None,
                     )
@@ -91,9 +101,9 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
                 found = [self._scores(sequence, want) for sequence in sequences]
                 results = [self._keep(one) for one in found] if want.keep else found
                 self.kept.clear()
-                body = encode(ScoreReply(teacher="t", results=results))
+                body = wire.encode(wire.ScoreReply(teacher="t", results=results))
             await asyncio.sleep(0)
-            return decode(body, ScoreReply).results
+            return decode(body, wire.ScoreReply).results
 
     return Replica(), Teacher()
 
@@ -146,6 +156,24 @@ async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Fi
     return {"ns": 1e9 * seconds / tokens, "journal_bytes": written / tokens, "tokens": tokens}
 
 
+async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
+    """Milliseconds of processor time that a kept row costs its teacher and its rank together, over HTTP."""
+    engine = of_tests("table_engine").TableEngine(np.full((width, width), -np.log(width), "f4"))
+    info = await of_tests("in_memory").MemoryTeacher().first_info()
+    app, bound = TeacherService(engine, info, TeacherConfig(path="t")).app, bind_alone("127.0.0.1", 0)
+    url = "http://127.0.0.1:{1}".format(*bound.getsockname())
+    asked = [wire.ScoreSequence(f"{row}", pack(np.zeros(1 + tokens, "i4")), 1) for row in range(rows)]
+    async with app.router.lifespan_context(app), serving(app, bound), TeacherClient("t", [url]) as teacher:
+        found: list[Any] = await teacher.score(asked, Want(hidden=True, keep=True))
+        peer, began = BlockingPeer(url), time.process_time()
+        for one in found:
+            body = await asyncio.to_thread(peer.once, f"/v1/scores/{one.kept.key}", None, 60.0)
+            assert blake3(body).digest() == one.kept.digest, "as it was kept"
+            decode(body, wire.ScoreReply)
+        peer.close()
+        return 1e3 * (time.process_time() - began) / rows
+
+
 def run(folder: Path, objectives: bool = True) -> Figures:
     """Every objective, inline and by reference in turns; the medians of ROUNDS."""
     rows: list[Figures] = []
@@ -161,7 +189,8 @@ def run(folder: Path, objectives: bool = True) -> Figures:
                 rows.append(
                     {"shape": name, **shape._asdict(), "objective": objective, "scores": way, **figures}
                 )
-    return {"k": K, "rounds": ROUNDS, "rows": rows}
+    fetches = {f"{tokens} × {4 * width}": asyncio.run(fetch_cost(tokens, width)) for tokens, width in FETCHED}
+    return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches}
 
 
 def table(figures: Figures) -> str:
@@ -172,4 +201,5 @@ def table(figures: Figures) -> str:
         + [f"{one['journal_bytes']:,.1f}"]
         for one in figures["rows"]
     ]
-    return "\n".join(markdown(head, rows))
+    fetches = [f"a row of {size} bytes: {ms:.2f} ms to fetch" for size, ms in figures["fetch_ms"].items()]
+    return "\n".join([*markdown(head, rows), *fetches])

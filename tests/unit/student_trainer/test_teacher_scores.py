@@ -60,6 +60,7 @@ class Teacher:
         """Of /v1/score, before it scores as it should: bodies or errors."""
         self.requests: list[ScoreSequence] = []
         self.models: list[str | None] = []
+        self.make = scores
 
     def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
         body, key = encode(ScoreReply(teacher="t", results=[scores(sequence)])), f"b0-{len(self.kept)}"
@@ -87,7 +88,7 @@ class Teacher:
                     return answer
                 (sequence,) = decode(body, ScoreRequest).sequences
                 teacher.requests.append(sequence)
-                return encode(ScoreReply(teacher="t", results=[scores(sequence, 100.0)]))
+                return encode(ScoreReply(teacher="t", results=[teacher.make(sequence, 100.0)]))
 
         return Peer()
 
@@ -211,14 +212,9 @@ def test_the_students_ids_are_gathered_again() -> None:
     )
     teacher.kept.clear()
 
-    def only(sequence: ScoreSequence, marker: float = 0.0, made=scores) -> Scored:
-        return msgspec.structs.replace(made(sequence), topk_ids=None, topk_logprob=None, hidden=None)
-
-    globals()["scores"], before = only, scores
-    try:
-        rows = filled(teacher, given, want)
-    finally:
-        globals()["scores"] = before
+    none = {"topk_ids": None, "topk_logprob": None, "hidden": None}
+    teacher.make = lambda *asked: msgspec.structs.replace(scores(*asked), **none)
+    rows = filled(teacher, given, want)
     assert unpack(rows.student_topk_teacher_logprob).tolist() == [[-1, -2], [-3, -4], [-5, -6]]
 
 
