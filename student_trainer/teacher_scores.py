@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, NamedTuple
@@ -69,6 +69,15 @@ class KeptRow(NamedTuple):
         return self.sequence.token_ids.shape[0] - self.sequence.start
 
 
+class RowScores(NamedTuple):
+    """The scores of one row, cut to the tokens that are trained on."""
+
+    parts: list[Scored]
+    """Of consecutive positions."""
+    kept: Kept | None
+    """Where they were fetched; None: they were computed again."""
+
+
 class TeacherScores:
     """Fetches for one rank, from any thread, one batch at a time.
 
@@ -95,7 +104,7 @@ class TeacherScores:
         """The batch with all scores in its rows."""
         rows = [row for micro in batch.micro_batches for row in kept_rows(micro, self._teachers)]
         scores = [*self._threads.map(self._scores, rows)]
-        if again := sum(kept is None for _, kept in scores):
+        if again := sum(one.kept is None for one in scores):
             log.warning(
                 "%d of %d rows of %s were scored again, the last because %s",
                 again, len(rows), batch.version, self._why,
@@ -107,8 +116,7 @@ class TeacherScores:
         ]
         return replace(batch, micro_batches=micros)
 
-    def _scores(self, row: KeptRow) -> tuple[Scored, Kept | None]:
-        """Scores of the trained tokens; None: they were computed again."""
+    def _scores(self, row: KeptRow) -> RowScores:
         kept = row.kept
         if row.teacher not in self._servers:
             self._servers[row.teacher] = self._ask(row.teacher)
@@ -118,12 +126,12 @@ class TeacherScores:
                 body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
                 if blake3(body).digest() != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
-                return self._checked(row, body), kept
+                return RowScores(self._checked(row, wire.frames(body, ScoreReply)), kept)
             except DistillError as error:
                 self._why = str(error)
-        return self._scored_again(row), None
+        return RowScores(self._scored_again(row), None)
 
-    def _scored_again(self, row: KeptRow) -> Scored:
+    def _scored_again(self, row: KeptRow) -> list[Scored]:
         """Have the teacher's processes compute them, one after the other until one does."""
         request = wire.encode(
             wire.ScoreRequest(sequences=[row.sequence], want=self._want, deadline=SCORE_SECONDS)
@@ -136,7 +144,8 @@ class TeacherScores:
             peer = self._connect(servers.urls[tries % len(servers.urls)])
             tries += 1
             try:
-                return self._checked(row, peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint))
+                body = peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint)
+                return self._checked(row, [wire.decode(body, ScoreReply)])
             except (Overloaded, Unreachable, WrongServer) as error:
                 least = error.retry_after if isinstance(error, Overloaded) else 0.0
                 log.warning("teacher %s is asked again: %s", row.teacher, error)
@@ -148,20 +157,27 @@ class TeacherScores:
                 log.warning("teacher %s at %s is asked again: %s", row.teacher, peer.url, error)
         raise Interrupted(f"stopped before teacher {row.teacher} gave scores")
 
-    def _checked(self, row: KeptRow, body: bytes) -> Scored:
-        """The one Scored of a reply, cut to the trained tokens. Raises WireError for one that is none."""
-        results = wire.decode(body, ScoreReply).results
-        scored = results[0] if len(results) == 1 else None
-        if not isinstance(scored, Scored) or scored.id != row.sequence.id:
-            raise WireError(f"the answer for {row.sequence.id} is {results!s:.200}: it must be its scores")
+    def _checked(self, row: KeptRow, replies: Iterable[ScoreReply]) -> list[Scored]:
+        """The scores of the trained tokens, a part from each reply. Raises WireError for what is none."""
         gather = row.sequence.gather_ids
-        count = max(row.length, len(scored.logprob.data) // 4)
-        k = 0 if gather is None else gather.shape[1]
-        if problem := checks.scored(scored, count, k, self._want, self._vocab_size):
-            raise WireError(f"scores of {scored.id}: {problem}")
-        scored = checks.without_bad_diagnostics(scored, count)
-        arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
-        return replace(scored, **{name: found and cut(found, row.length) for name, found in arrays})
+        k, missing, parts = 0 if gather is None else gather.shape[1], row.length, list[Scored]()
+        for reply in replies:
+            scored = reply.results[0] if len(reply.results) == 1 else None
+            if not isinstance(scored, Scored) or scored.id != row.sequence.id:
+                raise WireError(f"{row.sequence.id} is answered {reply!s:.200}, and must be with its scores")
+            count = len(scored.logprob.data) // 4
+            if problem := checks.scored(scored, count, k, self._want, self._vocab_size):
+                raise WireError(f"scores of {scored.id}: {problem}")
+            scored = checks.without_bad_diagnostics(scored, count)
+            arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
+            if missing > 0:
+                parts.append(
+                    replace(scored, **{name: found and cut(found, missing) for name, found in arrays})
+                )
+            missing -= count
+        if missing > 0:
+            raise WireError(f"scores of {row.sequence.id} are of {missing} tokens too few")
+        return parts
 
 
 def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
@@ -188,12 +204,13 @@ def _part(array: Array, start: int, count: int) -> Array:
     return Array(array.dtype, (count, *array.shape[1:]), array.data[start * row : (start + count) * row])
 
 
-def with_scores(rows: Rows, found: Sequence[tuple[Scored, Kept | None]]) -> Rows:
+def with_scores(rows: Rows, found: Sequence[RowScores]) -> Rows:
     """`rows` with the scores of each in its arrays; without rows there is nothing to fill."""
-    if not found:
+    parts = [part for one in found for part in one.parts]
+    if not parts:
         return rows
     arrays: dict[str, Array | None] = {}
     for field, name in _FIELDS.items():
-        given = [array for scored, _ in found if (array := getattr(scored, name)) is not None]
-        arrays[field] = joined(given) if len(given) == len(found) else None
-    return replace(rows, **arrays, kept=[kept for _, kept in found])
+        given = [array for part in parts if (array := getattr(part, name)) is not None]
+        arrays[field] = joined(given) if len(given) == len(parts) else None
+    return replace(rows, **arrays, kept=[one.kept for one in found])

@@ -37,20 +37,18 @@ from sync.wire import (
     Ok,
     Scored,
     ScoreRefused,
-    ScoreReply,
     ScoresRelease,
     TeacherCompletion,
     TeacherInfo,
     decode,
-    encode,
 )
 from sync.wire.checks import Problem
 from teacher_service import messages
 from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
-from teacher_service.kept import PART_BYTES, KeptScores
-from teacher_service.messages import BadRequest, Call
+from teacher_service.kept import KeptScores
+from teacher_service.messages import BadRequest, Call, ToKeep
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
@@ -81,7 +79,7 @@ class TeacherService:
         self.info, self.metrics = info, Metrics()
         self._engine, self._queue_tokens = engine, config.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
-        score = partial(messages.read_score, info=engine.engine_info, dtype=dtype)
+        score = partial(messages.read_score, info=engine.engine_info, dtype=dtype, teacher=info.name)
         generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, config.queue_tokens, self.metrics)
         self._bodies = BodyLimit()
@@ -169,15 +167,12 @@ class TeacherService:
             elif isinstance(result := call.result(id_, admitted.item, outcome), Problem):
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
+            elif isinstance(result, ToKeep):
+                results.append(Scored(id_, result.logprob, kept=self._kept.put(result.frames)))
             else:
-                results.append(self._keep(result) if call.keep and isinstance(result, Scored) else result)
+                results.append(result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
-
-    def _keep(self, scored: Scored) -> Scored:
-        """Keep the scores; what is answered in their place."""
-        kept = self._kept.put(encode(ScoreReply(teacher=self.info.name, results=[scored])))
-        return Scored(scored.id, scored.logprob, kept=kept)
 
     # --- the other routes ---------------------------------------------------------------------------------
 
@@ -185,10 +180,8 @@ class TeacherService:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
         if body is None:
             raise BadRequest(404, "these scores are released, evicted, or of an earlier start: score again")
-        if body.size <= PART_BYTES:
-            return Response(await asyncio.to_thread(body.file.read), media_type=CONTENT_TYPE)
         length = {"content-length": str(body.size)}
-        return StreamingResponse(body.parts(), media_type=CONTENT_TYPE, headers=length)
+        return StreamingResponse(body.parts, media_type=CONTENT_TYPE, headers=length)
 
     async def release(self, request: Request) -> Response:
         async with self._bodies.read(request) as body:

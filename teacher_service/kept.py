@@ -16,7 +16,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -26,7 +25,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from sync.wire import Kept
 
 log = logging.getLogger(__name__)
-PART_BYTES: Final = 1 << 20
+PART_BYTES: Final = 1 << 22
+"""Of a file that are read at a time."""
 FREE_BYTES: Final = 2 << 30
 """Of the disk that kept scores leave to the others."""
 _SUFFIX: Final = ".scores"
@@ -45,13 +45,17 @@ class Body(NamedTuple):
     """A kept body that is being read; it can be read to its end, whatever happens to the store meanwhile."""
 
     size: int
-    file: BinaryIO
+    parts: Iterator[bytes]
 
-    def parts(self) -> Iterator[bytes]:
-        """Its bytes, PART_BYTES at a time."""
-        with self.file:
-            while part := self.file.read(PART_BYTES):
-                yield part
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+def _size(parts: list[bytes]) -> int:
+    return sum(map(len, parts))
 
 
 class KeptScores:
@@ -66,36 +70,38 @@ class KeptScores:
             path.unlink(missing_ok=True)
         self._limits = {"memory": memory_bytes, "disk": disk_bytes}
         self._held = {"memory": 0, "disk": 0}
-        self._memory: OrderedDict[str, bytes] = OrderedDict()  # the oldest first, as on disk
+        self._memory: OrderedDict[str, list[bytes]] = OrderedDict()  # the oldest first, as on disk
         self._disk: OrderedDict[str, int] = OrderedDict()
         self._full = False  # the last spill could not be written
         self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
         self._metrics = KeptMetrics(registry)
 
-    def put(self, body: bytes) -> Kept:
-        """Keep a body; the reference has no url yet."""
-        digest = blake3(body).digest()
+    def put(self, parts: list[bytes]) -> Kept:
+        """Keep a body, given in parts so that nothing copies it whole; the reference has no url yet."""
+        digest = blake3()
+        for part in parts:
+            digest.update(part)
         with self._lock:
             self._count += 1
             key = f"{self._boot}-{self._count}"
-            self._memory[key] = body
-            self._hold("memory", len(body))
+            self._memory[key] = parts
+            self._hold("memory", _size(parts))
             while self._held["memory"] > self._limits["memory"]:
                 self._spill(*self._memory.popitem(last=False))
             while self._held["disk"] > self._limits["disk"]:
                 self._drop(next(iter(self._disk)))
-        return Kept("", key, len(body), digest)
+        return Kept("", key, _size(parts), digest.digest())
 
     def open(self, key: str) -> Body | None:
         """The body of `key`; None: it is not kept, or no longer."""
         with self._lock:
             where, found = "gone", None
-            if (body := self._memory.get(key)) is not None:
-                where, found = "memory", Body(len(body), BytesIO(body))
+            if (parts := self._memory.get(key)) is not None:
+                where, found = "memory", Body(_size(parts), iter(parts))
             elif (size := self._disk.get(key)) is not None:
                 with suppress(OSError):  # somebody else removed it
-                    where, found = "disk", Body(size, self._path(key).open("rb"))
+                    where, found = "disk", Body(size, _read(self._path(key).open("rb")))
         self._metrics.fetched.labels(where).inc()
         return found
 
@@ -103,8 +109,8 @@ class KeptScores:
         """Forget these; keys that are not kept are ignored."""
         with self._lock:
             for key in keys:
-                if (body := self._memory.pop(key, None)) is not None:
-                    self._hold("memory", -len(body))
+                if (parts := self._memory.pop(key, None)) is not None:
+                    self._hold("memory", -_size(parts))
                 elif (size := self._disk.pop(key, None)) is not None:
                     self._unlink(key, size)
 
@@ -123,18 +129,20 @@ class KeptScores:
         assert self._folder is not None, "a spill has made it"
         return self._folder / f"{key}{_SUFFIX}"
 
-    def _spill(self, key: str, body: bytes) -> None:
+    def _spill(self, key: str, parts: list[bytes]) -> None:
         """Move a body from memory to a file; one that cannot be written is dropped."""
-        self._hold("memory", -len(body))
+        size = _size(parts)
+        self._hold("memory", -size)
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
-        self._disk[key] = len(body)
-        self._hold("disk", len(body))
+        self._disk[key] = size
+        self._hold("disk", size)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self._folder).free < FREE_BYTES + len(body):
+            if shutil.disk_usage(self._folder).free < FREE_BYTES + size:
                 raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
-            self._path(key).write_bytes(body)
+            with self._path(key).open("wb") as file:
+                file.writelines(parts)
         except OSError as error:
             if not self._full:
                 log.warning("the oldest kept scores are dropped instead of written to disk: %s", error)

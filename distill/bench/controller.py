@@ -169,7 +169,7 @@ async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
         for one in found:
             body = await asyncio.to_thread(peer.once, f"/v1/scores/{one.kept.key}", None, 60.0)
             assert blake3(body).digest() == one.kept.digest, "as it was kept"
-            decode(body, wire.ScoreReply)
+            assert [*wire.frames(body, wire.ScoreReply)]
         peer.close()
         return 1e3 * (time.process_time() - began) / rows
 

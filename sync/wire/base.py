@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -154,7 +154,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(body: bytes, kind: type[M]) -> M:
+def decode(body: bytes | memoryview, kind: type[M]) -> M:
     """The message in `body`, validated; `kind` may be a union of message types.
 
     Raises WireError when it is another message, another schema, or no message.
@@ -174,7 +174,7 @@ def decode(body: bytes, kind: type[M]) -> M:
     return message
 
 
-def _found(body: bytes, error: Exception) -> str:
+def _found(body: bytes | memoryview, error: Exception) -> str:
     """The number that `error` refuses, for its message; "" where it refuses something else."""
     path = re.search(r"at `\$((?:\.\w+|\[\d+\])+)`", str(error))
     if path is None:
@@ -192,3 +192,14 @@ def frame(message: Message) -> bytes:
     """One frame of a streamed body: 4-byte little-endian length, then the message."""
     body = encode(message)
     return len(body).to_bytes(4, "little") + body
+
+
+def frames(body: bytes, kind: type[M]) -> Iterator[M]:
+    """The messages of a whole body of frames. Raises WireError where one is cut."""
+    rest = memoryview(body)
+    while rest:
+        length = int.from_bytes(rest[:4], "little")
+        if len(rest) < 4 + length:
+            raise WireError(f"a frame of {length} bytes ends after {len(rest) - 4}: the body was cut")
+        yield decode(rest[4 : 4 + length], kind)
+        rest = rest[4 + length :]

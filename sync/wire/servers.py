@@ -205,7 +205,7 @@ class ScoreRequest(Message, frozen=True):
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
     """Where a teacher keeps the scores of one sequence: GET {url}/v1/scores/{key} until they are released,
-    evicted, or the process ends. The body is a ScoreReply with the one Scored, whole."""
+    evicted, or the process ends. The body: frames of ScoreReply, each with a Scored of the next positions."""
 
     url: str
     """Of the process that keeps them, as the controller reaches it; "" from the process itself."""

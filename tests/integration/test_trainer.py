@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.config import TrainerConfig
-from student_trainer.teacher_scores import with_scores
+from student_trainer.teacher_scores import RowScores, with_scores
 from sync.broadcast import Reception
 from sync.client import BlockingPeer
 from sync.settings import DirectoryStoreConfig
@@ -621,7 +621,9 @@ class TeacherProcess:
         request = ScoreRequest(sequences=sequences, want=want)
         results: list[Any] = self.peer.call("/v1/score", request, ScoreReply).results
         if not want.keep:
-            return msgspec.structs.replace(with_scores(given, [(one, None) for one in results]), kept=None)
+            return msgspec.structs.replace(
+                with_scores(given, [RowScores([one], None) for one in results]), kept=None
+            )
         kept = [msgspec.structs.replace(one.kept, url=self.url) for one in results]
         bare = {name: None for name in given.__struct_fields__ if name.startswith("teacher_topk")}
         return msgspec.structs.replace(given, kept=kept, teacher_prompts=[None] * len(kept), **bare)

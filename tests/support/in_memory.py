@@ -58,6 +58,7 @@ from sync.wire import (
     Want,
     decode,
     encode,
+    frame,
     pack,
 )
 from teacher_service.client import Counters
@@ -204,7 +205,7 @@ class MemoryTeacher:
     def _keep(self, scored: Scored | ScoreRefused) -> Scored | ScoreRefused:
         if isinstance(scored, ScoreRefused):
             return scored
-        body, key = encode(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
+        body, key = frame(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
         self.kept[key] = body
         return Scored(scored.id, scored.logprob, kept=Kept("memory", key, len(body), blake3(body).digest()))
 

@@ -33,7 +33,7 @@ from sync.wire import (
     Version,
     VersionSpan,
     Want,
-    decode,
+    frames,
     pack,
     unpack,
 )
@@ -155,7 +155,8 @@ async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teache
     assert rollout.kept is not None
     assert rollout.scored.topk_ids is rollout.scored.entropy is None
     assert unpack(rollout.scored.logprob).tolist() == [-1.0, -1.0]
-    assert decode(teacher.kept[rollout.kept.key], ScoreReply).results[0].topk_ids.shape == (2, 2)
+    (reply,) = frames(teacher.kept[rollout.kept.key], ScoreReply)
+    assert reply.results[0].topk_ids.shape == (2, 2)
     seen = None if rollout.teacher_prompt is None else unpack(rollout.teacher_prompt).tolist()
     assert seen == ([9, 7, 5] if transformed else None)
     assert rollout.released().kept == rollout.kept

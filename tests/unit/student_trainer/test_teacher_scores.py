@@ -24,8 +24,10 @@ from sync.wire import (
     TrainBatch,
     Version,
     Want,
+    cut,
     decode,
     encode,
+    frame,
     pack,
     unpack,
 )
@@ -51,6 +53,19 @@ def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
     )
 
 
+def halves(scored: Scored) -> list[Scored]:
+    """A Scored of the first two positions, and one of the others, if there are others."""
+    names = [name for name in scored.__struct_fields__ if isinstance(getattr(scored, name), Array)]
+    first = {name: cut(getattr(scored, name), 2) for name in names}
+    rest = {}
+    for name, part in first.items():
+        whole = getattr(scored, name)
+        size = len(part.data)
+        rest[name] = Array(whole.dtype, (whole.shape[0] - part.shape[0], *whole.shape[1:]), whole.data[size:])
+    parts = [msgspec.structs.replace(scored, **arrays) for arrays in (first, rest)]
+    return parts if parts[1].logprob.data else parts[:1]
+
+
 class Teacher:
     """Processes by URL: what each keeps, and what it answers instead."""
 
@@ -63,7 +78,8 @@ class Teacher:
         self.make = scores
 
     def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
-        body, key = encode(ScoreReply(teacher="t", results=[scores(sequence)])), f"b0-{len(self.kept)}"
+        whole, key = scores(sequence), f"b0-{len(self.kept)}"
+        body = b"".join(frame(ScoreReply(teacher="t", results=[part])) for part in halves(whole))
         self.kept[url, key] = body
         return Kept(url, key, len(body), blake3(body).digest())
 
@@ -93,16 +109,16 @@ class Teacher:
         return Peer()
 
 
-def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, cut: int = 99) -> TrainBatch:
-    """Rows whose prompts are one token, and whose completions are numbered on; trained up to `cut` tokens."""
+def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: int = 99) -> TrainBatch:
+    """Rows whose prompts are one token, and whose completions are numbered on; `most` tokens are trained."""
     kept, tokens, start = [], [], 1
     for row, length in enumerate(lengths):
         prompt, completion = [start], list(range(start + 1, start + 1 + length))
         given = ScoreSequence.of(f"r{row}", ids(seen or prompt), ids(completion))
         kept.append(teacher.keep(given))
-        tokens += prompt + completion[:cut]
+        tokens += prompt + completion[:most]
         start += length + 1
-    trained = [min(length, cut) for length in lengths]
+    trained = [min(length, most) for length in lengths]
     flat = pack(np.zeros(sum(trained), "f4"))
     rows = Rows(
         ids=[f"r{row}" for row in range(len(lengths))],
@@ -146,9 +162,24 @@ def test_the_scores_of_every_row_fill_its_arrays_in_order() -> None:
 
 def test_a_cut_completion_takes_the_scores_of_its_first_tokens() -> None:
     teacher = Teacher()
-    rows = filled(teacher, batch(teacher, 5, 1, cut=2))
-    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -8]
-    assert rows.teacher_hidden.shape == (3, 3)
+    rows = filled(teacher, batch(teacher, 5, 1, most=3))
+    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -8]
+    assert rows.teacher_hidden.shape == (4, 3)
+
+
+def test_too_few_positions_are_scored_again() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 5)
+    (place,) = teacher.kept
+    short = frame(
+        ScoreReply(teacher="t", results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]])
+    )
+    kept = [Kept(HERE, place[1], len(short), blake3(short).digest())]
+    teacher.kept[place] = short
+    rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
+    rows = filled(teacher, msgspec.structs.replace(given, micro_batches=[rows]))
+    assert rows.kept == [None]
+    assert unpack(rows.teacher_logprob).tolist() == [-102, -103, -104, -105, -106]
 
 
 @pytest.mark.parametrize("fault", ["gone", "changed", "another", "elsewhere"])
