@@ -6,8 +6,9 @@ A section stands beside the code that reads it; this module holds the controller
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -213,6 +214,11 @@ class WeighLate(Settings):
 LateConfig = Annotated[DropLate | WaitForLate | WeighLate, Field(discriminator="type")]
 
 
+REFERENCE_BYTES: Final = 320
+"""Scores of so many bytes a token go by reference: a fetch costs rank and teacher 2 ms of processor time
+together, and 320 bytes for each of 1,000 tokens cost the controller as much (docs/benchmarks.md)."""
+
+
 class BufferConfig(Settings):
     """[buffer]: staleness and durability of rollouts."""
 
@@ -222,9 +228,18 @@ class BufferConfig(Settings):
     """What to do with a rollout older than that."""
     score_batch: int = Field(64, ge=1)
     """Rollouts per request to a teacher."""
+    scores: Literal["auto", "inline", "reference"] = "auto"
+    """How top-k, gathered log-probabilities and hidden states reach the trainer. reference: the teacher keeps
+    them and the trainer's ranks fetch them there. inline: through the controller and its journal. auto: by
+    reference from 320 bytes a token on, such as a top-64 or hidden states of width 160."""
     fsync: Literal["always", "batch", "never"] = "batch"
     """When the journal is forced to disk. always: after each record; batch: before each batch is handed out;
     never: when the system does."""
+
+    def by_reference(self, bulk_bytes: int) -> bool:
+        """Whether scores of so many bytes a token (`Want.bulk_bytes`) go by reference."""
+        least = {"auto": REFERENCE_BYTES, "reference": 1, "inline": math.inf}[self.scores]
+        return bulk_bytes >= least
 
 
 class GuardConfig(Settings):

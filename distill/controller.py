@@ -36,7 +36,7 @@ from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Checkpointed, Concluded, VersionApplied
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import Validator
-from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
+from distill.scoring import ScoreReleases, Scoring, TeacherGeneration, TeacherQueue
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
@@ -77,7 +77,8 @@ class Controller:
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
         generation = TeacherGeneration(parts, config, checks, bus)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget, bus)
-        scoring = Scoring(parts, checks, budget, bus)
+        scoring = Scoring(parts, config.buffer, checks, budget, bus)
+        self.releases = ScoreReleases(parts)
         self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, bus)
         supervised = config.objective.max_supervised_tokens
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group)
@@ -112,6 +113,7 @@ class Controller:
         on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
         on(events.Quarantined, self._hooks.quarantined)
         on(Batch, self._hooks.batch)
+        on(events.ScoresUnneeded, lambda event: self.releases.put(event.rollouts))
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
         on(StepReport, self._step_reported)
@@ -130,6 +132,7 @@ class Controller:
             self.dispatcher.run(),
             self.generation.run(),
             self.scoring.run(),
+            self.releases.run(),
             self.run_log.flush(),
             self.batcher.run(),
             self.heartbeats.run(),

@@ -44,6 +44,12 @@ class RolloutScored(NamedTuple):
     rollout: Rollout
 
 
+class ScoresUnneeded(NamedTuple):
+    """RunLog: no trainer will be given these rollouts again."""
+
+    rollouts: list[Rollout]
+
+
 class RolloutRejected(NamedTuple):
     """Dispatcher, TeacherQueue, ErrorBudget: a rollout, completed or not, that must not be trained on."""
 

@@ -15,7 +15,7 @@ from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
 from sync import wire
 from sync.claims import Claim
-from sync.wire import EvalReport, Scored, ScoreRefused, TeacherCompletion, TrainerWelcome, Version, Want
+from sync.wire import EvalReport, Kept, Scored, ScoreRefused, TeacherCompletion, TrainerWelcome, Version, Want
 from sync.wire.checks import ANY_ID
 from teacher_service.client import Counters
 
@@ -52,6 +52,14 @@ class Teacher(Protocol):
         *,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]: ...
+    async def release(self, kept: Sequence[Kept]) -> None:
+        """Have it forget these scores, if it can be told."""
+        ...
+
+    def servers(self) -> wire.TeacherServers:
+        """Where its processes are."""
+        ...
+
     async def head(self) -> wire.Head: ...
     async def first_info(self) -> wire.TeacherInfo:
         """What it is, from whichever of its processes answers first."""

@@ -17,8 +17,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from distill.aio import Signal
-from distill.config import RunConfig
-from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored, TeacherCompleted
+from distill.config import BufferConfig, RunConfig
+from distill.events import (
+    ErrorBudget,
+    Events,
+    RolloutRejected,
+    RolloutScored,
+    TeacherCompleted,
+)
 from distill.interfaces import Components
 from distill.metrics.timeline import REPLICAS, Timeline
 from distill.run_log.records import Rollout
@@ -27,7 +33,7 @@ from sync import wire
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.isolate import isolate
 from sync.retry import Backoff
-from sync.wire import Array, Scored, ScoreRefused, TeacherCompletion, checks, pack
+from sync.wire import Array, Kept, Scored, ScoreRefused, TeacherCompletion, checks, cut, pack
 from sync.wire.checks import Problem
 
 logger = logging.getLogger(__name__)
@@ -48,26 +54,41 @@ class Scoring:
     what = "score"
     waits_for = REPLICAS
 
-    def __init__(self, parts: Components, validator: Validator, budget: ErrorBudget, events: Events) -> None:
+    def __init__(
+        self,
+        parts: Components,
+        config: BufferConfig,
+        validator: Validator,
+        budget: ErrorBudget,
+        events: Events,
+    ) -> None:
         self._parts, self._validator, self._budget, self._events = parts, validator, budget, events
+        self._config = config
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
-        return score_sequence(rollout.id, seen, rollout.tokens, rollout.topk_ids)
+        return wire.ScoreSequence.of(rollout.id, seen, rollout.tokens, rollout.topk_ids)
 
     async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
         want, engine = self._validator.want, self._parts.teachers[teacher]
         if want.hidden and teacher not in self._hidden_sizes:
             self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
-        return await engine.score(messages, want)
+        return await engine.score(messages, replace(want, keep=self._keep(teacher)))
+
+    def _keep(self, teacher: str) -> bool:
+        """Whether its scores go by reference."""
+        width, gather = self._hidden_sizes.get(teacher, 0), self._validator.sampling.student_topk
+        return self._config.by_reference(self._validator.want.bulk_bytes(gather, width))
 
     def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
         assert isinstance(answer, Scored)
-        return self._validator.scored(answer, rollout.length, self._hidden_sizes.get(teacher))
+        width = self._hidden_sizes.get(teacher)
+        return self._validator.scored(answer, rollout.length, width, self._keep(teacher))
 
-    def finish(self, teacher: str, rollout: Rollout, answer: Answer) -> None:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
         """A rollout is rejected if its reward function raises."""
         assert isinstance(answer, Scored)
+        assert isinstance(message, wire.ScoreSequence)
         prompt, reward, reward_fn = rollout.source_prompt, None, self._parts.reward_fn
         if reward_fn is not None:
             try:
@@ -75,9 +96,11 @@ class Scoring:
             except DistillError as error:
                 return self._budget.function_failed("the reward_fn", rollout, error)
             self._budget.good("the reward_fn")
+        own, seen = pack(np.asarray(prompt.token_ids, "i4")), cut(message.token_ids, message.start)
         scored = replace(
             rollout,
-            prompt=pack(np.asarray(prompt.token_ids, "i4")),
+            prompt=own,
+            teacher_prompt=seen if answer.kept and seen != own else None,
             teacher=teacher,
             scored=checks.without_bad_diagnostics(answer, rollout.length),
             reward=reward,
@@ -114,7 +137,7 @@ class TeacherGeneration:
         assert isinstance(answer, TeacherCompletion)
         return self._validator.generated(answer)
 
-    def finish(self, teacher: str, rollout: Rollout, answer: Answer) -> None:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
         assert isinstance(answer, TeacherCompletion)
         count, k = answer.token_ids.shape[0], self._parts.student_topk
         completed = replace(
@@ -127,16 +150,39 @@ class TeacherGeneration:
         self._events.emit(TeacherCompleted(completed))
 
 
-def score_sequence(id: str, prompt: Array, tokens: Array, gather_ids: Array | None) -> wire.ScoreSequence:
-    """Score request for prompt [P] followed by completion [T], both i4."""
-    start = prompt.shape[0]
-    together = Array("i4", (start + tokens.shape[0],), prompt.data + tokens.data)
-    return wire.ScoreSequence(id, together, start, gather_ids)
-
-
 def seed_of(seed: int, number: int) -> int:
     """Sampling seed in [0, 2^32) of completion `number`; a requeued one uses the same seed."""
     return int(np.random.SeedSequence([seed, number, _SAMPLES]).generate_state(1)[0])
+
+
+class ScoreReleases:
+    """Has teachers forget the scores that no trainer will fetch again; `run` for the length of the run.
+
+    Best effort: what a teacher is not told of it evicts in time.
+    """
+
+    pause = 1.0  # seconds in which releases are collected
+
+    def __init__(self, parts: Components) -> None:
+        self._parts, self._added = parts, Signal()
+        self._waiting: dict[str, list[Kept]] = {}
+
+    def put(self, rollouts: list[Rollout]) -> None:
+        """Release the scores of these soon."""
+        for rollout in rollouts:
+            if rollout.kept is not None and rollout.teacher in self._parts.teachers:
+                self._waiting.setdefault(rollout.teacher, []).append(rollout.kept)
+        self._added.wake()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            while not self._waiting:
+                await self._added.wait()
+            await asyncio.sleep(self.pause)
+            waiting, self._waiting = self._waiting, {}
+            for teacher, kept in waiting.items():
+                await self._parts.teachers[teacher].release(kept)
 
 
 # --- the queue --------------------------------------------------------------------------------------------
@@ -282,7 +328,7 @@ class TeacherQueue:
         elif (problem := self._job.problem(queue.teacher, rollout, outcome)) is None:
             self._budget.good(name)
             queue.bad.pop(rollout.id, None)
-            return self._job.finish(queue.teacher, rollout, outcome)
+            return self._job.finish(queue.teacher, rollout, message, outcome)
         detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
         logger.warning("an answer cannot be used: %s", detail)
         self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
+from student_trainer.teacher_scores import TeacherScores
 from sync import wire
 from sync.client import BlockingPeer
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
@@ -20,6 +21,7 @@ FINAL_REPORT_SECONDS: Final = 5.0
 """Longest wait for the controller after a stop signal: it may have been stopped too."""
 _MEMBERS_SECONDS: Final = 1.0
 _AUDIENCE_SECONDS: Final = 3600.0  # a broadcast waits so long for replicas that are still starting
+_POLL_SECONDS: Final = 30.0  # longest that `poll` waits; the ranks' collectives must not time out meanwhile
 _GLANCE_SECONDS: Final = 0.2  # between two checks of `stopping` in a blocked call
 _EVENT_SECONDS: Final = 3600.0  # the controller's disk may be full; `poll` notices a controller that is gone
 
@@ -35,6 +37,8 @@ class ControllerClient:
     ) -> None:
         self.stopping = stopping or threading.Event()
         self._peer, self._rank, self._world_size = peer, rank, world_size
+        self.scores: TeacherScores | None = None
+        """Fetches what the rows of a batch refer to; None: they carry everything."""
         self._fetching = ThreadPoolExecutor(1, "batches")
         self._fetched: tuple[wire.Version, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, "events")
@@ -45,6 +49,9 @@ class ControllerClient:
     def hello(self, hello: wire.TrainerHello, seconds: float | None = None) -> wire.TrainerWelcome:
         """Introduce this start; `seconds`: to wait for a controller that starts later."""
         return self._peer.call("/v1/hello", hello, wire.TrainerWelcome, seconds)
+
+    def teacher(self, name: str) -> wire.TeacherServers:
+        return self._peer.call(f"/v1/teachers/{name}", None, wire.TeacherServers)
 
     def head(self, teacher: str) -> wire.Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head)
@@ -69,21 +76,29 @@ class ControllerClient:
     # --- batches --------------------------------------------------------------------------------------------
 
     def expect(self, version: wire.Version) -> None:
-        """The batch for `version` will be polled next: fetch it meanwhile, in a thread."""
+        """The batch for `version` will be polled next: fetch it and its scores meanwhile, in a thread."""
         if self._fetched is None:
-            request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
-            kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
-            self._fetched = version, self._fetching.submit(self._peer.call, "/v1/batch", request, kinds)
+            self._fetched = version, self._fetching.submit(self._batch, version)
+
+    def _batch(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
+        request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
+        kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
+        answer: wire.TrainBatch | wire.Wait | wire.Stop = self._peer.call("/v1/batch", request, kinds)
+        if isinstance(answer, wire.TrainBatch) and self.scores is not None:
+            return self.scores.filled(answer)
+        return answer
 
     def poll(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
-        """One answer for `version`: within a long poll's time; Wait as soon as `stopping` is set."""
+        """One answer for `version`; Wait while it is still fetched, and as soon as `stopping` is set."""
         self.expect(version)
         assert self._fetched is not None
         assert self._fetched[0] == version
-        answer = self._fetched[1]
-        while not self.stopping.is_set():
+        answer, until = self._fetched[1], time.monotonic() + _POLL_SECONDS
+        while not self.stopping.is_set() and time.monotonic() < until:
             if wait([answer], _GLANCE_SECONDS).done:
                 self._fetched = None
+                if answer.exception() is not None:  # the controller must know which step it ends at
+                    wait(self._sent, FINAL_REPORT_SECONDS)
                 return answer.result()
         return wire.Wait()
 

@@ -74,7 +74,7 @@ def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str
         names = [*_fixed(settings), *settings.env, *_INHERITED]
         passed = {name: environment[name] for name in names if name in environment}
         environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), passed))
-        if given and not read_hosts(settings.hostfile) <= _HERE:
+        if given and names_others(settings.hostfile):
             places = ", ".join(json.loads(given[secrets.VARIABLE]))
             raise ConfigError(
                 f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
@@ -121,9 +121,14 @@ def read_hosts(hostfile: Path) -> set[str]:
     return {words[0] for words in lines if words}
 
 
+def names_others(hostfile: Path) -> bool:
+    """Whether it names other machines than this one. Raises ConfigError."""
+    return not read_hosts(hostfile) <= _HERE
+
+
 def check_reach(hostfile: Path, controller_url: str, environment: Mapping[str, str]) -> None:
     """Refuse what ranks on other machines could not use."""
-    if read_hosts(hostfile) <= _HERE:
+    if not names_others(hostfile):
         return
     if is_loopback(urlsplit(controller_url).hostname or ""):
         raise ConfigError(

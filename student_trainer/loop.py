@@ -32,6 +32,7 @@ from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, teacher_temperature
 from student_trainer.ranks import Ranks, all_done, meeting_point
 from student_trainer.step import loss_of
+from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport
 from sync import wire
 from sync.claims import Claim
@@ -89,6 +90,14 @@ def run(config: TrainerConfig) -> None:
     claim.run = welcome.run
     if config.heartbeat_seconds:
         client.beat(welcome.version, config.heartbeat_seconds)
+    client.scores = TeacherScores(
+        welcome.teachers,
+        needs(config.objective, config.temperature),
+        learner.vocab,
+        client.teacher,
+        lambda url: BlockingPeer(url, token_from_environment(), _POLL_SECONDS, claim),
+        stopping,
+    )
     client.expect(welcome.version)
     heads = teacher_heads(config, client, welcome, learner)
     learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads))

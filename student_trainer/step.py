@@ -121,6 +121,7 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         "truncated": 0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
         "age": float(age_C.sum()),
         "padded": tokens_RL.size,
+        "rescored": sum(one is None for one in rows.kept or ()),
         "age_max": int(age_C.max(initial=0)),
     }
     return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts)
@@ -247,4 +248,5 @@ def summarise(
     if "truncation_rate" in metrics:
         metrics["eos_rate"] = 1.0 - metrics["truncation_rate"]
     metrics |= {"tokens": total["tokens"], "tokens_by_teacher": total["tokens"] - total["own_tokens"]}
-    return metrics | {"rows": total["rows"], "rho_max": rho_max, "age_max": age_max}
+    metrics |= {name: total[name] for name in ("rows", "rescored")}
+    return metrics | {"rho_max": rho_max, "age_max": age_max}

@@ -131,6 +131,13 @@ class _Answer(NamedTuple):
             raise Overloaded(message, retry_after)
         raise (WrongServer if self.status == MISDIRECTED else RemoteError)(message)
 
+    def only(self) -> bytes:
+        """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
+        if self.status >= 500:
+            text = self.content[:500].decode("utf-8", "replace")
+            raise Unreachable(f"{self.url} answered {self.status}: {text}")
+        return self.body(retry=False)
+
 
 class _Bounded:
     """Parts of one answer, up to a limit."""
@@ -184,6 +191,16 @@ def _headers(token: str | None) -> dict[str, str]:
 def _unreachable(url: str, limit: float, error: Exception) -> Unreachable:
     what = f"{type(error).__name__}: {error}"
     return Unreachable(f"{url} did not answer within {limit:.0f} s ({what}): is the process running?")
+
+
+def _check_model(url: str, headers: Mapping[str, str], expected: str | None) -> None:
+    """Raise WrongServer for an answer of another model than `expected`; None: of any."""
+    model = headers.get(MODEL_HEADER)
+    if expected not in (None, model):
+        raise WrongServer(
+            f"{url} answers with model {model}, and {expected} was checked when the run started: "
+            "start the teacher again with the model of this run's configuration"
+        )
 
 
 def _left(deadline: float) -> float:
@@ -259,13 +276,9 @@ class Peer:
         Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
         """
         try:
-            answer = await self._send(path, body, timeout)
+            return (await self._send(path, body, timeout)).only()
         except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
-        if answer.status >= 500:
-            text = answer.content[:500].decode("utf-8", "replace")
-            raise Unreachable(f"{self.url}{path} answered {answer.status}: {text}")
-        return answer.body(retry=False)
 
     async def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
         async with self._http.stream(
@@ -280,15 +293,9 @@ class Peer:
 
     def _check(self, response: httpx.Response) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
-        if response.status_code != 200:
-            return
-        self._claim.check(self.url, response.headers)
-        model = response.headers.get(MODEL_HEADER)
-        if self.model not in (None, model):
-            raise WrongServer(
-                f"{self.url} answers with model {model}, and {self.model} was checked when the run started: "
-                "start the teacher again with the model of this run's configuration"
-            )
+        if response.status_code == 200:
+            self._claim.check(self.url, response.headers)
+            _check_model(self.url, response.headers, self.model)
 
     async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
         """POST `body` and yield the frames of the answer as they come.
@@ -347,6 +354,16 @@ class BlockingPeer:
             return decode(retrying(_RETRIED, within=limit)(attempt), kind)
         except (httpx.RequestError, _Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
+
+    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
+        """As `Peer.once`; `model`: that the answer must be of (`TeacherInfo.fingerprint`), None: any."""
+        try:
+            answer = self._send(path, body, timeout)
+        except httpx.RequestError as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        content = answer.only()
+        _check_model(self.url, answer.headers, model)
+        return content
 
     def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
         method = "GET" if content is None else "POST"

@@ -87,6 +87,8 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     engine.engine_info = replace(engine.engine_info, max_length=found.max_length)
     info = describe(options.name, engine.engine_info, tokenizer)
     end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    if config.keep_folder is not None:  # one for each process
+        config = config.model_copy(update={"keep_folder": config.keep_folder / str(index)})
     service = TeacherService(engine, info, config, found, end_ids=end_ids, token=token, claim=claim)
     log.info("%s: %s", options.name, service.info)
     log.info("%s: %s", options.name, found.line)

@@ -2,6 +2,8 @@
 
     POST /v1/score   ScoreRequest → ScoreReply
     POST /v1/generate    TeacherGenerateRequest → TeacherGenerateReply
+    GET  /v1/scores/KEY  → ScoreReply of one kept sequence; 404 when it is gone
+    POST /v1/scores/release  ScoresRelease → Ok
     GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
     GET  /health     200 while batches are computed        GET /metrics   Prometheus
 
@@ -24,24 +26,35 @@ from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
 from sync.server import RunGuard, TokenGuard, refuse, reply
-from sync.wire import Scored, ScoreRefused, TeacherCompletion, TeacherInfo
+from sync.wire import (
+    CONTENT_TYPE,
+    Ok,
+    Scored,
+    ScoreRefused,
+    ScoresRelease,
+    TeacherCompletion,
+    TeacherInfo,
+    decode,
+)
 from sync.wire.checks import Problem
 from teacher_service import messages
 from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
+from teacher_service.kept import KeptScores
 from teacher_service.limits import Limits
-from teacher_service.messages import BadRequest, Call
+from teacher_service.messages import BadRequest, Call, ToKeep
 
 log = logging.getLogger(__name__)
 INLINE_BYTES: Final = 1 << 20
-"""Bodies longer than this are read and checked in a thread, so that the event loop answers others."""
+"""Longer bodies are read, checked and made in a thread, so that the event loop answers others."""
+GIB: Final = 1 << 30
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -65,14 +78,22 @@ class TeacherService:
         self._engine, self._queue_tokens = engine, limits.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
         score = partial(
-            messages.read_score, info=engine.engine_info, dtype=dtype, most_bytes=limits.reply_bytes
+            messages.read_score,
+            info=engine.engine_info,
+            dtype=dtype,
+            most_bytes=limits.reply_bytes,
+            teacher=info.name,
         )
         generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
         self._bodies = BodyLimit(limits.body_bytes, limits.bodies_bytes)
+        memory, disk = (int(gib * GIB) for gib in (config.keep_memory_gib, config.keep_disk_gib))
+        self._kept = KeptScores(config.keep_folder, memory, disk, self.metrics.registry)
         routes = [
             Route("/v1/score", self._counted(partial(self._answer, score)), methods=["POST"]),
             Route("/v1/generate", self._counted(partial(self._answer, generate)), methods=["POST"]),
+            Route("/v1/scores/release", self._counted(self.release), methods=["POST"]),
+            Route("/v1/scores/{key}", self._counted(self.get_scores)),
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
@@ -88,6 +109,7 @@ class TeacherService:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._batcher.start()
         yield
+        await asyncio.to_thread(self._kept.close)
         if await self._batcher.stop():
             self._engine.close()
         else:
@@ -122,14 +144,19 @@ class TeacherService:
             heavy = len(body) > INLINE_BYTES
             call = await asyncio.to_thread(read, body) if heavy else read(body)
             work = [one for one in call.admitted if isinstance(one, Work)]
-            if (tokens := sum(one.tokens for one in work)) > self._queue_tokens:
+            if (tokens := sum(one.tokens for one in work)) > self._queue_tokens and len(work) > 1:
                 raise BadRequest(
                     413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once"
                 )
             with self._batcher.submit(work) as outcomes:
-                results = self._results(call, await _all(outcomes, request, call.deadline))
-                message = call.reply(teacher=self.info.name, results=results)
-                return await asyncio.to_thread(reply, message) if heavy else reply(message)
+                found = await _all(outcomes, request, call.deadline)
+                heavy |= call.keep or call.reply_bytes > INLINE_BYTES
+                return (
+                    await asyncio.to_thread(self._reply, call, found) if heavy else self._reply(call, found)
+                )
+
+    def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
+        return reply(call.reply(teacher=self.info.name, results=self._results(call, outcomes)))
 
     def _results(self, call: Call, outcomes: Sequence[Outcome]) -> list[Any]:
         """A result for each id, from the outcomes of its work. Raises Unreachable that the engine met."""
@@ -144,12 +171,26 @@ class TeacherService:
             elif isinstance(result := call.result(id_, admitted.item, outcome), Problem):
                 log.error("the engine's answer for %s cannot be used: %s", id_, result)
                 results.append(ScoreRefused(id_, f"the engine's answer: {result}", unusable=True))
+            elif isinstance(result, ToKeep):
+                results.append(Scored(id_, result.logprob, kept=self._kept.put(result.frames)))
             else:
                 results.append(result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
         return results
 
     # --- the other routes ---------------------------------------------------------------------------------
+
+    async def get_scores(self, request: Request) -> Response:
+        body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
+        if body is None:
+            raise BadRequest(404, "these scores are released, evicted, or of an earlier start: score again")
+        length = {"content-length": str(body.size)}
+        return StreamingResponse(body.parts, media_type=CONTENT_TYPE, headers=length)
+
+    async def release(self, request: Request) -> Response:
+        async with self._bodies.read(request) as body:
+            await asyncio.to_thread(self._kept.release, decode(body, ScoresRelease).keys)
+        return reply(Ok())
 
     async def get_info(self, _: Request) -> Response:
         return reply(self.info)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
+
 from sync import wire
 from sync.claims import Claim
 from sync.client import Peer
-from sync.errors import ConfigError, Overloaded, Unreachable, WireError, WrongServer
+from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
-from sync.wire import Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
+from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
@@ -29,6 +31,7 @@ HIDDEN_FACTOR: Final = 8
 """Hidden states make long answers: a token with them counts as so many towards `request_tokens`."""
 HEALTH_SECONDS: Final = 5.0
 """How often /health of a replica that holds a request is polled; two misses in a row: it is dead."""
+RELEASE_SECONDS: Final = 10.0
 WRONG_SECONDS: Final = 30.0
 """How long a replica that serves another run or model is left alone."""
 MOST_NOTED: Final = 1 << 16
@@ -164,6 +167,22 @@ class TeacherClient:
         parts = in_parts(prompts, max_tokens, self._request_tokens)
         return await self._send_all(parts, request, wire.TeacherGenerateReply, deadline)
 
+    async def release(self, kept: Sequence[Kept]) -> None:
+        """Have the replicas forget these scores; one that cannot be told evicts them in time."""
+        for replica in self._replicas:
+            peer = replica.peer
+            if keys := [one.key for one in kept if one.url == peer.url]:
+                body = wire.encode(wire.ScoresRelease(keys=keys))
+                try:
+                    await peer.once("/v1/scores/release", body, RELEASE_SECONDS)
+                except DistillError as error:
+                    log.info("scores stay at %s: %s", peer.url, error)
+
+    def servers(self) -> wire.TeacherServers:
+        """Where the replicas in use are, and which model was checked."""
+        used = [one.peer for one in self._replicas if not one.excluded] or [self._replicas[0].peer]
+        return wire.TeacherServers(urls=[peer.url for peer in used], fingerprint=self._replicas[0].peer.model)
+
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""
         return self._answered.pop(id, self.name)
@@ -197,7 +216,7 @@ class TeacherClient:
             if len(self._answered) > MOST_NOTED:  # of callers that never use `answered_by`
                 self._answered.clear()
             self._answered |= dict.fromkeys((one.id for one in part), url)
-            results = wire.decode(answer, reply).results
+            results = [_at(url, one) for one in wire.decode(answer, reply).results]
             if [one.id for one in results] != [one.id for one in part]:
                 raise WireError(
                     f"teacher {self.name!r} answered {len(results)} results for other ids than it was sent"
@@ -209,7 +228,7 @@ class TeacherClient:
             counters.tokens += tokens
             counters.seconds += time.monotonic() - started
             counters.received_bytes += len(answer)
-            return list(results)
+            return results
 
         tasks = [asyncio.ensure_future(send(*part)) for part in parts]
         try:
@@ -264,6 +283,13 @@ async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float) ->
         return call.result()
     finally:
         call.cancel()
+
+
+def _at(url: str, result: Any) -> Any:
+    """`result`, whose kept scores are at `url`."""
+    if not isinstance(result, Scored) or result.kept is None:
+        return result
+    return replace(result, kept=replace(result.kept, url=url))
 
 
 def in_parts(work: Sequence[W], extra: int, limit: int) -> list[tuple[list[W], int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -35,6 +36,13 @@ class TeacherConfig(ModelSource, Placement):
     queue_tokens: int | None = Field(None, ge=1)
     """Tokens queued or not yet answered; beyond it a request is refused with 429 and Retry-After. None: as
     many as a quarter of this machine's free memory holds the scores of."""
+    keep_memory_gib: float = Field(4.0, ge=0)
+    """Memory for scores that trainers fetch (`buffer.scores`); the oldest beyond it go to disk."""
+    keep_disk_gib: float = Field(64.0, ge=0)
+    """Disk for them, as far as 2 GiB stay free; the oldest beyond it are dropped, and computed again when a
+    trainer needs them."""
+    keep_folder: Path | None = None
+    """Folder for them, emptied at the start; None: `scores/` in the run's folder."""
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
     engine_args: dict[str, Any] = {}

@@ -13,15 +13,17 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from sync import tokenizers, wire
 from sync.errors import RemoteError
 from sync.wire import Array, Scored, TeacherCompletion, Want, checks, pack
 from sync.wire.checks import Problem
-from teacher_service.batching import Work
+from teacher_service.batching import Work, split
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores, Item, ScoreOptions
 
+FRAME_BYTES: Final = 1 << 22
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
 _SAMPLES: Final = 64
@@ -37,6 +39,15 @@ class BadRequest(RemoteError):
         self.status = status
 
 
+class ToKeep(NamedTuple):
+    """The scores of one sequence, in the form in which they are kept."""
+
+    logprob: Array
+    """f4 [T]: what is answered"""
+    frames: list[bytes]
+    """See `wire.Kept`; FRAME_BYTES each, about."""
+
+
 class Call(NamedTuple):
     """A request that was read and checked."""
 
@@ -44,27 +55,41 @@ class Call(NamedTuple):
     admitted: list[Work | str]
     """What to compute for each id, or why nothing is."""
     deadline: float | None
-    result: Callable[[str, Any, Any], Scored | TeacherCompletion | Problem]
+    result: Callable[[str, Any, Any], Scored | ToKeep | TeacherCompletion | Problem]
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
+    reply_bytes: int = 0
+    """Of all scores that were asked for, about."""
+    keep: bool = False
+    """`Want.keep`"""
 
 
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int) -> Call:
-    """A ScoreRequest, whose answer has at most `most_bytes`. Raises WireError or BadRequest."""
+def read_score(
+    body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int, teacher: str = ""
+) -> Call:
+    """A ScoreRequest to `teacher`; its answer to several sequences has at most `most_bytes`.
+
+    Raises WireError or BadRequest.
+    """
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
-    want = message.want
+    want, plain = message.want, replace(message.want, keep=False)
     items = [admit(sequence, want, info) for sequence in message.sequences]
-    check_reply_size([item for item in items if isinstance(item, Item)], want, info, most_bytes)
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
         message.deadline,
-        lambda id_, item, scores: checked_scores(id_, item, scores, want, info, dtype),
+        lambda id_, item, scores: (
+            to_keep(id_, item, scores, plain, info, dtype, teacher)
+            if want.keep
+            else checked_scores(id_, item, scores, plain, info, dtype)
+        ),
         wire.ScoreReply,
+        reply_size([item for item in items if isinstance(item, Item)], want, info, most_bytes),
+        want.keep,
     )
 
 
@@ -135,13 +160,17 @@ def _require(good: bool, text: str, status: int = 422) -> None:
         raise BadRequest(status, text)
 
 
-def check_reply_size(items: list[Item], want: Want, info: EngineInfo, most_bytes: int) -> None:
-    """Raise BadRequest (413) when the answer would be longer than `most_bytes`."""
+def reply_size(items: list[Item], want: Want, info: EngineInfo, most_bytes: int) -> int:
+    """Bytes of the scores of `items`, at most.
+
+    Raises BadRequest (413) for several whose scores pass `most_bytes`; one is served whatever it takes.
+    """
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
     text = f"the answer would take {size} bytes, the limit is {most_bytes}: send fewer sequences"
-    _require(size <= most_bytes, text, 413)
+    _require(size <= most_bytes or len(items) <= 1, text, 413)
+    return size
 
 
 def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:
@@ -213,9 +242,40 @@ def checked_scores(
     id_: str, item: Item, scores: EngineScores, want: Want, info: EngineInfo, dtype: HalfOrSingle
 ) -> Scored | Problem:
     """Wire form of one item's scores, or what is wrong with them."""
-    answer, gather = scored(id_, scores, dtype), score_options(item, want, info).gather
-    problem = checks.scored(answer, item.positions, gather, want, info.vocab_size, info.hidden_size)
-    return problem or checks.without_bad_diagnostics(answer, item.positions)
+    gather, count = score_options(item, want, info).gather, len(scores.logprob_C)
+    answer = scored(id_, scores, dtype)
+    problem = checks.scored(answer, count, gather, want, info.vocab_size, info.hidden_size)
+    return problem or checks.without_bad_diagnostics(answer, count)
+
+
+def to_keep(
+    id_: str,
+    item: Item,
+    scores: EngineScores,
+    want: Want,
+    info: EngineInfo,
+    dtype: HalfOrSingle,
+    teacher: str,
+) -> ToKeep | Problem:
+    """One item's scores as they are kept, or what is wrong with them.
+
+    They are checked and encoded a frame at a time: whoever copies gigabytes at once holds the interpreter.
+    """
+    held, positions = nbytes(scores), item.positions
+    block = max(1, positions * FRAME_BYTES // held)
+    counts = [min(block, positions - start) for start in range(0, positions, block)]
+    frames: list[bytes] = []
+    for part in split(scores, counts):
+        found = checked_scores(id_, item, part, want, info, dtype)
+        if isinstance(found, Problem):
+            return found
+        frames.append(wire.frame(wire.ScoreReply(teacher=teacher, results=[found])))
+    return ToKeep(pack(scores.logprob_C, "f4"), frames)
+
+
+def nbytes(scores: EngineScores) -> int:
+    """Bytes of all arrays."""
+    return sum(getattr(getattr(scores, name), "nbytes", 0) for name in EngineScores.__slots__)
 
 
 def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:

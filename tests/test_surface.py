@@ -15,9 +15,9 @@ COMMANDS = (
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved EvalReport EvalRequest FinalDigests "
     "GenerateFailed GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published "
-    "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest StepReport Stop "
-    "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TrainBatch TrainerHello TrainerWelcome "
-    "UpdateReply UpdateRequest Wait"
+    "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest ScoresRelease StepReport Stop "
+    "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TeacherServers TrainBatch TrainerHello "
+    "TrainerWelcome UpdateReply UpdateRequest Wait"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

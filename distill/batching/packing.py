@@ -19,7 +19,7 @@ from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
 from sync.errors import DataError
-from sync.wire import DTYPES, Array, Rows, Scored, TrainBatch, VersionSpan, pack, unpack
+from sync.wire import Array, Rows, Scored, TrainBatch, VersionSpan, cut, joined, pack
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
     shares = [_micro_batches(share, shape.micro_batch_tokens) for share in _shard(rollouts, world_size)]
     count = max(len(share) for share in shares)
+    templates = {rollout.kept is None: rollout for rollout in rollouts}
+
+    def like(micro: list[Rollout]) -> Rollout:
+        return templates[micro[0].kept is None] if micro else rollouts[0]
+
     index = {name: i for i, name in enumerate(shape.teachers)}
     denominator, step = sum(rollout.length for rollout in rollouts), batch.version.step
     return [
@@ -62,7 +67,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
             version=batch.version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, rollouts[0], index, step_of, step, weights, baselines)
+                rows_of(micro, like(micro), index, step_of, step, weights, baselines)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -77,7 +82,7 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
 
     def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
         arrays = ((name, getattr(struct, name)) for name in names)
-        return {name: _first(array, tokens) for name, array in arrays if isinstance(array, Array)}
+        return {name: cut(array, tokens) for name, array in arrays if isinstance(array, Array)}
 
     scores = scores_of(rollout)
     spans = [
@@ -86,8 +91,8 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         if span.start < tokens
     ]
     scored = replace(scores, **first(scores, scores.__struct_fields__))
-    cut = first(rollout, ("tokens", "logprob", "topk_ids"))
-    return replace(rollout, spans=spans, scored=scored, **cut)
+    arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
+    return replace(rollout, spans=spans, scored=scored, **arrays)
 
 
 def scores_of(rollout: Rollout) -> Scored:
@@ -96,24 +101,19 @@ def scores_of(rollout: Rollout) -> Scored:
     return rollout.scored
 
 
-def _first(array: Array, count: int) -> Array:
-    row = len(array.data) // array.shape[0]
-    return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
-
-
 def _tokens(rollout: Rollout) -> int:
     return rollout.prompt.shape[0] + rollout.length
 
 
-def _widths(rollout: Rollout) -> tuple[int, ...]:
+def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
 
-    A run may be taken up with a reward_fn that it began without.
+    A run may be taken up with a reward_fn that it began without. Arrays that a teacher keeps have its sizes.
     """
     scores = scores_of(rollout)
     arrays = scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden
     sizes = (0 if array is None else array.shape[-1] for array in arrays)
-    return (*sizes, int(rollout.reward is not None))
+    return (*sizes, int(rollout.reward is not None)), rollout.teacher if scores.kept else ""
 
 
 def _shard(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
@@ -165,6 +165,7 @@ def rows_of(
     def teacher(name: str) -> Any:
         return _join([getattr(one, name) for one in scores], getattr(scored, name))
 
+    by_reference = scored.kept is not None
     tokens = b"".join(part for one in rollouts for part in (one.prompt.data, one.tokens.data))
     return Rows(
         ids=[one.id for one in rollouts],
@@ -187,6 +188,8 @@ def rows_of(
         weight=_array("f4", [weights[one.id] for one in rollouts]) if weights else None,
         baseline=_array("f4", [baselines[one.id] for one in rollouts]) if baselines and rewarded else None,
         by_teacher=_array("u1", flags) if any(flags := [one.by_teacher for one in rollouts]) else None,
+        kept=[one.kept for one in scores] if by_reference else None,
+        teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
     )
 
 
@@ -215,14 +218,4 @@ def _join(arrays: list[Array | None], template: Array | None) -> Array | None:
             f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
             "all teachers of a run must give the same scores"
         )
-    if len({array.dtype for array in present}) > 1:
-        present = [pack(_float32(array)) for array in present]
-    like, count = (present or [template])[0], sum(array.shape[0] for array in present)
-    return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in present))
-
-
-def _float32(array: Array) -> np.ndarray:
-    values = unpack(array)
-    if array.dtype == "bf16":
-        return (values.astype("<u4") << 16).view(DTYPES["f4"])
-    return values.astype("f4")
+    return joined(present or [cut(template, 0)])

@@ -115,6 +115,7 @@ def configuration(folder: Path, size: Size) -> RunConfig:
             "teachers": {"t": {"path": "teacher"}},
             "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
             "rollout": {"batch": size.batch, "max_tokens": size.tokens},
+            "buffer": {"scores": "inline"},
             "objective": {"type": "full" if size.width else "sampled"},
             "trainer": {"deepspeed": "ds.json"},
             "evaluation": {"every": 100},

@@ -65,6 +65,16 @@ def objective(
         bench("objective", folder, only.split(",") if only else [], ages, json_file=json_file)
 
 
+@app.command()
+def controller(
+    folder: Annotated[Path, typer.Option(help="For its journals")] = Path("runs/bench-controller"),
+    objectives: Annotated[bool, typer.Option("--objectives", help="Each kind of objective")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Processor time of the controller and bytes of its journal for a token of each kind of objective."""
+    bench("controller", folder, objectives, json_file=json_file)
+
+
 @app.command("async")
 def pipeline(folder: Folder = Path("runs/bench-async"), json_file: JsonFile = None) -> None:
     """The quickstart one stage after the other against all stages at once."""

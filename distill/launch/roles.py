@@ -168,7 +168,8 @@ def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> Chi
     """Process `index` of the teacher called `name`."""
     place, run = config.teachers[name], config.run
     label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
-    path = write_role(config.run_dir, f"teacher-{name}", place)
+    kept = place.keep_folder or config.run_dir / "scores" / name
+    path = write_role(config.run_dir, f"teacher-{name}", place.model_copy(update={"keep_folder": kept}))
     env: dict[str, str] = {}
     if place.follow_student_every is not None:
         env |= config.subscriber(f"teacher-{name}-{index}").environment()

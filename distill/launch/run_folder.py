@@ -145,8 +145,8 @@ _TAKES_EFFECT: Final = {
     "share_gpus min_free_disk_gib",
     "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
     "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
-    "attention max_length batch_tokens head_chunk queue_tokens wire_dtype engine_args threads "
-    "idle_unload_seconds",
+    "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "
+    "wire_dtype engine_args threads idle_unload_seconds",
     "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
     "on_max_tokens max_attempts",
     "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "

@@ -10,16 +10,19 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import MixturePrompts, RowPrompts, RunConfig
 from distill.preflight import objective
 from distill.preflight.devices import check_devices
-from distill.preflight.machine import check_processor, runs_vllm
+from distill.preflight.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.launch import names_others
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
+from sync.client import is_loopback
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 from sync.tokenizers import load_tokenizer
@@ -53,7 +56,7 @@ def check(config: RunConfig) -> Checked:
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
-    refuse([*check_transport(config), *_teachers(config), *_others(config)])
+    refuse([*check_transport(config), *_teachers(config), *_reach(config), *_others(config)])
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)
@@ -149,6 +152,24 @@ def check_transport(config: RunConfig) -> Iterator[str]:
             f"{given}[trainer.lora] publishes adapters, which go through a store: "
             'set weights.transport = "snapshot"'
         )
+
+
+def _reach(config: RunConfig) -> Iterator[str]:
+    """Teachers whose kept scores a trainer on other machines could not fetch."""
+    controller, hostfile = config.controller, config.trainer.hostfile
+    place = urlsplit(controller.url).hostname if controller.url else controller.host
+    external = controller.trainer == "external" and not is_loopback(place or "")
+    elsewhere = external or (hostfile is not None and names_others(hostfile))
+    if not elsewhere or not config.buffer.by_reference(bulk_bytes(config)):
+        return
+    for name, teacher in config.teachers.items():
+        hosts = [urlsplit(url).hostname or "" for url in teacher.urls] or [teacher.host]
+        for host in (host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "::")):
+            yield (
+                f"teacher {name!r} keeps scores at {host}, where a trainer on other machines cannot fetch "
+                f"them: set teachers.{name}.{'urls' if teacher.urls else 'host'} to an address that they "
+                'reach, or buffer.scores = "inline"'
+            )
 
 
 def _others(config: RunConfig) -> Iterator[str]:

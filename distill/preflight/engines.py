@@ -24,7 +24,6 @@ from distill.preflight.checks import must_differ, shares_template
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.rollout.replica_client import ReplicaEngine
-from distill.scoring import score_sequence
 from sync import tokenizers, wire
 from sync.errors import ConfigError
 from sync.tokenizers import load_tokenizer
@@ -167,7 +166,7 @@ class _Checks:
         prompts = sample_prompts(self.split)
         seen = [pack(np.asarray(prompts[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts]
         completed = [
-            score_sequence(one.id, prompt, one.token_ids, one.topk_ids)
+            wire.ScoreSequence.of(one.id, prompt, one.token_ids, one.topk_ids)
             for one, prompt in zip(rollouts, seen, strict=True)
         ]
         teachers = {name: sequences for name, (sequences, _, _) in self.scored.items()}

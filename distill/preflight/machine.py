@@ -113,13 +113,20 @@ def count_parameters(source: ModelSource) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def bulk_bytes(config: RunConfig) -> int:
+    """`Want.bulk_bytes` of the run's objective, with the widest of its teachers."""
+    want = needs(config.objective)
+    local: list[ModelSource] = [teacher for teacher in config.teachers.values() if not teacher.urls]
+    width = max(int(text_config(one).hidden_size) for one in local or [config.student]) if want.hidden else 0
+    return want.bulk_bytes(student_topk(config.objective), width)
+
+
 def bytes_per_token(config: RunConfig) -> int:
     """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
     want, own = needs(config.objective), student_topk(config.objective)
-    local: list[ModelSource] = [teacher for teacher in config.teachers.values() if not teacher.urls]
-    width = max(int(text_config(one).hidden_size) for one in local or [config.student]) if want.hidden else 0
-    id_logprob_score = 4 + 4 + 4
-    return id_logprob_score + 4 * want.entropy + (8 * want.topk + 4 if want.topk else 0) + 8 * own + 2 * width
+    bulk, id_logprob_score = bulk_bytes(config), 4 + 4 + 4
+    inline = 0 if config.buffer.by_reference(bulk) else bulk + 4 * want.entropy + 4 * (want.topk > 0)
+    return id_logprob_score + 4 * own + inline
 
 
 def lines(config: RunConfig, found: DiskNeeds) -> list[str]:

@@ -87,7 +87,9 @@ class Evidence:
                 self.issued.update(prompt.id for prompt in record.prompts)
                 self.for_teacher.update(record.prompts[place].id for place in record.by_teacher)
             case Rollout():
-                self.scored[record.id] = record.released()
+                stub = r.compacted(record)
+                assert isinstance(stub, Rollout)
+                self.scored[record.id] = stub
                 if state.span_problem(record.spans):
                     self.impossible.append(record.id)
             case r.Dropped():

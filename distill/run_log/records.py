@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from distill.prompts.stream import Prompt
-from sync.wire import Array, EvalReport, Generated, Scored, Version, VersionSpan
+from sync.wire import Array, EvalReport, Generated, Kept, Scored, Version, VersionSpan
 
 DropReason = Literal[
     "too_old",
@@ -102,7 +102,7 @@ class Rollout(Record, frozen=True):
     spans: list[VersionSpan] = []  # which version sampled which tokens; empty for a teacher's completion
     truncated: bool = False  # the completion was ended by a limit
     teacher: str = ""  # whose scores it has
-    scored: Scored | None = None  # None: not scored yet, or released
+    scored: Scored | None = None  # None: not scored yet; released: `Scored.kept` alone, if it is kept
     topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: the objective does not use them
     reward: float | None = None  # None: the run has no reward_fn
     by_teacher: bool = False
@@ -110,6 +110,8 @@ class Rollout(Record, frozen=True):
     attempts: int = 0  # completions of it that were broken off, or reached a limit and were requeued
     since: Version | None = None  # what its replica held when it was sent; None: not in flight
     issued: Prompt | None = None  # the prompt as the stream gave it; None once it is scored
+    teacher_prompt: Array | None = None
+    """i4 [P']: what the teacher of kept scores saw instead of `prompt`; None: the same, or they are here"""
 
     @property
     def length(self) -> int:
@@ -125,7 +127,12 @@ class Rollout(Record, frozen=True):
     @property
     def is_released(self) -> bool:
         """Whether its arrays are only in the journal, or nowhere any more."""
-        return self.scored is None and self.length > 0 and not self.tokens.data
+        return self.length > 0 and not self.tokens.data
+
+    @property
+    def kept(self) -> Kept | None:
+        """Where its teacher keeps its scores, also when it is released; None: nowhere."""
+        return self.scored.kept if self.scored is not None else None
 
     def age(self, step: int, step_of: Callable[[Version], int]) -> int:
         """Versions between the oldest token and `step`; 0 for a teacher's completion, which does not age."""
@@ -143,7 +150,7 @@ class Rollout(Record, frozen=True):
         )
 
     def released(self) -> Rollout:
-        """Without arrays: what accounts, ages and audit need."""
+        """Without arrays: what accounts, ages, audit and the release of kept scores need."""
         if self.is_released:
             return self
         return Rollout(
@@ -152,6 +159,7 @@ class Rollout(Record, frozen=True):
             tokens=Array("i4", self.tokens.shape, b""),
             spans=self.spans,
             teacher=self.teacher,
+            scored=None if self.kept is None else Scored(self.id, NO_VALUES, kept=self.kept),
             by_teacher=self.by_teacher,
         )
 
@@ -273,7 +281,7 @@ class Snapshot(Record, frozen=True):
 def compacted(record: Record) -> Record:
     """The record without what only a restart would need."""
     if isinstance(record, Rollout):
-        return record.released()
+        return msgspec.structs.replace(record.released(), scored=None)
     if isinstance(record, Issued):
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
         return Issued(prompts, record.epoch, record.position, record.by_teacher)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from distill.buffer import Batch, Rules, pick
-from distill.events import Events, Quarantined
+from distill.events import Events, Quarantined, ScoresUnneeded
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.run_log import records as r
 from distill.run_log.journal import Journal
@@ -83,11 +83,18 @@ class RunLog:
 
     def write(self, record: Record) -> None:
         """Append to the journal and change the state; safe on disk after the next commit."""
+        if isinstance(record, r.Dropped):
+            buffer = self.state.buffer
+            self._unneeded(buffer[i] for i in record.ids if i in buffer)
         self.state.apply(record, self.journal.append(record))
 
     def loading(self, count: int) -> Future[None] | None:
         """What to wait for before `issue(count)` does not wait for prompts to be read; None: it does not."""
         return self._prompts.loading(count)
+
+    def _unneeded(self, rollouts: Iterable[Rollout]) -> None:
+        if kept := [rollout for rollout in rollouts if rollout.kept is not None]:
+            self._events.emit(ScoresUnneeded(kept))
 
     def issue(self, count: int) -> list[Rollout]:
         """Take `count` prompts from the cursor."""
@@ -175,6 +182,8 @@ class RunLog:
             branch += 1
         batched = {one for batch in state.batches.values() for one in batch.ids}
         left, parts = [one for one in without or () if one in batched], _parts_from(state, branch)
+        gone, in_batches = {*left}, (one for batch in state.batches.values() for one in batch.rollouts)
+        self._unneeded(one for one in in_batches if one.id in gone)
         number = len(state.lineages)
         record = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
         self.write(record)
@@ -259,7 +268,11 @@ class RunLog:
 
     async def tidy(self, keep_checkpoints: int) -> None:
         """After a checkpoint: take a snapshot, and archive the segments that no restart needs."""
-        state, covered = self.state, cover(self.state, keep_checkpoints)
+        state, batches = self.state, dict(self.state.batches)
+        covered = cover(state, keep_checkpoints)
+        self._unneeded(
+            one for batch in batches.values() if batch.version not in state.batches for one in batch.rollouts
+        )
         held = base(state, covered)
         begins_here = covered == state.checkpoints[-1]
         record = take(state, None if begins_here else held.segment if held else 0)

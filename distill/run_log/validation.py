@@ -47,10 +47,12 @@ class Validator:
             return checks.generated(answer, self.sampling, self.vocab_size)
         return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
 
-    def scored(self, answer: Scored, count: int, hidden_size: int | None = None) -> Problem | None:
-        """Of a teacher's scores of `count` completion tokens."""
-        gather = self.sampling.student_topk
-        return checks.scored(answer, count, gather, self.want, self.vocab_size, hidden_size)
+    def scored(
+        self, answer: Scored, count: int, hidden_size: int | None = None, keep: bool = False
+    ) -> Problem | None:
+        """Of a teacher's scores of `count` completion tokens; `keep`: it was to keep them."""
+        gather, want = self.sampling.student_topk, msgspec.structs.replace(self.want, keep=keep)
+        return checks.scored(answer, count, gather, want, self.vocab_size, hidden_size)
 
     def journaled(self, rollout: Rollout, state: RunState) -> Rollout | Problem:
         """A rollout read back from the journal as it may be trained on, or why it may not."""
@@ -60,10 +62,11 @@ class Validator:
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
+            checks.prompt(rollout.teacher_prompt or rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
-            self.scored(rollout.scored, count),
+            self.scored(rollout.scored, count, keep=rollout.kept is not None),
         )
         if problem is not None:
             return problem

@@ -49,16 +49,23 @@ def application(
             wire.BroadcastMembers(lost=session.broadcasts.lost_members(request.path_params["group"]))
         )
 
+    def unknown(name: str) -> Response:
+        return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
+
     async def head(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in teachers:
-            return refuse(404, f"no teacher {name!r}; there are {', '.join(sorted(teachers))}")
+            return unknown(name)
         if name not in heads:
             found = await teachers[name].head()
             if problem := checks.head(found):
                 raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
             heads[name] = wire.encode(found)
         return Response(heads[name], media_type=wire.CONTENT_TYPE)
+
+    async def servers(request: Request) -> Response:
+        name = request.path_params["name"]
+        return reply(teachers[name].servers()) if name in teachers else unknown(name)
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
@@ -73,6 +80,7 @@ def application(
             Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
+            Route("/v1/teachers/{name}", answered(servers)),
             *_replica_routes(pool, parts),
             Route("/health", health),
             Route("/metrics", prometheus),

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from student_trainer.objectives.divergences import Targets, at, own, ratio
 
-COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded")
+COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded", "rescored")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
-version's step − the token's step, R · L."""
+version's step − the token's step, R · L, rows whose kept scores were gone."""
 MEANS: Final = {
     "loss": ("loss", "denominator"),
     "reverse_kl": ("reverse_kl", "own_tokens"),

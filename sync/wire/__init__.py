@@ -3,11 +3,14 @@
 Producer → consumer
     controller → student replica   GenerateRequest, UpdateRequest
     student replica → controller   Generated | GenerateFailed (one frame each), UpdateReply, ReplicaState
-    controller → teacher           ScoreRequest, TeacherGenerateRequest
+    controller → teacher           ScoreRequest, ScoresRelease, TeacherGenerateRequest
+    trainer rank → teacher         ScoreRequest, for scores that it no longer keeps
     teacher → controller           ScoreReply, TeacherGenerateReply, TeacherInfo, Head
+    teacher → trainer rank         ScoreReply, kept or computed again
     trainer rank → controller      TrainerHello, BatchRequest, Heartbeat, StepReport, Published,
                                    CheckpointSaved, FinalDigests
-    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, BroadcastMembers
+    controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
+                                   BroadcastMembers
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
 

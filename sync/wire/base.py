@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -61,6 +62,29 @@ def unpack(array: Array) -> np.ndarray:
         return np.frombuffer(array.data, dtype).reshape(array.shape)
     except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
         raise WireError(f"array shape {array.shape} cannot be: {error}") from None
+
+
+def cut(array: Array, count: int) -> Array:
+    """The first `count` elements along the first axis; `array` itself where it has no more."""
+    if array.shape[0] <= count:
+        return array
+    row = len(array.data) // array.shape[0]
+    return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Concatenated along the first axis; floats of unlike precision become f4. There must be one array."""
+    if len({array.dtype for array in arrays}) > 1:
+        arrays = [pack(_float32(array)) for array in arrays]
+    like, count = arrays[0], sum(array.shape[0] for array in arrays)
+    return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in arrays))
+
+
+def _float32(array: Array) -> np.ndarray:
+    values = unpack(array)
+    if array.dtype == "bf16":
+        return (values.astype("<u4") << 16).view(DTYPES["f4"])
+    return values.astype("f4")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -130,7 +154,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(body: bytes, kind: type[M]) -> M:
+def decode(body: bytes | memoryview, kind: type[M]) -> M:
     """The message in `body`, validated; `kind` may be a union of message types.
 
     Raises WireError when it is another message, another schema, or no message.
@@ -150,7 +174,7 @@ def decode(body: bytes, kind: type[M]) -> M:
     return message
 
 
-def _found(body: bytes, error: Exception) -> str:
+def _found(body: bytes | memoryview, error: Exception) -> str:
     """The number that `error` refuses, for its message; "" where it refuses something else."""
     path = re.search(r"at `\$((?:\.\w+|\[\d+\])+)`", str(error))
     if path is None:
@@ -168,3 +192,14 @@ def frame(message: Message) -> bytes:
     """One frame of a streamed body: 4-byte little-endian length, then the message."""
     body = encode(message)
     return len(body).to_bytes(4, "little") + body
+
+
+def frames(body: bytes, kind: type[M]) -> Iterator[M]:
+    """The messages of a whole body of frames. Raises WireError where one is cut."""
+    rest = memoryview(body)
+    while rest:
+        length = int.from_bytes(rest[:4], "little")
+        if len(rest) < 4 + length:
+            raise WireError(f"a frame of {length} bytes ends after {len(rest) - 4}: the body was cut")
+        yield decode(rest[4 : 4 + length], kind)
+        rest = rest[4 + length :]

@@ -16,6 +16,7 @@ Letters in shapes: see sync.wire.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -27,6 +28,7 @@ from sync.wire.servers import (
     EvalReport,
     Generated,
     Head,
+    Kept,
     Sampling,
     Scored,
     TeacherCompletion,
@@ -39,6 +41,7 @@ ROUNDING: Final = 0.02
 """How far half precision may put a log-probability above 0, a mass above 1 or a divergence below 0."""
 ANY_ID: Final = 1 << 31
 """A vocabulary size that refuses no id: for callers that do not know theirs."""
+DIGEST_BYTES: Final = 32
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 
@@ -208,15 +211,30 @@ def scored(
 ) -> Problem | None:
     """A teacher's log-probabilities of `count` positions; `gather`: K of the ids to score, 0: none.
 
-    Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known.
+    Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known. With
+    `want.keep` the arrays are elsewhere, and checked by the rank that fetches them.
     """
+    topk, gather, hidden = (0, 0, False) if want.keep else (want.topk, gather, want.hidden)
     return first(
         array("logprob", answer.logprob, F4, (count,), LOGPROB),
-        topk_ids("topk_ids", answer.topk_ids, count, want.topk, vocab_size, 0),
-        array("topk_logprob", answer.topk_logprob, HALF, (count, want.topk), LOGPROB, wanted=want.topk > 0),
+        _kept(answer.kept, want.keep),
+        topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, 0),
+        array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, wanted=topk > 0),
         array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, wanted=gather > 0),
-        array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, wanted=want.hidden),
+        array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, wanted=hidden),
     ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
+
+
+def _kept(found: Kept | None, wanted: bool) -> Problem | None:
+    if found is None:
+        return Problem("kept", "missing", "where the scores are, as it was asked for") if wanted else None
+    if not wanted:
+        return Problem("kept", found.key[:80], "left out: it was not asked for")
+    if not re.fullmatch(r"[0-9a-f]{1,64}-[0-9]{1,19}", found.key, re.ASCII):
+        return Problem("kept.key", repr(found.key[:80]), 'of the form "BOOT-NUMBER"')
+    if len(found.digest) != DIGEST_BYTES:
+        return Problem("kept.digest", f"{len(found.digest)} bytes", f"{DIGEST_BYTES} bytes of BLAKE3")
+    return None
 
 
 def _mass(topk_logprob: Array) -> Problem | None:

@@ -164,6 +164,15 @@ class Want(msgspec.Struct, frozen=True):
     """Score prompt positions too, from the second token on (T then counts them)."""
     temperature: float = 1.0
     """Of the distribution that every score but the hidden states belongs to."""
+    keep: bool = False
+    """Answer with the log-probabilities of the tokens, and a reference to the rest (`Scored.kept`)."""
+
+    def bulk_bytes(self, gather: int, width: int) -> int:
+        """Bytes a position in half precision, besides its log-probability and diagnostics.
+
+        `gather`: ids to score (K of ScoreSequence.gather_ids); `width`: of the teacher's hidden states.
+        """
+        return 6 * self.topk + 2 * gather + 2 * width * self.hidden
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
@@ -177,9 +186,16 @@ class ScoreSequence(msgspec.Struct, frozen=True):
     gather_ids: Array | None = None
     """i4 [T, K] ids to score at each position, -1: skip (answered with 0); None: no gather"""
 
+    @classmethod
+    def of(cls, id: str, prompt: Array, completion: Array, gather_ids: Array | None = None) -> ScoreSequence:
+        """Score the completion [T] of a prompt [P], both i4."""
+        start = prompt.shape[0]
+        tokens = Array("i4", (start + completion.shape[0],), prompt.data + completion.data)
+        return cls(id, tokens, start, gather_ids)
+
 
 class ScoreRequest(Message, frozen=True):
-    """Score these sequences. Controller → teacher; answered with ScoreReply."""
+    """Score these sequences. Controller or trainer rank → teacher; answered with ScoreReply."""
 
     sequences: list[ScoreSequence]
     want: Want = Want()
@@ -187,10 +203,24 @@ class ScoreRequest(Message, frozen=True):
     """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Where a teacher keeps the scores of one sequence: GET {url}/v1/scores/{key} until they are released,
+    evicted, or the process ends. The body: frames of ScoreReply, each with a Scored of the next positions."""
+
+    url: str
+    """Of the process that keeps them, as the controller reaches it; "" from the process itself."""
+    key: str
+    """"BOOT-NUMBER": another start of the process has other keys."""
+    size: Count
+    """Bytes of the body."""
+    digest: bytes
+    """BLAKE3 of the body, 32 bytes."""
+
+
 class Scored(msgspec.Struct, frozen=True, tag=True):
     """A teacher's scores of one sequence: nats, full support, at `Want.temperature`.
 
-    Every array but `logprob` is None when it was not asked for.
+    Every array but `logprob` is None when it was not asked for, or is kept.
     """
 
     id: str
@@ -208,6 +238,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     """f4 [T]; None: not requested, or the engine does not have it"""
     hidden: Array | None = None
     """bf16 or f4 [T, H]"""
+    kept: Kept | None = None
+    """What was asked for besides `logprob`, with `Want.keep`; None: it is here."""
 
 
 class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
@@ -220,11 +252,17 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreReply(Message, frozen=True):
-    """Teacher → controller: scores, or why there are none, one for each sequence of the request."""
+    """Teacher → who asked: scores, or why there are none, one for each sequence of the request."""
 
     teacher: str
     results: list[Scored | ScoreRefused]
     """In the order of the request."""
+
+
+class ScoresRelease(Message, frozen=True):
+    """Controller → teacher: nothing will fetch these again; answered with Ok. Keys not kept are ignored."""
+
+    keys: list[str]
 
 
 class TeacherPrompt(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from sync.wire.base import Amount, Array, Count, Message, RunIdentity, Version
+from sync.wire.servers import Kept
 
 
 class TrainerHello(Message, frozen=True):
@@ -88,6 +89,20 @@ class Rows(msgspec.Struct, frozen=True):
     """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
     by_teacher: Array | None = None
     """u1 [R]: 1 where the teacher generated the completion (loss: cross-entropy); None: no row"""
+    kept: list[Kept | None] | None = None
+    """R: where each row's other scores are, which the rank fetches into the fields above; None in the list:
+    the rank had that row scored again. None: the scores are here."""
+    teacher_prompts: list[Array | None] | None = None
+    """R, i4 [P'] each: what the teacher of a kept row saw in the prompt's place; None: the prompt itself"""
+
+
+class TeacherServers(Message, frozen=True):
+    """Controller → rank, answer to GET /v1/teachers/NAME: where a teacher keeps scores and scores again."""
+
+    urls: list[str]
+    """Of its processes that are in use."""
+    fingerprint: str | None
+    """`TeacherInfo.fingerprint` that its answers must name; None: it was not checked."""
 
 
 class TrainBatch(Message, frozen=True):
@@ -178,4 +193,4 @@ class FinalDigests(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """Controller → rank: received and acted on."""
+    """Controller → rank, teacher → controller: received and acted on."""

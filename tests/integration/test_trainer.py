@@ -7,10 +7,12 @@ more than their tokenizer has ids.
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +25,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.config import TrainerConfig
+from student_trainer.teacher_scores import RowScores, with_scores
 from sync.broadcast import Reception
+from sync.client import BlockingPeer
 from sync.settings import DirectoryStoreConfig
 from sync.snapshots.checkpoint import digest
 from sync.stores import open_store
@@ -44,16 +49,22 @@ from sync.wire import (
     Published,
     Rows,
     RunIdentity,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
     StepReport,
     Stop,
+    TeacherServers,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
     Version,
     Wait,
+    Want,
     decode,
     encode,
     pack,
+    unpack,
 )
 
 pytestmark = [
@@ -105,6 +116,7 @@ class StubController:
 
     def __init__(self, share: Share, start: Version = Version(0, 0), parent: Version | None = None) -> None:
         self.events: list[Message] = []
+        self.servers: TeacherServers | None = None
         self.receptions: list[Reception] = []
         self.welcome = TrainerWelcome(
             version=start, parent=parent, teachers=["only"], run=RunIdentity("test", "1")
@@ -116,7 +128,8 @@ class StubController:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self._reply(teacher_head() if self.path == "/v1/teachers/only/head" else None)
+                gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
+                self._reply(gets.get(self.path))
 
             def do_POST(self) -> None:
                 self._reply(outer.answer(self.path, self.rfile.read(int(self.headers["content-length"]))))
@@ -569,3 +582,90 @@ def test_ranks_leave_when_the_launcher_is_killed(
         while members(running.process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert members(running.process.pid) == []
+
+
+# --- kept scores ------------------------------------------------------------------------------------------
+
+
+class TeacherProcess:
+    """A real teacher that can be killed and started again on its port."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.url, self._config = f"http://127.0.0.1:{free_port()}", folder / "teacher.json"
+        given = {"path": str(model), "dtype": "float32", "threads": 1, "keep_folder": str(folder / "scores")}
+        self._config.write_text(json.dumps(given))
+        self.peer = BlockingPeer(self.url, timeout=300.0)
+        self.start()
+
+    def start(self) -> None:
+        arguments = ["--config", str(self._config), "--name", "only", "--port", self.url.rpartition(":")[2]]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "teacher_service", *arguments], env=environment, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    def scored(self, given: Rows, want: Want) -> Rows:
+        """`given` with this teacher's scores, or with references to them."""
+        lens, flat = (unpack(one) for one in (given.prompt_lens, given.completion_lens)), given.tokens
+        sequences, start = [], 0
+        for id_, prompt, completion in zip(given.ids, *lens, strict=True):
+            tokens = unpack(flat)[start : start + prompt + completion]
+            sequences.append(ScoreSequence(id_, pack(tokens), int(prompt)))
+            start += prompt + completion
+        if not sequences:
+            return msgspec.structs.replace(given, kept=[] if want.keep else None)
+        request = ScoreRequest(sequences=sequences, want=want)
+        results: list[Any] = self.peer.call("/v1/score", request, ScoreReply).results
+        if not want.keep:
+            return msgspec.structs.replace(
+                with_scores(given, [RowScores([one], None) for one in results]), kept=None
+            )
+        kept = [msgspec.structs.replace(one.kept, url=self.url) for one in results]
+        bare = {name: None for name in given.__struct_fields__ if name.startswith("teacher_topk")}
+        return msgspec.structs.replace(given, kept=kept, teacher_prompts=[None] * len(kept), **bare)
+
+
+def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
+    models: Path, tmp_path: Path, controller: Any
+) -> None:
+    steps, give, killing = 3, shares(full=False), threading.Lock()
+    teacher, dead = TeacherProcess(models / "llama", tmp_path), threading.Event()
+
+    def batches(keep: bool) -> dict[tuple[int, int], TrainBatch]:
+        want, made = Want(topk=4, entropy=True, keep=keep), {}
+        for step, rank in ((step, rank) for step in range(steps) for rank in range(2)):
+            batch = give(Version(0, step), rank, 2)
+            micros = [teacher.scored(one, want) for one in batch.micro_batches]
+            made[step, rank] = msgspec.structs.replace(batch, micro_batches=micros)
+        return made
+
+    def trained(name: str, given: dict[tuple[int, int], TrainBatch], kill_at: int) -> list[dict[str, float]]:
+        def share(version: Version, rank: int, world_size: int) -> Message:
+            with killing:
+                if version.step == kill_at and not dead.is_set():
+                    dead.set()
+                    teacher.kill()
+                    teacher.start()
+            return given.get((version.step, rank), STOP)
+
+        stub = controller(share)
+        stub.servers = TeacherServers(urls=[teacher.url], fingerprint=None)
+        with Running(settings(models, tmp_path / name, stub.url, "qwen", **TOPK)) as running:
+            assert running.end() == 0, running.log
+        return [report.metrics for report in stub.told(StepReport)]
+
+    try:
+        inline = trained("inline", batches(keep=False), kill_at=99)
+        kept = trained("kept", batches(keep=True), kill_at=1)
+    finally:
+        teacher.kill()
+        teacher.peer.close()
+    assert dead.is_set()
+    assert [one["rescored"] for one in inline] == [0, 0, 0]
+    assert [one["rescored"] for one in kept] == [0, 6, 6]
+    for name in ("loss", "reverse_kl", "teacher_entropy", "teacher_mass", "score_gap"):
+        assert [one[name] for one in kept] == pytest.approx([one[name] for one in inline], abs=1e-3), name

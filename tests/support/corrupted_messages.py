@@ -117,7 +117,8 @@ class Spoiler:
             )
         if value is None:
             return "there", self.rng.choice((Array("f4", (1,), bytes(4)), Version(0, 1), 1.0, 3, "x:1"))
-        for kind, others in ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS)):
+        kinds = ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS), (bytes, (b"", bytes(32))))
+        for kind, others in kinds:
             if isinstance(value, kind):
                 return "value", self.rng.choice((*others, None))
         raise AssertionError(f"{value!r} is nothing that a message holds")

@@ -7,16 +7,21 @@ batches), make their numbers from seeds, and fail on demand: they die, refuse, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import cast
 
 import numpy as np
+from blake3 import blake3
 
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
+from student_trainer.teacher_scores import TeacherScores
+from sync.client import BlockingPeer
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     Array,
@@ -28,16 +33,20 @@ from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
     Head,
+    Kept,
     Published,
     ReplicaState,
     Scored,
     ScoreRefused,
+    ScoreReply,
+    ScoreRequest,
     ScoreSequence,
     StepReport,
     Stop,
     TeacherCompletion,
     TeacherInfo,
     TeacherPrompt,
+    TeacherServers,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -49,6 +58,7 @@ from sync.wire import (
     Want,
     decode,
     encode,
+    frame,
     pack,
 )
 from teacher_service.client import Counters
@@ -172,6 +182,11 @@ class MemoryTeacher:
     """Ids whose whole request is refused."""
     completed: list[str] = field(default_factory=list)
     """Ids that it completed."""
+    kept: dict[str, bytes] = field(default_factory=dict)
+    """Bodies by key; clear it, and they are gone."""
+    _numbers: Iterator[int] = field(default_factory=count)
+    fetched: list[str] = field(default_factory=list)
+    """Keys that were fetched, found or not."""
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
@@ -184,7 +199,34 @@ class MemoryTeacher:
         self.requests.append(len(sequences))
         self.counters.requests += 1
         self.counters.sequences += len(sequences)
-        return [self._scores(sequence, want) for sequence in sequences]
+        found = [self._scores(sequence, want) for sequence in sequences]
+        return [self._keep(one) for one in found] if want.keep else found
+
+    def _keep(self, scored: Scored | ScoreRefused) -> Scored | ScoreRefused:
+        if isinstance(scored, ScoreRefused):
+            return scored
+        body, key = frame(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
+        self.kept[key] = body
+        return Scored(scored.id, scored.logprob, kept=Kept("memory", key, len(body), blake3(body).digest()))
+
+    async def release(self, kept: Sequence[Kept]) -> None:
+        for one in kept:
+            self.kept.pop(one.key, None)
+
+    def servers(self) -> TeacherServers:
+        return TeacherServers(urls=["memory"], fingerprint=None)
+
+    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
+        """As `BlockingPeer.once`."""
+        if body is not None:
+            request = decode(body, ScoreRequest)
+            results = [self._scores(sequence, request.want) for sequence in request.sequences]
+            return encode(ScoreReply(teacher="memory", results=results))
+        key = path.removeprefix("/v1/scores/")
+        self.fetched.append(key)
+        if key not in self.kept:
+            raise RemoteError(f"{key} is gone")
+        return self.kept[key]
 
     def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
         if self.refuses(sequence.id):
@@ -242,6 +284,14 @@ class MemoryTeacher:
         return False
 
 
+def fetching(teachers: dict[str, MemoryTeacher], want: Want, vocab_size: int = 50) -> TeacherScores:
+    """What a rank fetches the teachers' scores with."""
+    (only,) = teachers.values()
+    connect = cast(Callable[[str], BlockingPeer], lambda url: only)
+    servers = lambda name: teachers[name].servers()  # noqa: E731
+    return TeacherScores([*teachers], want, vocab_size, servers, connect, threading.Event())
+
+
 @dataclass
 class MemoryEvaluator:
     """Remembers what it evaluated; `kl` by step."""
@@ -279,6 +329,8 @@ class MemoryTrainer:
     """Takes what it trained on instead of `batches`."""
     stepped: Signal = field(default_factory=Signal)
     broadcasts: bool = False
+    scores: TeacherScores | None = None
+    """Fetches what teachers keep; None: nothing is kept."""
 
     @property
     def ledger(self) -> dict[int, dict[int, list[str]]]:
@@ -314,6 +366,8 @@ class MemoryTrainer:
         while True:
             body = await self.session.batch(request)
             answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
+            if isinstance(answer, TrainBatch) and self.scores is not None:
+                return self.scores.filled(answer)
             if not isinstance(answer, Wait):
                 return answer
             if answer.publish:

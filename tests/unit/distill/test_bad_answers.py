@@ -26,6 +26,7 @@ from in_memory import (
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
+    fetching,
 )
 
 from distill.config import RunConfig
@@ -59,6 +60,7 @@ async def spoiled_run(
     config: RunConfig, folder: Path, seed: int
 ) -> tuple[dict[str, Any], MemoryTrainer, Spoiler]:
     """One run with every kind of server, a quarter of whose answers is changed."""
+    want = Want(topk=3, entropy=True, hidden=True)
     spoiler = Spoiler(random.Random(seed), 0.25)
     replicas = {"r0": SpoiledReplica(seed=1), "r1": SpoiledReplica(seed=2)}
     teacher, evaluator = SpoiledTeacher(), SpoiledEvaluator()
@@ -72,14 +74,18 @@ async def spoiled_run(
             route=lambda source: "t",
             prompts=PromptStream(MemoryPrompts(), seed=0),
             journal=Journal(folder, "never"),
-            want=Want(topk=3, entropy=True, hidden=True),
+            want=want,
             student_topk=2,
             vocab_size=50,
             evaluator=evaluator,
         ),
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
-    trainer = MemoryTrainer(SpoiledSession(run.session, spoiler), checkpoint_every=7)  # type: ignore[arg-type]
+    trainer = MemoryTrainer(
+        SpoiledSession(run.session, spoiler),  # type: ignore[arg-type]
+        checkpoint_every=7,
+        scores=fetching({"t": teacher}, want),
+    )
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(100):
         done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
@@ -119,15 +125,15 @@ def check_trained(shares: list[TrainBatch]) -> None:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(seed=st.integers(0, 1 << 32))
+@given(seed=st.integers(0, 1 << 32), scores=st.sampled_from(["inline", "reference"]))
 def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
-    config, tmp_path_factory: pytest.TempPathFactory, seed: int
+    config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str
 ) -> None:
     settings = config(
         run={"steps": 30},
         rollout={"batch": 16, "max_in_flight": 32, "request_size": 2},
         objective={"type": "sampled", "on_policy": 0.75},
-        buffer={"score_batch": 2},
+        buffer={"score_batch": 2, "scores": scores},
         guard={"bad_answers": 1_000_000},
     )
     folder = tmp_path_factory.mktemp("run")
@@ -237,7 +243,8 @@ async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(co
 
 FIELDS: dict[str, set[str]] = {
     "Generated": {"id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "bytes"},
-    "Scored": {"id", "logprob", "topk_ids", "topk_logprob", "tail", "gathered", "entropy", "hidden"},
+    "Scored": {"id", "logprob", "topk_ids", "topk_logprob", "tail", "gathered", "entropy", "hidden", "kept"},
+    "Kept": {"url", "key", "size", "digest"},
     "Written": {"id", "token_ids", "logprob", "finish_reason"},
     "ScoreReply": {"teacher", "results", "bytes"},
     "TeacherGenerateReply": {"teacher", "results", "bytes"},

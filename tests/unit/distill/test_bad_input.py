@@ -225,6 +225,25 @@ def test_a_limit_of_the_engine_that_is_no_number_is_refused(distill: Distill) ->
     assert "write the number of tokens" in message
 
 
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ('host="0.0.0.0"', "host"),
+        ('host="127.0.0.1"', "host"),
+        ('urls=["http://10.0.0.7:1", "http://[::1]:2"]', "urls"),
+    ],
+)
+def test_a_teacher_that_a_trainer_elsewhere_cannot_reach_is_refused(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch, address: str, key: str
+) -> None:
+    monkeypatch.setenv("DISTILL_TOKEN", "t")
+    elsewhere = ("controller.host=10.0.0.1", "controller.trainer=external", f"teachers.sorter.{address}")
+    message = distill(*elsewhere, "buffer.scores=reference")
+    assert "teacher 'sorter' keeps scores at " in message
+    assert f"set teachers.sorter.{key} to an address that they reach, or buffer.scores =" in message
+    assert "keeps scores" not in distill(*elsewhere, "buffer.scores=inline", "rollout.top_p=0.5")
+
+
 def test_nucleus_sampling_is_refused(distill: Distill) -> None:
     assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
 

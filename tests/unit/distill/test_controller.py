@@ -17,6 +17,7 @@ from in_memory import (
     MemoryReplica,
     MemoryTeacher,
     MemoryTrainer,
+    fetching,
 )
 
 from distill import events
@@ -40,6 +41,7 @@ from sync.wire import (
     TrainBatch,
     Version,
     VersionSpan,
+    Want,
     pack,
     unpack,
 )
@@ -516,6 +518,78 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
     for version in common:
         for one, other in zip(first.batches[version], again[version.step], strict=True):
             assert one.micro_batches == other.micro_batches
+
+
+async def by_reference(controller, config, **sections: Any) -> tuple[MemoryTrainer, MemoryTeacher, dict]:
+    """A run whose teacher keeps its scores, and whose trainer fetches them."""
+    want, teacher = Want(topk=2, entropy=True, hidden=True), MemoryTeacher()
+    run = controller(config(buffer={"scores": "reference"}, **sections), teachers={"t": teacher}, want=want)
+    scores = fetching({"t": teacher}, want)
+    trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=2, step_seconds=1.0, scores=scores)
+    return trainer, teacher, await complete(run, trainer)
+
+
+async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
+    controller, config, tmp_path: Path
+) -> None:
+    trainer, _, summary = await by_reference(controller, config)
+    assert summary["completed"]
+    assert check(read_all(tmp_path / "journal"), trainer.ledger).ok
+    count = 0
+    for shares in trainer.batches.values():
+        for rows in (rows for share in shares for rows in share.micro_batches if rows.ids):
+            tokens = int(unpack(rows.completion_lens).sum())
+            assert rows.teacher_topk_ids.shape == rows.teacher_topk_logprob.shape == (tokens, 2)
+            assert rows.teacher_hidden.shape == (tokens, 4)
+            assert rows.teacher_entropy.shape == rows.teacher_logprob.shape == (tokens,)
+            assert all(rows.kept)
+            count += len(rows.ids)
+    assert count == 6 * 8
+    records = [record for _, record in read_all(tmp_path / "journal") if isinstance(record, Rollout)]
+    assert all(one.scored.topk_ids is one.scored.hidden is None for one in records if one.scored)
+
+
+async def test_scores_are_released_when_a_checkpoint_makes_their_step_safe(controller, config) -> None:
+    trainer, teacher, _ = await by_reference(controller, config, run={"steps": 10})
+    trained = {
+        kept.key: version.step
+        for version, shares in trainer.batches.items()
+        for share in shares
+        for rows in share.micro_batches
+        for kept in rows.kept
+    }
+    released = Counter(step for key, step in trained.items() if key not in teacher.kept)
+    assert released == dict.fromkeys(range(8), 8), "all rows of the steps before the last checkpoint but one"
+
+
+async def test_what_was_kept_before_a_restart_of_teacher_and_controller_is_scored_again(
+    controller, config
+) -> None:
+    want, teacher = Want(topk=2), MemoryTeacher()
+    settings = config(buffer={"scores": "reference"}, run={"steps": 12})
+    first = controller(settings, teachers={"t": teacher}, want=want)
+    trainer = MemoryTrainer(first.session, scores=fetching({"t": teacher}, want), checkpoint_every=4)
+    running, training = asyncio.create_task(first.run()), asyncio.create_task(trainer.run())
+    async with asyncio.timeout(60):
+        while len(trainer.batches) < 6:
+            await trainer.stepped.wait(1.0)
+    for task in (running, training):
+        task.cancel()
+    await asyncio.gather(running, training, return_exceptions=True)
+    teacher.kept.clear()
+    before = dict(trainer.batches)
+    second = controller(settings, teachers={"t": teacher}, want=want)
+    trainer.session = second.session
+    assert (await complete(second, trainer))["completed"]
+    again = [
+        rows
+        for version, shares in trainer.batches.items()
+        if version not in before
+        for share in shares
+        for rows in share.micro_batches
+    ]
+    assert any(one is None for rows in again for one in rows.kept)
+    assert all(rows.teacher_topk_ids.shape[1] == 2 for rows in again)
 
 
 async def test_the_error_of_a_part_is_raised_as_it_is_not_in_a_group(controller) -> None:

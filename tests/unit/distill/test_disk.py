@@ -42,11 +42,12 @@ def configured(model: Path, config: Any, **sections: dict[str, Any]) -> RunConfi
     return config(**fixed | sections, trainer=trainer)
 
 
-def test_the_journal_of_full_is_mostly_hidden_states(model: Path, config: Any) -> None:
-    full = disk.estimate(configured(model, config))
+def test_the_journal_of_full_inline_is_mostly_hidden_states(model: Path, config: Any) -> None:
+    full = disk.estimate(configured(model, config, buffer={"scores": "inline"}))
     assert full.token == 4 + 4 + 4 + 2 * WIDTH
+    assert disk.estimate(configured(model, config)).token == 4 + 4 + 4, "hidden states stay at the teacher"
     topk = configured(model, config, objective={"type": "topk", "k": 8})
-    assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 4) + 4, "ids, log-probabilities, tail, entropy"
+    assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 2) + 4, "ids, log-probabilities, tail, entropy"
 
 
 def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path, config: Any) -> None:
@@ -72,7 +73,7 @@ def test_a_disk_that_is_too_small_is_refused(
 
 
 def test_the_estimate_is_told_per_million_tokens_and_per_day(model: Path, config: Any) -> None:
-    settings = configured(model, config)
+    settings = configured(model, config, buffer={"scores": "inline"})
     text = "\n".join(disk.lines(settings, disk.estimate(settings)))
     assert "8,204 bytes a token, 7.64 GiB a million tokens" in text
     assert "a day at 1,000 tokens/s: 660 GiB written to the journal" in text

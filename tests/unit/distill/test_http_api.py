@@ -38,6 +38,7 @@ from sync.wire import (
     RunIdentity,
     StepReport,
     Stop,
+    TeacherServers,
     TrainBatch,
     TrainerHello,
     TrainerWelcome,
@@ -207,6 +208,13 @@ async def test_a_teachers_head_is_passed_through(remote) -> None:
     assert head.weight.shape == (50, 4)
     with pytest.raises(RemoteError, match="no teacher 'x'; there are t"):
         await remote.call("/v1/teachers/x/head", None, Head)
+
+
+async def test_a_rank_learns_where_a_teacher_keeps_scores(remote) -> None:
+    found = await remote.call("/v1/teachers/t", None, TeacherServers)
+    assert found == TeacherServers(urls=["memory"], fingerprint=None)
+    with pytest.raises(RemoteError, match="404: no teacher 'x'; there are t"):
+        await remote.call("/v1/teachers/x", None, TeacherServers)
 
 
 async def test_a_body_that_is_no_message_is_refused(remote) -> None:

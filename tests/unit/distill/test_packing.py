@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.run_log.records import Rollout
 from distill.run_log.state import Batch
 from sync.errors import DataError
-from sync.wire import Array, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
+from sync.wire import Array, Kept, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
 
 
 def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Rollout:
@@ -64,6 +65,26 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     assert rows.teacher_hidden.data[:20] == bytes(range(20))
     assert rows.truncated is not None
     assert unpack(rows.truncated).tolist() == [1, 0]
+
+
+def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro_batch() -> None:
+    hidden = Array("bf16", (2, 3), bytes(12))
+    inline = [rollout(i, 1, 2, hidden=hidden) for i in range(2)]
+    kept = []
+    for number, own in enumerate(PROMPTS, 2):
+        one = rollout(number, 1, 2, kept=Kept("u", f"b-{number}", 9, b"d"))  # type: ignore[arg-type]
+        kept.append(replace(one, teacher=f"t{number % 2}", teacher_prompt=own))
+    (batch,) = shares([*kept, *inline], 1, 1000)
+    found = {tuple(rows.ids): rows for rows in batch.micro_batches}
+    assert found.keys() == {("r0", "r1"), ("r2", "r4"), ("r3", "r5")}
+    assert found["r0", "r1"].kept is found["r0", "r1"].teacher_prompts is None
+    assert found["r0", "r1"].teacher_hidden.shape == (4, 3)
+    assert [one.key for one in found["r3", "r5"].kept] == ["b-3", "b-5"]
+    assert found["r3", "r5"].teacher_prompts == [PROMPTS[1], PROMPTS[3]]
+    assert found["r3", "r5"].teacher_hidden is None
+
+
+PROMPTS = [pack(np.arange(3, dtype="i4")), None, None, pack(np.arange(1, dtype="i4"))]
 
 
 def padded(rows: Rows) -> int:

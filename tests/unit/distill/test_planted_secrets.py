@@ -117,7 +117,9 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
 
     assert given("trainer", TrainerConfig, "trainer.json").weights == config.weights
     assert given("trainer", TrainerConfig, "trainer.json").controller_url == config.controller.url
-    assert given("teacher-served", TeacherConfig, "teacher-served.json") == config.teachers["served"]
+    scores = {"keep_folder": config.run_dir / "scores" / "served"}
+    served = config.teachers["served"].model_copy(update=scores)
+    assert given("teacher-served", TeacherConfig, "teacher-served.json") == served
     assert given("evaluator", RunConfig, "evaluator.json") == config
     monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
     assert ReplicaConfig.from_environment().store == config.weights.store

@@ -24,13 +24,16 @@ from sync.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
     Generated,
+    Kept,
     Sampling,
     Scored,
     ScoreRefused,
+    ScoreReply,
     ScoreSequence,
     Version,
     VersionSpan,
     Want,
+    frames,
     pack,
     unpack,
 )
@@ -64,10 +67,11 @@ class Bench:
         validator = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
         budget = ErrorBudget(1000, events)
         prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
+        scores = more.pop("scores", "auto")
         given = {"route": lambda source: "t", **more}
         parts = Components({}, teachers, prompts=prompts, journal=None, want=want, **given)  # type: ignore[arg-type]
-        config = make_config(buffer={"score_batch": batch})
-        scoring = Scoring(parts, validator, budget, events)
+        config = make_config(buffer={"score_batch": batch, "scores": scores})
+        scoring = Scoring(parts, config.buffer, validator, budget, events)
         self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)
         self.scoring.linger = linger
 
@@ -139,6 +143,46 @@ async def test_a_teacher_may_see_another_prompt() -> None:
     assert unpack(bench.rollouts[0].prompt).tolist() == [7, 5]
 
 
+@pytest.mark.parametrize("transformed", [False, True])
+async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teacher_saw(
+    transformed: bool,
+) -> None:
+    transforms = {"t": lambda prompt: [9, *prompt.token_ids]} if transformed else {}
+    teacher = MemoryTeacher()
+    bench = Bench({"t": teacher}, Want(topk=2, entropy=True), scores="reference", transforms=transforms)
+    await bench.score(completed(5))
+    (rollout,) = bench.rollouts
+    assert rollout.kept is not None
+    assert rollout.scored.topk_ids is rollout.scored.entropy is None
+    assert unpack(rollout.scored.logprob).tolist() == [-1.0, -1.0]
+    (reply,) = frames(teacher.kept[rollout.kept.key], ScoreReply)
+    assert reply.results[0].topk_ids.shape == (2, 2)
+    seen = None if rollout.teacher_prompt is None else unpack(rollout.teacher_prompt).tolist()
+    assert seen == ([9, 7, 5] if transformed else None)
+    assert rollout.released().kept == rollout.kept
+    assert rollout.released().is_released
+
+
+@pytest.mark.parametrize(
+    ("scores", "want", "topk", "kept"),
+    [
+        ("auto", Want(hidden=True), 0, False),  # 8 bytes a token
+        ("auto", Want(topk=50, entropy=True), 9, False),  # 6 · 50 + 2 · 9
+        ("auto", Want(topk=50, entropy=True), 10, True),
+        ("inline", Want(topk=50), 10, False),
+        ("reference", Want(hidden=True), 0, True),
+        ("reference", Want(entropy=True), 1, True),
+        ("reference", Want(entropy=True), 0, False),  # the log-probability of the token alone
+    ],
+)
+async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
+    scores: str, want: Want, topk: int, kept: bool
+) -> None:
+    bench = Bench({"t": MemoryTeacher()}, want, scores=scores, topk=topk)
+    await bench.score(completed(0, topk=topk))
+    assert (bench.rollouts[0].kept is not None) == kept
+
+
 async def test_a_task_rewards_each_completion() -> None:
     bench = Bench(
         {"t": MemoryTeacher()}, reward_fn=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2
@@ -199,10 +243,19 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
             "hidden is of shape [3, 4], and must be of shape [2, 4]",
         ),
         ({"logprob": pack(np.zeros(2, "f4"))}, "hidden is missing, and must be bf16 or f4 [2, 4]"),
+        ({"logprob": pack(np.zeros(2, "f4"))}, "kept is missing"),
+        (
+            {"logprob": pack(np.zeros(2, "f4")), "kept": Kept("u", "../head", 1, bytes(32))},
+            "kept.key is '../head', and must be of the form",
+        ),
+        (
+            {"logprob": pack(np.zeros(2, "f4")), "kept": Kept("u", "a-1", 1, b"")},
+            "kept.digest is 0 bytes, and must be 32 bytes",
+        ),
     ],
 )
 async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantined(
-    scores: dict[str, Array], problem: str
+    scores: dict[str, Any], problem: str
 ) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
@@ -210,7 +263,8 @@ async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantin
         ) -> list[Scored | ScoreRefused]:
             return [Scored(sequence.id, **scores) for sequence in sequences]
 
-    bench = Bench({"t": Sloppy()}, Want(hidden="hidden" in problem))
+    how = "reference" if "kept" in problem else "inline"
+    bench = Bench({"t": Sloppy()}, Want(hidden=how == "reference" or "hidden" in problem), scores=how)
     await bench.score(completed(0))
     assert problem in bench.refused[0][1]
     assert bench.reasons == ["unusable"]

@@ -11,7 +11,7 @@ import pytest
 
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
 from teacher_service.engines.base import EngineInfo, Item
-from teacher_service.messages import BadRequest, admit, check_reply_size, check_score
+from teacher_service.messages import BadRequest, admit, check_score, reply_size
 
 INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
 SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
@@ -92,9 +92,10 @@ def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
     assert says in str(refusal.value)
 
 
-def test_an_answer_longer_than_the_limit_is_refused_before_it_is_computed() -> None:
-    item, most = Item(np.zeros(8, np.int32), 1), 7 * (8 + 8 * 3 + 4 * 4)
-    check_reply_size([item], Want(topk=3, hidden=True), INFO, most)
+def test_several_answers_beyond_the_limit_are_refused_before_they_are_computed_and_one_never_is() -> None:
+    item, row = Item(np.zeros(8, np.int32), 1), 8 + 8 * 3 + 4 * 4
+    assert reply_size([item, item], Want(topk=3, hidden=True), INFO, 14 * row) == 14 * row
     with pytest.raises(BadRequest) as refusal:
-        check_reply_size([item], Want(topk=4, hidden=True), INFO, most)
+        reply_size([item, item], Want(topk=4, hidden=True), INFO, 14 * row)
     assert refusal.value.status == 413
+    assert reply_size([item], Want(topk=3, hidden=True), INFO, 1) == 7 * row

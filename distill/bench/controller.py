@@ -1,0 +1,208 @@
+"""What a controller spends on a token, for each kind of objective: processor time, and bytes of its journal.
+
+Controller and journal are the real ones. Prompts, replicas, teacher and trainer are in memory, from the tests
+of a source checkout, and what they spend themselves is taken off; what the teacher sends is decoded from its
+bytes, as it is behind HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from distill.bench.runner import Figures, markdown, of_tests
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.interfaces import Components
+from distill.prompts.stream import PromptStream
+from distill.run_log.journal import Journal
+from distill.trainer_api.http_api import serving
+from student_trainer.objectives.config import needs, student_topk
+from sync import wire
+from sync.client import BlockingPeer
+from sync.memory import available_memory
+from sync.server import bind_alone
+from sync.wire import Want, decode, pack
+from teacher_service.app import TeacherService
+from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
+from teacher_service.limits import limits
+
+OBJECTIVES: Final = ("sampled", "topk", "student_topk", "full")
+"""The others ask the teachers for the same: forward_topk as topk, jsd and skew as full, sft as sampled."""
+K: Final = 50
+ROUNDS: Final = 3
+FETCHED: Final = ((12, 64), (1000, 80))
+"""Tokens, and floats of a token, of rows whose fetch is timed."""
+
+
+class Shape(NamedTuple):
+    """What the rollouts of a part are like."""
+
+    batch: int
+    tokens: int
+    """Of each completion."""
+    width: int
+    """Of the teacher's hidden states."""
+    steps: int
+
+
+SHAPES: Final = {"quickstart": Shape(128, 12, 128, 40), "wide": Shape(32, 2048, 4096, 4)}
+
+
+class Apart:
+    """Processor time of the roles that are not the controller."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what this thread spends; nothing inside may wait."""
+        began = time.thread_time()
+        yield
+        self.seconds += time.thread_time() - began
+
+
+def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
+    """A replica whose completions are all the same, and a teacher that answers in bytes."""
+    roles = of_tests("in_memory")
+    ids, logprob = np.arange(shape.tokens, dtype="i4") % 50, np.full(shape.tokens, -1.0, "f4")
+
+    class Replica(roles.MemoryReplica):  # type: ignore[name-defined]
+        async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Generated]:
+            for prompt in request.prompts:
+                with apart.timed():
+                    k, version = request.sampling.student_topk, self.version or wire.Version(0, 0)
+                    answer = wire.Generated(
+                        id=prompt.id,
+                        token_ids=pack(ids),
+                        logprob=pack(logprob),
+                        spans=[wire.VersionSpan(version, 0, shape.tokens)],
+                        finish_reason="length",
+                        topk_ids=pack(roles.some_ids(shape.tokens, k)) if k else None,
+                    )
+                await asyncio.sleep(0)
+                yield answer
+
+    class Teacher(roles.MemoryTeacher):  # type: ignore[name-defined]
+        width = shape.width
+
+        async def score(self, sequences: Sequence[Any], want: Any, deadline: float | None = None) -> Any:
+            with apart.timed():
+                found = [self._scores(sequence, want) for sequence in sequences]
+                results = [self._keep(one) for one in found] if want.keep else found
+                self.kept.clear()
+                body = wire.encode(wire.ScoreReply(teacher="t", results=results))
+            await asyncio.sleep(0)
+            return decode(body, wire.ScoreReply).results
+
+    return Replica(), Teacher()
+
+
+def configuration(folder: Path, shape: Shape, objective: str, scores: str) -> RunConfig:
+    """A run of this shape with default settings otherwise."""
+    k = {"k": K} if objective.endswith("topk") else {}
+    return RunConfig.model_validate(
+        {
+            "run": {"name": folder.name, "folder": folder.parent, "steps": shape.steps},
+            "student": {"path": "student"},
+            "teachers": {"t": {"path": "teacher"}},
+            "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
+            "rollout": {"batch": shape.batch, "max_tokens": shape.tokens},
+            "buffer": {"scores": scores},
+            "objective": {"type": objective, **k},
+            "trainer": {"deepspeed": "ds.json"},
+        }
+    )
+
+
+async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Figures:
+    """Nanoseconds of the controller, and bytes written to its journal, for each generated token."""
+    shutil.rmtree(folder, ignore_errors=True)
+    config, apart, written = configuration(folder, shape, objective, scores), Apart(), 0
+    roles = of_tests("in_memory")
+    replica, teacher = servers(shape, apart)
+
+    def write(file: int, data: memoryview) -> int:
+        nonlocal written
+        written += (count := os.write(file, data))
+        return count
+
+    parts = Components(
+        replicas={"student-0": replica},
+        teachers={"t": teacher},
+        route=lambda source: "t",
+        prompts=PromptStream(roles.MemoryPrompts(), 0),
+        journal=Journal(folder / "journal", config.buffer.fsync, write=write),
+        want=needs(config.objective),
+        student_topk=student_topk(config.objective),
+    )
+    controller = Controller(config, parts)
+    trainer = roles.MemoryTrainer(controller.session, record=lambda version, shares: None)
+    began = time.process_time()
+    await asyncio.gather(controller.run(), trainer.run())
+    seconds = time.process_time() - began - apart.seconds
+    tokens = controller.run_log.state.counters.generated_tokens
+    shutil.rmtree(folder)
+    return {"ns": 1e9 * seconds / tokens, "journal_bytes": written / tokens, "tokens": tokens}
+
+
+async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
+    """Milliseconds of processor time that a kept row costs its teacher and its rank together, over HTTP."""
+    engine = of_tests("table_engine").TableEngine(np.full((width, width), -np.log(width), "f4"))
+    info = await of_tests("in_memory").MemoryTeacher().first_info()
+    config, bound = TeacherConfig(path="t"), bind_alone("127.0.0.1", 0)
+    app = TeacherService(engine, info, config, limits(config, engine.engine_info, available_memory())).app
+    url = "http://127.0.0.1:{1}".format(*bound.getsockname())
+    asked = [wire.ScoreSequence(f"{row}", pack(np.zeros(1 + tokens, "i4")), 1) for row in range(rows)]
+    async with app.router.lifespan_context(app), serving(app, bound), TeacherClient("t", [url]) as teacher:
+        found: list[Any] = await teacher.score(asked, Want(hidden=True, keep=True))
+        peer, began = BlockingPeer(url), time.process_time()
+        for one in found:
+            body = await asyncio.to_thread(peer.once, f"/v1/scores/{one.kept.key}", None, 60.0)
+            assert blake3(body).digest() == one.kept.digest, "as it was kept"
+            assert [*wire.frames(body, wire.ScoreReply)]
+        peer.close()
+        return 1e3 * (time.process_time() - began) / rows
+
+
+def run(folder: Path, objectives: bool = True) -> Figures:
+    """Every objective, inline and by reference in turns; the medians of ROUNDS."""
+    rows: list[Figures] = []
+    for name, shape in SHAPES.items() if objectives else ():
+        for objective in OBJECTIVES:
+            ways = ("inline",) if objective == "sampled" else ("inline", "reference")
+            found: dict[str, list[Figures]] = {way: [] for way in ways}
+            for _ in range(ROUNDS):
+                for way in ways:
+                    found[way].append(asyncio.run(one_run(folder / "run", shape, objective, way)))
+            for way, runs in found.items():
+                figures = {key: median(one[key] for one in runs) for key in runs[0]}
+                rows.append(
+                    {"shape": name, **shape._asdict(), "objective": objective, "scores": way, **figures}
+                )
+    fetches = {f"{tokens} × {4 * width}": asyncio.run(fetch_cost(tokens, width)) for tokens, width in FETCHED}
+    return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches}
+
+
+def table(figures: Figures) -> str:
+    """The figures as Markdown."""
+    head = ["shape", "objective", "scores", "controller, µs a token", "journal, bytes a token"]
+    rows = [
+        [one["shape"], f"`{one['objective']}`", one["scores"], f"{one['ns'] / 1000:.2f}"]
+        + [f"{one['journal_bytes']:,.1f}"]
+        for one in figures["rows"]
+    ]
+    fetches = [f"a row of {size} bytes: {ms:.2f} ms to fetch" for size, ms in figures["fetch_ms"].items()]
+    return "\n".join([*markdown(head, rows), *fetches])

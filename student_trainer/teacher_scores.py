@@ -1,0 +1,216 @@
+"""Scores that teachers keep, fetched by the rank that trains on them (`Rows.kept`).
+
+    reference ─▶ GET at the teacher ─▶ digest ─▶ checks ─▶ cut to the trained tokens ─▶ the arrays of Rows
+                        └── gone, or not what was kept ─▶ POST /v1/score with the tokens ──┘
+
+Nothing is lost with a teacher: what it kept can be computed again from the tokens, which are in the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Final, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from msgspec.structs import replace
+
+from sync import wire
+from sync.client import BlockingPeer
+from sync.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError, WrongServer
+from sync.retry import Backoff, retrying
+from sync.wire import (
+    Array,
+    Kept,
+    Rows,
+    Scored,
+    ScoreReply,
+    ScoreSequence,
+    TeacherServers,
+    TrainBatch,
+    Want,
+    checks,
+    cut,
+    joined,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+CONNECTIONS: Final = 4
+"""Rows that are fetched at a time."""
+FETCH_SECONDS: Final = 60.0
+SCORE_SECONDS: Final = 300.0
+_FIELDS: Final = {
+    "teacher_logprob": "logprob",
+    "teacher_topk_ids": "topk_ids",
+    "teacher_topk_logprob": "topk_logprob",
+    "student_topk_teacher_logprob": "gathered",
+    "teacher_hidden": "hidden",
+    "teacher_entropy": "entropy",
+}
+"""Array of Rows → that of Scored."""
+
+
+class KeptRow(NamedTuple):
+    """What a rank knows of one row whose scores are kept. T: its tokens that are trained on."""
+
+    teacher: str
+    kept: Kept
+    sequence: ScoreSequence
+    """The T tokens, behind the prompt that the teacher saw."""
+
+    @property
+    def length(self) -> int:
+        """T"""
+        return self.sequence.token_ids.shape[0] - self.sequence.start
+
+
+class RowScores(NamedTuple):
+    """The scores of one row, cut to the tokens that are trained on."""
+
+    parts: list[Scored]
+    """Of consecutive positions."""
+    kept: Kept | None
+    """Where they were fetched; None: they were computed again."""
+
+
+class TeacherScores:
+    """Fetches for one rank, from any thread, one batch at a time.
+
+    `servers`: where a teacher is now, by name. Raises DataError where a teacher's reply cannot be used twice,
+    Interrupted once `stopping` is set; a teacher that is gone is waited for.
+    """
+
+    def __init__(
+        self,
+        teachers: Sequence[str],
+        want: Want,
+        vocab_size: int,
+        servers: Callable[[str], TeacherServers],
+        connect: Callable[[str], BlockingPeer],
+        stopping: threading.Event,
+    ) -> None:
+        self._teachers, self._want, self._vocab_size = teachers, want, vocab_size
+        self._ask, self._connect, self._stopping = servers, cache(connect), stopping
+        self._servers: dict[str, TeacherServers] = {}
+        self._why = "they are of an earlier start"
+        self._threads = ThreadPoolExecutor(CONNECTIONS, "scores")
+
+    def filled(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with all scores in its rows."""
+        rows = [row for micro in batch.micro_batches for row in kept_rows(micro, self._teachers)]
+        scores = [*self._threads.map(self._scores, rows)]
+        if again := sum(one.kept is None for one in scores):
+            log.warning(
+                "%d of %d rows of %s were scored again, the last because %s",
+                again, len(rows), batch.version, self._why,
+            )  # fmt: skip
+        found = iter(scores)
+        micros = [
+            micro if micro.kept is None else with_scores(micro, [next(found) for _ in micro.kept])
+            for micro in batch.micro_batches
+        ]
+        return replace(batch, micro_batches=micros)
+
+    def _scores(self, row: KeptRow) -> RowScores:
+        kept = row.kept
+        if row.teacher not in self._servers:
+            self._servers[row.teacher] = self._ask(row.teacher)
+        if kept.url in self._servers[row.teacher].urls:  # else of another start of the run
+            try:
+                fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
+                body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
+                if blake3(body).digest() != kept.digest:
+                    raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
+                return RowScores(self._checked(row, wire.frames(body, ScoreReply)), kept)
+            except DistillError as error:
+                self._why = str(error)
+        return RowScores(self._scored_again(row), None)
+
+    def _scored_again(self, row: KeptRow) -> list[Scored]:
+        """Have the teacher's processes compute them, one after the other until one does."""
+        request = wire.encode(
+            wire.ScoreRequest(sequences=[row.sequence], want=self._want, deadline=SCORE_SECONDS)
+        )
+        backoff, bad, tries = Backoff(0.5, 10.0), 0, 0
+        while not self._stopping.is_set():
+            if tries:
+                self._servers[row.teacher] = self._ask(row.teacher)
+            servers = self._servers[row.teacher]
+            peer = self._connect(servers.urls[tries % len(servers.urls)])
+            tries += 1
+            try:
+                body = peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint)
+                return self._checked(row, [wire.decode(body, ScoreReply)])
+            except (Overloaded, Unreachable, WrongServer) as error:
+                least = error.retry_after if isinstance(error, Overloaded) else 0.0
+                log.warning("teacher %s is asked again: %s", row.teacher, error)
+                self._stopping.wait(backoff.next(least))
+            except DistillError as error:
+                bad += 1
+                if bad == 2:
+                    raise DataError(f"teacher {row.teacher} at {peer.url}: {error}") from None
+                log.warning("teacher %s at %s is asked again: %s", row.teacher, peer.url, error)
+        raise Interrupted(f"stopped before teacher {row.teacher} gave scores")
+
+    def _checked(self, row: KeptRow, replies: Iterable[ScoreReply]) -> list[Scored]:
+        """The scores of the trained tokens, a part from each reply. Raises WireError for what is none."""
+        gather = row.sequence.gather_ids
+        k, missing, parts = 0 if gather is None else gather.shape[1], row.length, list[Scored]()
+        for reply in replies:
+            scored = reply.results[0] if len(reply.results) == 1 else None
+            if not isinstance(scored, Scored) or scored.id != row.sequence.id:
+                raise WireError(f"{row.sequence.id} is answered {reply!s:.200}, and must be with its scores")
+            count = len(scored.logprob.data) // 4
+            if problem := checks.scored(scored, count, k, self._want, self._vocab_size):
+                raise WireError(f"scores of {scored.id}: {problem}")
+            scored = checks.without_bad_diagnostics(scored, count)
+            arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
+            if missing > 0:
+                parts.append(
+                    replace(scored, **{name: found and cut(found, missing) for name, found in arrays})
+                )
+            missing -= count
+        if missing > 0:
+            raise WireError(f"scores of {row.sequence.id} are of {missing} tokens too few")
+        return parts
+
+
+def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
+    """The rows that carry a reference, in order; the others carry their scores."""
+    if rows.kept is None or rows.teacher_prompts is None:
+        return
+    arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
+    sizes = zip(*(unpack(one).tolist() for one in arrays), strict=True)
+    token = completed = 0
+    for row, (before, count, teacher) in enumerate(sizes):
+        kept, seen, ids = rows.kept[row], rows.teacher_prompts[row], rows.student_topk_ids
+        assert kept is not None, "the controller sends references"
+        prompt = seen or _part(rows.tokens, token, before)
+        completion = _part(rows.tokens, token + before, count)
+        gather = None if ids is None else _part(ids, completed, count)
+        token, completed = token + before + count, completed + count
+        sequence = ScoreSequence.of(rows.ids[row], prompt, completion, gather)
+        yield KeptRow(teachers[teacher], kept, sequence)
+
+
+def _part(array: Array, start: int, count: int) -> Array:
+    """Elements [start, start + count) along the first axis."""
+    row = np.prod(array.shape[1:], dtype=int) * wire.DTYPES[array.dtype].itemsize
+    return Array(array.dtype, (count, *array.shape[1:]), array.data[start * row : (start + count) * row])
+
+
+def with_scores(rows: Rows, found: Sequence[RowScores]) -> Rows:
+    """`rows` with the scores of each in its arrays; without rows there is nothing to fill."""
+    parts = [part for one in found for part in one.parts]
+    if not parts:
+        return rows
+    arrays: dict[str, Array | None] = {}
+    for field, name in _FIELDS.items():
+        given = [array for part in parts if (array := getattr(part, name)) is not None]
+        arrays[field] = joined(given) if len(given) == len(parts) else None
+    return replace(rows, **arrays, kept=[one.kept for one in found])

@@ -1,0 +1,161 @@
+"""Scores that this process keeps until a trainer's rank has fetched them and its step is safe.
+
+    put ──▶ memory ──beyond `memory_bytes`──▶ files ──beyond `disk_bytes`──▶ dropped       the oldest first
+              └─────────── release, close ──────┴──▶ gone
+
+Whatever is gone can be computed again: where a file cannot be written, the scores are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+from blake3 import blake3
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from sync.wire import Kept
+
+log = logging.getLogger(__name__)
+PART_BYTES: Final = 1 << 22
+"""Of a file that are read at a time."""
+FREE_BYTES: Final = 2 << 30
+"""Of the disk that kept scores leave to the others."""
+_SUFFIX: Final = ".scores"
+
+
+class KeptMetrics:
+    """Prometheus metrics of the store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bytes = Gauge("teacher_kept_bytes", "Kept scores", ("where",), registry=registry)
+        self.fetched = Counter("teacher_kept_fetches", "Fetches by result", ("result",), registry=registry)
+        self.dropped = Counter("teacher_kept_dropped", "Evicted before release", registry=registry)
+
+
+class Body(NamedTuple):
+    """A kept body that is being read; it can be read to its end, whatever happens to the store meanwhile."""
+
+    size: int
+    parts: Iterator[bytes]
+
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+def _size(parts: list[bytes]) -> int:
+    return sum(map(len, parts))
+
+
+class KeptScores:
+    """Bodies by key, bounded in memory and on disk. Its methods block; call them from worker threads."""
+
+    def __init__(
+        self, folder: Path | None, memory_bytes: int, disk_bytes: int, registry: CollectorRegistry
+    ) -> None:
+        """`folder`: for this process alone, cleared of what an earlier one left. None: a temporary one."""
+        self._folder = folder
+        for path in folder.glob(f"*{_SUFFIX}") if folder else ():
+            path.unlink(missing_ok=True)
+        self._limits = {"memory": memory_bytes, "disk": disk_bytes}
+        self._held = {"memory": 0, "disk": 0}
+        self._memory: OrderedDict[str, list[bytes]] = OrderedDict()  # the oldest first, as on disk
+        self._disk: OrderedDict[str, int] = OrderedDict()
+        self._full = False  # the last spill could not be written
+        self._boot, self._count = secrets.token_hex(8), 0
+        self._lock = threading.Lock()
+        self._metrics = KeptMetrics(registry)
+
+    def put(self, parts: list[bytes]) -> Kept:
+        """Keep a body, given in parts so that nothing copies it whole; the reference has no url yet."""
+        digest = blake3()
+        for part in parts:
+            digest.update(part)
+        with self._lock:
+            self._count += 1
+            key = f"{self._boot}-{self._count}"
+            self._memory[key] = parts
+            self._hold("memory", _size(parts))
+            while self._held["memory"] > self._limits["memory"]:
+                self._spill(*self._memory.popitem(last=False))
+            while self._held["disk"] > self._limits["disk"]:
+                self._drop(next(iter(self._disk)))
+        return Kept("", key, _size(parts), digest.digest())
+
+    def open(self, key: str) -> Body | None:
+        """The body of `key`; None: it is not kept, or no longer."""
+        with self._lock:
+            where, found = "gone", None
+            if (parts := self._memory.get(key)) is not None:
+                where, found = "memory", Body(_size(parts), iter(parts))
+            elif (size := self._disk.get(key)) is not None:
+                with suppress(OSError):  # somebody else removed it
+                    where, found = "disk", Body(size, _read(self._path(key).open("rb")))
+        self._metrics.fetched.labels(where).inc()
+        return found
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Forget these; keys that are not kept are ignored."""
+        with self._lock:
+            for key in keys:
+                if (parts := self._memory.pop(key, None)) is not None:
+                    self._hold("memory", -_size(parts))
+                elif (size := self._disk.pop(key, None)) is not None:
+                    self._unlink(key, size)
+
+    def close(self) -> None:
+        """Forget everything and remove the folder."""
+        self.release([*self._memory, *self._disk])
+        with suppress(OSError):  # it was never made, or holds what is not ours
+            if self._folder is not None:
+                self._folder.rmdir()
+
+    def _hold(self, where: str, size: int) -> None:
+        self._held[where] += size
+        self._metrics.bytes.labels(where).set(self._held[where])
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None, "a spill has made it"
+        return self._folder / f"{key}{_SUFFIX}"
+
+    def _spill(self, key: str, parts: list[bytes]) -> None:
+        """Move a body from memory to a file; one that cannot be written is dropped."""
+        size = _size(parts)
+        self._hold("memory", -size)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="distill-scores-"))
+        self._disk[key] = size
+        self._hold("disk", size)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._folder).free < FREE_BYTES + size:
+                raise OSError(f"{self._folder} has less than {FREE_BYTES >> 30} GiB free")
+            with self._path(key).open("wb") as file:
+                file.writelines(parts)
+        except OSError as error:
+            if not self._full:
+                log.warning("the oldest kept scores are dropped instead of written to disk: %s", error)
+            self._full = True
+            self._drop(key)
+        else:
+            self._full = False
+
+    def _drop(self, key: str) -> None:
+        self._unlink(key, self._disk.pop(key))
+        self._metrics.dropped.inc()
+
+    def _unlink(self, key: str, size: int) -> None:
+        self._hold("disk", -size)
+        with suppress(OSError):  # its folder may never have been made
+            self._path(key).unlink()

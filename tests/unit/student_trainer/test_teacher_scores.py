@@ -1,0 +1,267 @@
+"""Kept scores: fetched, checked, and scored again when they are gone."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from student_trainer.teacher_scores import TeacherScores
+from sync.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
+from sync.wire import (
+    Array,
+    Kept,
+    Rows,
+    Scored,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
+    TeacherServers,
+    TrainBatch,
+    Version,
+    Want,
+    cut,
+    decode,
+    encode,
+    frame,
+    pack,
+    unpack,
+)
+
+HERE, THERE = "http://here:1", "http://there:2"
+WANT = Want(topk=2, entropy=True, hidden=True)
+
+
+def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
+    """Log-probabilities that name the token and the server that gave them."""
+    tokens = unpack(sequence.token_ids)[sequence.start :]
+    count = len(tokens)
+    logprob = (-tokens - marker).astype("f4")
+    gather = sequence.gather_ids
+    return Scored(
+        sequence.id,
+        pack(logprob),
+        topk_ids=pack(np.tile(np.arange(2, dtype="i4"), (count, 1))),
+        topk_logprob=pack(np.full((count, 2), -9.0, "f2")),
+        gathered=None if gather is None else pack((-unpack(gather) / 8).astype("f2")),
+        entropy=pack(np.arange(count, dtype="f4")),
+        hidden=Array("bf16", (count, 3), np.repeat(tokens.astype("<u2"), 3).tobytes()),
+    )
+
+
+def halves(scored: Scored) -> list[Scored]:
+    """A Scored of the first two positions, and one of the others, if there are others."""
+    names = [name for name in scored.__struct_fields__ if isinstance(getattr(scored, name), Array)]
+    first = {name: cut(getattr(scored, name), 2) for name in names}
+    rest = {}
+    for name, part in first.items():
+        whole = getattr(scored, name)
+        size = len(part.data)
+        rest[name] = Array(whole.dtype, (whole.shape[0] - part.shape[0], *whole.shape[1:]), whole.data[size:])
+    parts = [msgspec.structs.replace(scored, **arrays) for arrays in (first, rest)]
+    return parts if parts[1].logprob.data else parts[:1]
+
+
+class Teacher:
+    """Processes by URL: what each keeps, and what it answers instead."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], bytes] = {}
+        self.answers: list[Any] = []
+        """Of /v1/score, before it scores as it should: bodies or errors."""
+        self.requests: list[ScoreSequence] = []
+        self.models: list[str | None] = []
+        self.make = scores
+
+    def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
+        whole, key = scores(sequence), f"b0-{len(self.kept)}"
+        body = b"".join(frame(ScoreReply(teacher="t", results=[part])) for part in halves(whole))
+        self.kept[url, key] = body
+        return Kept(url, key, len(body), blake3(body).digest())
+
+    def connect(self, url: str) -> Any:
+        teacher = self
+
+        class Peer:
+            def __init__(self) -> None:
+                self.url = url
+
+            def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
+                if body is None:
+                    found = teacher.kept.get((url, path.removeprefix("/v1/scores/")))
+                    if found is None:
+                        raise RemoteError("404")
+                    return found
+                teacher.models.append(model)
+                if teacher.answers:
+                    answer = teacher.answers.pop(0)
+                    if isinstance(answer, Exception):
+                        raise answer
+                    return answer
+                (sequence,) = decode(body, ScoreRequest).sequences
+                teacher.requests.append(sequence)
+                return encode(ScoreReply(teacher="t", results=[teacher.make(sequence, 100.0)]))
+
+        return Peer()
+
+
+def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: int = 99) -> TrainBatch:
+    """Rows whose prompts are one token, and whose completions are numbered on; `most` tokens are trained."""
+    kept, tokens, start = [], [], 1
+    for row, length in enumerate(lengths):
+        prompt, completion = [start], list(range(start + 1, start + 1 + length))
+        given = ScoreSequence.of(f"r{row}", ids(seen or prompt), ids(completion))
+        kept.append(teacher.keep(given))
+        tokens += prompt + completion[:most]
+        start += length + 1
+    trained = [min(length, most) for length in lengths]
+    flat = pack(np.zeros(sum(trained), "f4"))
+    rows = Rows(
+        ids=[f"r{row}" for row in range(len(lengths))],
+        tokens=ids(tokens),
+        prompt_lens=ids([1] * len(lengths)),
+        completion_lens=ids(trained),
+        behavior_logprob=flat,
+        token_step=ids([0] * sum(trained)),
+        teacher=ids([0] * len(lengths)),
+        teacher_logprob=flat,
+        kept=kept,
+        teacher_prompts=[ids(seen) if seen else None] * len(lengths),
+    )
+    return TrainBatch(version=Version(0, 0), denominator=sum(trained) or 1, micro_batches=[rows])
+
+
+def ids(values: list[int]) -> Array:
+    return pack(np.array(values, "i4"))
+
+
+def rank(teacher: Teacher, want: Want = WANT, urls: tuple[str, ...] = (HERE, THERE)) -> TeacherScores:
+    servers = TeacherServers(urls=[*urls], fingerprint="model")
+    return TeacherScores(["t"], want, 50, lambda name: servers, teacher.connect, threading.Event())
+
+
+def filled(teacher: Teacher, given: TrainBatch, want: Want = WANT) -> Rows:
+    return rank(teacher, want).filled(given).micro_batches[0]
+
+
+def test_the_scores_of_every_row_fill_its_arrays_in_order() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 3, 1, 2)
+    rows = filled(teacher, given)
+    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -6, -8, -9]
+    assert unpack(rows.teacher_hidden)[:, 0].tolist() == [2, 3, 4, 6, 8, 9]
+    assert unpack(rows.teacher_entropy).tolist() == [0, 1, 2, 0, 0, 1]
+    assert rows.teacher_topk_ids.shape == rows.teacher_topk_logprob.shape == (6, 2)
+    assert rows.kept == given.micro_batches[0].kept
+    assert teacher.requests == []
+
+
+def test_a_cut_completion_takes_the_scores_of_its_first_tokens() -> None:
+    teacher = Teacher()
+    rows = filled(teacher, batch(teacher, 5, 1, most=3))
+    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -8]
+    assert rows.teacher_hidden.shape == (4, 3)
+
+
+def test_too_few_positions_are_scored_again() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 5)
+    (place,) = teacher.kept
+    short = frame(
+        ScoreReply(teacher="t", results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]])
+    )
+    kept = [Kept(HERE, place[1], len(short), blake3(short).digest())]
+    teacher.kept[place] = short
+    rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
+    rows = filled(teacher, msgspec.structs.replace(given, micro_batches=[rows]))
+    assert rows.kept == [None]
+    assert unpack(rows.teacher_logprob).tolist() == [-102, -103, -104, -105, -106]
+
+
+@pytest.mark.parametrize("fault", ["gone", "changed", "another", "elsewhere"])
+def test_what_is_gone_or_changed_is_scored_again_with_the_tokens(fault: str) -> None:
+    teacher = Teacher()
+    given = batch(teacher, 2, 2, seen=[7, 8])
+    (first, second) = teacher.kept
+    if fault == "gone":
+        del teacher.kept[second]
+    elif fault == "changed":
+        teacher.kept[second] = teacher.kept[second][:-1] + b"\x7f"
+    elif fault == "another":
+        teacher.kept[second] = teacher.kept[first]
+    else:
+        rows = given.micro_batches[0]
+        moved = [rows.kept[0], msgspec.structs.replace(rows.kept[1], url="http://once:3")]
+        given = msgspec.structs.replace(given, micro_batches=[msgspec.structs.replace(rows, kept=moved)])
+        teacher.kept["http://once:3", moved[1].key] = teacher.kept.pop(second)
+    rows = filled(teacher, given)
+    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -105, -106]
+    assert [one is None for one in rows.kept] == [False, True]
+    (asked,) = teacher.requests
+    assert unpack(asked.token_ids).tolist() == [7, 8, 5, 6]
+    assert (asked.start, teacher.models) == (2, ["model"])
+
+
+def test_a_teacher_that_is_away_or_full_is_asked_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
+    teacher = Teacher()
+    given = batch(teacher, 2)
+    teacher.kept.clear()
+    teacher.answers = [Unreachable("gone"), Overloaded("full", 0.0), *[Unreachable("gone")] * 5]
+    assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
+
+
+def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 2)
+    teacher.kept.clear()
+    bad = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
+    bad = msgspec.structs.replace(bad, hidden=None)
+    teacher.answers = [encode(ScoreReply(teacher="t", results=[bad]))] * 2
+    with pytest.raises(DataError, match=f"teacher t at {THERE}: scores of r0: hidden is missing"):
+        rank(teacher).filled(given)
+
+
+def test_one_bad_reply_is_followed_by_another_try() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 2)
+    teacher.kept.clear()
+    teacher.answers = [encode(ScoreReply(teacher="t", results=[]))]
+    assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
+
+
+def test_the_students_ids_are_gathered_again() -> None:
+    teacher, want = Teacher(), Want(entropy=True)
+    given = batch(teacher, 2, 1)
+    own = pack(np.array([[8, 16], [24, 32], [40, 48]], "i4"))
+    given = msgspec.structs.replace(
+        given, micro_batches=[msgspec.structs.replace(given.micro_batches[0], student_topk_ids=own)]
+    )
+    teacher.kept.clear()
+
+    none = {"topk_ids": None, "topk_logprob": None, "hidden": None}
+    teacher.make = lambda *asked: msgspec.structs.replace(scores(*asked), **none)
+    rows = filled(teacher, given, want)
+    assert unpack(rows.student_topk_teacher_logprob).tolist() == [[-1, -2], [-3, -4], [-5, -6]]
+
+
+def test_a_rank_without_rows_has_nothing_to_fetch() -> None:
+    teacher = Teacher()
+    assert filled(teacher, batch(teacher)).ids == []
+
+
+def test_a_stop_ends_the_wait_for_a_teacher() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 1)
+    teacher.kept.clear()
+    teacher.answers = [Unreachable("gone")] * 9
+    stopping = threading.Event()
+    servers = TeacherServers(urls=[HERE], fingerprint=None)
+    waiting = TeacherScores(["t"], WANT, 50, lambda name: servers, teacher.connect, stopping)
+    threading.Timer(0.1, stopping.set).start()
+    with pytest.raises(Interrupted):
+        waiting.filled(given)

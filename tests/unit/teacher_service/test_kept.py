@@ -1,0 +1,139 @@
+"""The store of kept scores, and its routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+from prometheus_client import CollectorRegistry
+from table_engine import TableEngine, random_table
+
+from sync.client import Peer
+from sync.errors import RemoteError
+from sync.wire import Scored, ScoreReply, ScoreRequest, ScoreSequence, Want, encode, frames, pack, unpack
+from teacher_service.client import TeacherClient
+from teacher_service.kept import PART_BYTES, KeptScores
+
+Serve = Callable
+
+
+def store(folder: Path | None, memory: int, disk: int) -> KeptScores:
+    return KeptScores(folder, memory, disk, CollectorRegistry())
+
+
+def read(kept: KeptScores, key: str) -> bytes | None:
+    body = kept.open(key)
+    return None if body is None else b"".join(body.parts)
+
+
+def test_the_oldest_go_to_disk_and_then_away(tmp_path: Path) -> None:
+    kept = store(tmp_path / "kept", 20, 20)
+    bodies = [bytes([i]) * 10 for i in range(6)]
+    keys = [kept.put([body[:4], body[4:]]).key for body in bodies]
+    assert [read(kept, key) for key in keys] == [None, None, *bodies[2:]]
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    kept.release(keys[:4])
+    assert [read(kept, key) for key in keys] == [None] * 4 + bodies[4:]
+    assert list((tmp_path / "kept").iterdir()) == []
+    kept.close()
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_body_larger_than_the_memory_is_kept_on_disk(tmp_path: Path) -> None:
+    kept = store(tmp_path, 0, 1 << 30)
+    body = np.random.default_rng(0).bytes(3 * PART_BYTES + 7)
+    one = kept.put([body])
+    assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(), "")
+    assert read(kept, one.key) == body
+
+
+def test_what_is_being_read_is_read_to_its_end(tmp_path: Path) -> None:
+    kept = store(tmp_path, 0, 1 << 30)
+    key = kept.put([bytes(PART_BYTES), bytes(PART_BYTES)]).key
+    body = kept.open(key)
+    assert body is not None
+    kept.release([key])
+    assert sum(map(len, body.parts)) == 2 * PART_BYTES
+
+
+def test_a_disk_that_cannot_be_written_costs_the_oldest_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    kept = store(tmp_path / "file" / "kept", 10, 1 << 30)
+    keys = [kept.put([bytes(10)]).key for _ in range(3)]
+    assert [read(kept, key) is None for key in keys] == [True, True, False]
+
+
+def test_another_start_answers_no_key_of_this_one_and_clears_its_files(tmp_path: Path) -> None:
+    first = store(tmp_path, 0, 1 << 30)
+    key = first.put([b"x"]).key
+    (tmp_path / "notes.txt").write_text("not ours")
+    second = store(tmp_path, 0, 1 << 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert second.open(key) is None
+    assert second.put([b"x"]).key != key
+    second.close()
+    assert (tmp_path / "notes.txt").exists()
+
+
+TABLE = random_table(50)
+
+
+def sequence(name: str, length: int) -> ScoreSequence:
+    ids = pack(np.arange(length, dtype="i4") % 50)
+    return ScoreSequence(name, ids, 1)
+
+
+async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released(
+    serve: Serve,
+) -> None:
+    want = Want(topk=3, entropy=True, hidden=True)
+    asked = [sequence("a", 9), sequence("b", 4)]
+    async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
+        inline = await client.score(asked, want)
+        kept = await client.score(asked, msgspec.structs.replace(want, keep=True))
+        for whole, reference in zip(inline, kept, strict=True):
+            assert isinstance(whole, Scored)
+            assert isinstance(reference, Scored)
+            assert reference == Scored(whole.id, whole.logprob, kept=reference.kept)
+            assert reference.kept is not None
+            assert reference.kept.url == url
+            body = await peer.once(f"/v1/scores/{reference.kept.key}", None, 5)
+            assert (len(body), blake3(body).digest()) == (reference.kept.size, reference.kept.digest)
+            (reply,) = frames(body, ScoreReply)
+            assert reply.results == [whole]
+        first, second = (one.kept for one in kept)
+        await client.release([first])
+        with pytest.raises(RemoteError, match="404: these scores are released, evicted"):
+            await peer.once(f"/v1/scores/{first.key}", None, 5)
+        assert await peer.once(f"/v1/scores/{second.key}", None, 5)
+        assert client.servers().urls == [url]
+
+
+async def test_a_long_body_comes_in_frames_of_some_positions(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teacher_service.messages.FRAME_BYTES", 100 * 204)  # 50 floats and a log-probability
+    count = 250
+    async with serve(TableEngine(TABLE, max_length=count)) as url, Peer(url) as peer:
+        request = ScoreRequest(sequences=[sequence("a", count)], want=Want(hidden=True, keep=True))
+        (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
+        assert isinstance(scored, Scored)
+        assert scored.kept is not None
+        body = await peer.once(f"/v1/scores/{scored.kept.key}", None, 5)
+        assert (len(body), blake3(body).digest()) == (scored.kept.size, scored.kept.digest)
+        parts = [one for reply in frames(body, ScoreReply) for one in reply.results]
+        assert [part.hidden.shape for part in parts] == [(100, 50), (100, 50), (49, 50)]
+        logprob = np.concatenate([unpack(part.logprob) for part in parts])
+        assert logprob.tolist() == unpack(scored.logprob).tolist()
+
+
+async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone(serve: Serve) -> None:
+    async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
+        request = ScoreRequest(sequences=[sequence("a", 40)])
+        (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
+        assert isinstance(scored, Scored)
+        assert encode(request)
