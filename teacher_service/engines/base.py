@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from sync.errors import Unreachable
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
@@ -117,10 +118,16 @@ class EngineInfo:
     revision: str | None = None
     max_topk: int = MAX_TOPK
     """Most ids per position; for a whole vocabulary there are hidden states."""
+    concurrency: int = 1
+    """Calls that may be under way at once, each from a thread of its own."""
+
+
+class EngineEnded(Unreachable):
+    """What computes is gone for good: this process must be restarted."""
 
 
 class Engine(Protocol):
-    """One teacher. All methods are called from one worker thread, never at the same time."""
+    """One teacher. At most `engine_info.concurrency` of its calls are under way at the same time."""
 
     engine_info: EngineInfo
 
