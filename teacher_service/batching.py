@@ -1,12 +1,12 @@
 """Dynamic batching: sequences of all callers share forward passes, up to a token budget each.
 
     submit ──▶ queue ─┬─▶ items   (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
-                      └─▶ prompts (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
+                      └─▶ prompts (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ threads
 
-The queue is bounded in tokens. Calls run in worker threads, so the event loop stays free: one at a time, or
-as many as the engine's `concurrency`. A batch of scores waits for one slice of generation at most, and the
-other way round. A batch starts with the oldest item. Work whose caller is gone, or whose deadline has passed,
-is not computed.
+The queue is bounded in tokens. Calls run in worker threads, so the event loop stays free. With an engine of
+concurrency 1 one call runs at a time: a batch of scores waits for one slice of generation at most, and the
+other way round. Otherwise so many batches of each kind overlap, and one of prompts takes all that wait. A
+batch starts with the oldest item. Work whose caller is gone, or whose deadline has passed, is not computed.
 """
 
 from __future__ import annotations
@@ -90,22 +90,26 @@ class Batcher:
 
     def __init__(self, engine: base.Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
-        self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
+        self._queue_tokens = queue_tokens
         self._waiting: dict[_Queued, None] = {}
         """The oldest first."""
         self._added = asyncio.Event()
         self._held = 0
         """Tokens of requests that are queued or not yet answered."""
         self._concurrency = engine.engine_info.concurrency
-        self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="engine")
+        overlaps = self._concurrency > 1
+        threads = 2 * self._concurrency if overlaps else 1  # both kinds beside each other, or in turns
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engine")
+        self._most_tokens = {Item: batch_tokens, EnginePrompt: queue_tokens if overlaps else batch_tokens}
         self._calls: dict[Future[Any], float] = {}
         """Calls of the engine under way → time.monotonic() at which each began."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to compute; needs a running event loop."""
-        serving = [self._serve(Item, self._score) for _ in range(self._concurrency)]
-        serving.append(self._serve(EnginePrompt, self._generate))
+        serving = []
+        for _ in range(self._concurrency):
+            serving += [self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)]
         self._tasks = [asyncio.create_task(one) for one in serving]
 
     @property
@@ -169,7 +173,7 @@ class Batcher:
         self._metrics.held_tokens.set(self._held)
 
     async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
-        """The oldest work of a kind and what follows it with the same options, up to `batch_tokens`.
+        """The oldest work of a kind and what follows it with the same options, up to `_most_tokens`.
 
         At least one, whatever its tokens; waits for it.
         """
@@ -180,7 +184,7 @@ class Batcher:
         for queued in self._waiting:
             if queued.work.options == first.work.options:
                 tokens += queued.work.tokens
-                if batch and tokens > self._batch_tokens:
+                if batch and tokens > self._most_tokens[kind]:
                     break
                 batch.append(queued)
         for queued in batch:

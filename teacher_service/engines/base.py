@@ -119,7 +119,8 @@ class EngineInfo:
     max_topk: int = MAX_TOPK
     """Most ids per position; for a whole vocabulary there are hidden states."""
     concurrency: int = 1
-    """Calls that may be under way at once, each from a thread of its own."""
+    """Batches of scores, and as many of completions, that may overlap, each in a thread of its own; 1: one
+    call at a time, of either kind."""
 
 
 class EngineEnded(Unreachable):
@@ -127,7 +128,7 @@ class EngineEnded(Unreachable):
 
 
 class Engine(Protocol):
-    """One teacher. At most `engine_info.concurrency` of its calls are under way at the same time."""
+    """One teacher, called from as many threads as `engine_info.concurrency` allows."""
 
     engine_info: EngineInfo
 

@@ -199,6 +199,7 @@ class LocalStates:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SHUTDOWN_SECONDS)
+        del self._llm  # or it would be shut down again at the interpreter's end, without its modules
 
 
 def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:

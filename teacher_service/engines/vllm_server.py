@@ -63,7 +63,7 @@ class VllmServer:
         served = {PurePath(str(card.get(name))).name for name in ("id", "root")}
         if PurePath(config.path).name not in served:
             raise ConfigError(
-                f"the server at {self._url} serves {self.model!r}, this teacher is {config.path!r}: correct it, "
+                f"the server at {self._url} serves {self.model!r}, not {config.path!r}: correct one, "
                 f"or start the server with --served-model-name {config.path} if they are the same"
             )
         if config.max_length is not None and config.max_length > self.max_length:
