@@ -103,6 +103,7 @@ class Batcher:
         self._most_tokens = {Item: batch_tokens, EnginePrompt: queue_tokens if overlaps else batch_tokens}
         self._calls: dict[Future[Any], float] = {}
         """Calls of the engine under way → time.monotonic() at which each began."""
+        self._ended: base.EngineEnded | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -117,7 +118,8 @@ class Batcher:
         """Whether batches are computed, each call within STUCK_SECONDS."""
         began = min(list(self._calls.values()), default=math.inf)
         stuck = time.monotonic() - began > STUCK_SECONDS
-        return bool(self._tasks) and not any(task.done() for task in self._tasks) and not stuck
+        working = bool(self._tasks) and not any(task.done() for task in self._tasks)
+        return working and not stuck and self._ended is None
 
     async def stop(self) -> bool:
         """Compute no more, and wait STOP_SECONDS for the calls under way; whether they have ended."""
@@ -147,8 +149,11 @@ class Batcher:
         """Queue `work` for as long as the context lasts; yields a future for each.
 
         Its tokens count against `queue_tokens` until the end of the context, so that neither queued sequences
-        nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room.
+        nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room,
+        EngineEnded when nothing will be computed any more.
         """
+        if self._ended is not None:
+            raise self._ended
         tokens = sum(one.tokens for one in work)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
@@ -196,14 +201,14 @@ class Batcher:
         kind: type[Item | EnginePrompt],
         run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
     ) -> None:
-        """Compute batch after batch, until the engine has ended; an item that it fails on fails alone."""
-        ended = False
-        while not ended:
+        """Compute batch after batch; an item that the engine fails on fails alone."""
+        while True:
             batch = await self._take(kind)
             try:
                 outcomes = await isolate(batch, run, _failed, never=(Unreachable,))
             except Unreachable as error:
-                outcomes, ended = [error] * len(batch), isinstance(error, base.EngineEnded)
+                outcomes = [error] * len(batch)
+                self._ended = error if isinstance(error, base.EngineEnded) else self._ended
             for queued, outcome in zip(batch, outcomes, strict=True):
                 if not queued.outcome.done():
                     queued.outcome.set_result(outcome)

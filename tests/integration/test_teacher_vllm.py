@@ -144,20 +144,16 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Two stock servers that generate and pool, and teachers by tensor and by data parallelism.
+    """Two stock servers, one that generates and one that pools, and two teachers.
 
     The teacher of two workers completes prompts through the server that generates.
     """
     processes = Processes(tmp_path_factory.mktemp("processes"))
-    uni = {"distributed_executor_backend": "uni"}
     try:
-        pools = '{"task": "token_embed"}'
         found = {
-            "generates": processes.server(folder),
-            "pools": processes.server(
-                folder, "--runner=pooling", "--convert=embed", "--pooler-config", pools
-            ),
-            "experts": processes.teacher(experts, engine_args=ENGINE_ARGS | uni | {"data_parallel_size": 2}),
+            "generates": processes.server(folder, "--no-enable-chunked-prefill"),
+            "pools": processes.server(folder, "--max-num-batched-tokens=64", "--max-num-seqs=32", *POOLS),
+            "experts": processes.teacher(experts, engine_args=ENGINE_ARGS | UNI),
         }
         asyncio.run(processes.up())
         found["workers"] = processes.teacher(
@@ -175,15 +171,12 @@ def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) 
 def sequences(k: int) -> tuple[list[ScoreSequence], list[Item]]:
     """Of all lengths up to the longest, with k ids to gather at each position, some of them -1."""
     rng = np.random.default_rng(0)
-    items = []
+    wire, items = [], []
     for length in (LONGEST, *rng.integers(3, LONGEST, 15)):
-        first = int(rng.integers(1, length))
-        gather = rng.integers(-1, VOCAB, (length - first, k)).astype(np.int32) if k else None
-        items.append(Item(rng.integers(0, VOCAB, length).astype(np.int32), first, gather))
-    wire = [
-        ScoreSequence(str(i), pack(one.token_ids_L), one.first, pack(one.gather_ids_TK) if k else None)
-        for i, one in enumerate(items)
-    ]
+        first, ids = int(rng.integers(1, length)), rng.integers(0, VOCAB, length).astype(np.int32)
+        gather = rng.integers(-1, VOCAB, (length - first, k)).astype(np.int32)
+        items.append(Item(ids, first, gather if k else None))
+        wire.append(ScoreSequence(str(len(wire)), pack(ids), first, pack(gather) if k else None))
     return wire, items
 
 
@@ -229,8 +222,9 @@ async def test_scores_of_two_workers_and_of_experts_equal_those_of_transformers(
         for result, scores in zip(results, expected, strict=True):
             check(result, scores)
         if kind == "full":
-            head = await client.head()
-            np.testing.assert_array_equal(unpack(head.weight), unpack(truth.head().weight))
+            head = truth.head()
+            assert head is not None
+            np.testing.assert_array_equal(unpack((await client.head()).weight), unpack(head.weight))
 
 
 async def test_requests_that_overlap_get_their_own_scores(

@@ -213,9 +213,10 @@ async def test_an_engine_that_has_ended_is_not_healthy_and_says_so_to_every_call
         assert batcher.healthy
         request = submit(batcher, [item(3, POISON)])
         await request.done()
-        assert isinstance(request.outcomes[0], Unreachable)
-        await asyncio.sleep(0)
+        assert isinstance(request.outcomes[0], EngineEnded)
         assert not batcher.healthy
+        with pytest.raises(EngineEnded, match="gone for good"):
+            submit(batcher, [item(3)])
 
 
 async def test_completions_and_scores_of_an_engine_that_overlaps_do_not_wait_for_each_other() -> None:
