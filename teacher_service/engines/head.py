@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,7 +107,8 @@ def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> t
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-    return find_head(model.eval(), vocab_size, device), model.dtype
+    head = find_head(model.eval(), vocab_size, device)
+    return CheckpointHead(head, model.dtype, len(model.get_output_embeddings().weight))
 
 
 def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -> OutputHead:

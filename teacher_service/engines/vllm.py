@@ -132,8 +132,10 @@ def load(config: TeacherConfig, vocab_size: int) -> VllmEngine:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    head, dtype = load_head(config, vocab_size, find_device(config.device))
-    completions = None if config.generate_url is None else ServedCompletions(config.generate_url, config)
+    head, dtype, rows = load_head(config, vocab_size, find_device(config.device))
+    completions = None
+    if config.generate_url is not None:
+        completions = ServedCompletions(config.generate_url, config, range(len(head.weight_VH), rows))
     if config.engine_url is None:
         states: HiddenStates = LocalStates(config, dtype)
     else:

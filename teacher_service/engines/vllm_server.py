@@ -149,9 +149,16 @@ class ServedStates:
 class ServedCompletions:
     """Completions by a server with the generate runner."""
 
-    def __init__(self, url: str, config: TeacherConfig, transport: httpx.BaseTransport | None = None) -> None:
-        """Raises what VllmServer raises."""
+    def __init__(
+        self,
+        url: str,
+        config: TeacherConfig,
+        without_token: Sequence[int] = (),
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`without_token`: rows of the model that are never sampled. Raises what VllmServer raises."""
         self._server = VllmServer(url, config, transport)
+        self._bias = {str(row): -100 for row in without_token}
         self._threads = ThreadPoolExecutor(COMPLETIONS_AT_ONCE, thread_name_prefix="completion")
         self.max_length = self._server.max_length
 
@@ -181,6 +188,7 @@ class ServedCompletions:
             "repetition_penalty": 1.0,
             "seed": prompt.seed,
             "stop_token_ids": list(params.stop_token_ids),
+            "logit_bias": self._bias,
             "return_token_ids": True,
         }
         choice = json.loads(self._server.call("POST", "/v1/completions", body))["choices"][0]

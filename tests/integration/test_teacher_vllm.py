@@ -78,10 +78,7 @@ def save_model(path: Path, kind: str, **more: Any) -> Path:
         eos_token_id=0,
         **more,
     )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        model.lm_head.weight[VOCAB:] = 0  # ids without a token are improbable, as in trained models
-    model.save_pretrained(path)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
     return path
 
 

@@ -52,8 +52,8 @@ def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, more: Any,
     if (bias := getattr(model.lm_head, "bias", None)) is not None:
         torch.nn.init.normal_(bias)
     model.save_pretrained(tmp_path)
-    head, dtype = load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
-    assert dtype == torch.float32
+    head, dtype, rows = load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
+    assert (dtype, rows) == (torch.float32, PADDED)
     for name, expected in dataclasses.asdict(find_head(model, VOCAB)).items():
         got = getattr(head, name)
         assert torch.equal(got, expected) if isinstance(expected, torch.Tensor) else got == expected, name
@@ -63,8 +63,8 @@ def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, more: Any,
 def test_precision_is_the_checkpoints_unless_another_is_named(tmp_path: Path) -> None:
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    assert load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)[1] == torch.bfloat16
-    assert load_head(TeacherConfig(path=str(tmp_path), dtype="float32"), VOCAB, CPU)[1] == torch.float32
+    assert load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU).dtype == torch.bfloat16
+    assert load_head(TeacherConfig(path=str(tmp_path), dtype="float32"), VOCAB, CPU).dtype == torch.float32
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

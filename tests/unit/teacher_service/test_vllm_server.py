@@ -70,7 +70,7 @@ def states(server: Callable[..., Any], config: TeacherConfig = CONFIG, width: in
 
 
 def completions(server: Callable[..., Any]) -> ServedCompletions:
-    return ServedCompletions("http://generator", CONFIG, httpx.MockTransport(server))
+    return ServedCompletions("http://generator", CONFIG, range(V, V + 2), httpx.MockTransport(server))
 
 
 def connected(server: Server, generator: Server | None = None) -> VllmEngine:
@@ -203,6 +203,7 @@ def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scor
         "repetition_penalty": 1.0,
         "seed": 7,
         "stop_token_ids": [0],
+        "logit_bias": {"11": -100, "12": -100},
         "return_token_ids": True,
     }
     assert asked.keys() == {7, 8}
