@@ -77,8 +77,18 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 # --- finding the head -------------------------------------------------------------------------------------
 
 
-def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> tuple[OutputHead, torch.dtype]:
-    """The head of the checkpoint at `config.path`, on `device`, and the dtype of its model.
+class CheckpointHead(NamedTuple):
+    """What is known of a model from its head alone."""
+
+    head: OutputHead
+    dtype: torch.dtype
+    """Of the model."""
+    rows: int
+    """Of the model; `head` has those below the tokenizer's size."""
+
+
+def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> CheckpointHead:
+    """The head of the checkpoint at `config.path`, on `device`.
 
     transformers loads the model without its layers: embedding, final norm and head are left, with names, ties
     and precision as in the whole model, and `find_head` verifies the formula on them. Raises ConfigError.
