@@ -138,9 +138,10 @@ def _costs(config: RunConfig, objective: ObjectiveConfig) -> str:
 
 def can(teacher: TeacherConfig) -> tuple[str, ...]:
     """The most that a teacher of this configuration serves."""
-    served = ENGINE_CAN[teacher.engine]
-    head_moves = teacher.follow_student_every is not None
-    return tuple(name for name in served if not (head_moves and name == "hidden"))
+    without = {"hidden"} if teacher.follow_student_every is not None else set()  # its head moves
+    if teacher.engine == "vllm" and teacher.generate_url is None:
+        without |= {"generate"}
+    return tuple(name for name in ENGINE_CAN[teacher.engine] if name not in without)
 
 
 def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
@@ -175,8 +176,11 @@ def unserved(config: RunConfig) -> Iterator[str]:
         found = can(teacher)
         if missing := lacking(config, found):
             wanted = ", ".join(missing).replace("temperature", f"temperature {temperature:g}")
-            others = [engine for engine, gives in ENGINE_CAN.items() if not lacking(config, gives)]
-            instead = "".join(f", or teachers.{name}.engine = {engine!r}" for engine in others[:1])
+            instead = ""
+            if missing == ["generate"]:
+                instead = f", or teachers.{name}.generate_url to a vLLM server of its model"
+            elif teacher.engine != "transformers" and not lacking(config, ENGINE_CAN["transformers"]):
+                instead = f", or teachers.{name}.engine = 'transformers'"
             yield (
                 f'objective "{config.objective.type}" needs {wanted}, and engine {teacher.engine!r} of '
                 f"teacher {name!r} gives {', '.join(found)}: set {remedy(config, found)}{instead}"

@@ -14,12 +14,13 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from sync.errors import Unreachable
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
 ENGINE_CAN: Final[dict[str, tuple[str, ...]]] = {
     "transformers": CAPABILITIES,
-    "vllm": ("topk", "gather", "prompt", "generate"),
+    "vllm": CAPABILITIES,  # generate: by the server at `generate_url`
 }
 """`TeacherConfig.engine` → the most that it can, known before it is loaded; see `EngineInfo.can`."""
 MAX_TOPK: Final = 1024
@@ -122,10 +123,17 @@ class EngineInfo:
     revision: str | None = None
     max_topk: int = MAX_TOPK
     """Most ids per position; for a whole vocabulary there are hidden states."""
+    concurrency: int = 1
+    """Batches of scores, and as many of completions, that may overlap, each in a thread of its own; 1: one
+    call at a time, of either kind."""
+
+
+class EngineEnded(Unreachable):
+    """What computes is gone for good: this process must be restarted."""
 
 
 class Engine(Protocol):
-    """One teacher. All methods are called from one worker thread, never at the same time."""
+    """One teacher, called from as many threads as `engine_info.concurrency` allows."""
 
     engine_info: EngineInfo
 
