@@ -101,6 +101,7 @@ class Scoring:
             rollout,
             prompt=own,
             teacher_prompt=seen if answer.kept and seen != own else None,
+            topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
             scored=checks.without_bad_diagnostics(answer, rollout.length),
             reward=reward,

@@ -29,7 +29,7 @@ from student_trainer.engine import Learner, after
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
-from student_trainer.objectives.config import needs, teacher_temperature
+from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from student_trainer.ranks import Ranks, all_done, meeting_point
 from student_trainer.step import loss_of
 from student_trainer.teacher_scores import TeacherScores
@@ -93,6 +93,7 @@ def run(config: TrainerConfig) -> None:
     client.scores = TeacherScores(
         welcome.teachers,
         needs(config.objective, config.temperature),
+        student_topk(config.objective),
         learner.vocab,
         client.teacher,
         lambda url: BlockingPeer(url, token_from_environment(), _POLL_SECONDS, claim),

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, NamedTuple
 
-import numpy as np
 from blake3 import blake3
 from msgspec.structs import replace
 
@@ -28,6 +27,7 @@ from sync.wire import (
     Kept,
     Rows,
     Scored,
+    ScoreRefused,
     ScoreReply,
     ScoreSequence,
     TeacherServers,
@@ -49,6 +49,7 @@ _FIELDS: Final = {
     "teacher_topk_ids": "topk_ids",
     "teacher_topk_logprob": "topk_logprob",
     "student_topk_teacher_logprob": "gathered",
+    "student_topk_ids": "gather_ids",
     "teacher_hidden": "hidden",
     "teacher_entropy": "entropy",
 }
@@ -81,20 +82,24 @@ class RowScores(NamedTuple):
 class TeacherScores:
     """Fetches for one rank, from any thread, one batch at a time.
 
-    `servers`: where a teacher is now, by name. Raises DataError where a teacher's reply cannot be used twice,
-    Interrupted once `stopping` is set; a teacher that is gone is waited for.
+    `student_topk`: ids of the student that the teacher has scored, and keeps with the scores. When these are
+    gone, the teacher's own most likely ids take their place: any set that does not depend on the sampled
+    token leaves the objective unbiased. `servers`: where a teacher is now, by name. Raises DataError where
+    its reply cannot be used twice, Interrupted once `stopping` is set; one that is gone is waited for.
     """
 
     def __init__(
         self,
         teachers: Sequence[str],
         want: Want,
+        student_topk: int,
         vocab_size: int,
         servers: Callable[[str], TeacherServers],
         connect: Callable[[str], BlockingPeer],
         stopping: threading.Event,
     ) -> None:
         self._teachers, self._want, self._vocab_size = teachers, want, vocab_size
+        self._k, self._again = student_topk, replace(want, topk=want.topk or student_topk)
         self._ask, self._connect, self._stopping = servers, cache(connect), stopping
         self._servers: dict[str, TeacherServers] = {}
         self._why = "they are of an earlier start"
@@ -126,7 +131,8 @@ class TeacherScores:
                 body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
                 if blake3(body).digest() != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
-                return RowScores(self._checked(row, wire.frames(body, ScoreReply)), kept)
+                parts = self._checked(row, wire.frames(body, ScoreReply), self._want, self._k)
+                return RowScores(parts, kept)
             except DistillError as error:
                 self._why = str(error)
         return RowScores(self._scored_again(row), None)
@@ -134,7 +140,7 @@ class TeacherScores:
     def _scored_again(self, row: KeptRow) -> list[Scored]:
         """Have the teacher's processes compute them, one after the other until one does."""
         request = wire.encode(
-            wire.ScoreRequest(sequences=[row.sequence], want=self._want, deadline=SCORE_SECONDS)
+            wire.ScoreRequest(sequences=[row.sequence], want=self._again, deadline=SCORE_SECONDS)
         )
         backoff, bad, tries = Backoff(0.5, 10.0), 0, 0
         while not self._stopping.is_set():
@@ -145,7 +151,8 @@ class TeacherScores:
             tries += 1
             try:
                 body = peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint)
-                return self._checked(row, [wire.decode(body, ScoreReply)])
+                parts = self._checked(row, [wire.decode(body, ScoreReply)], self._again)
+                return [_as_students(part) for part in parts] if self._k else parts
             except (Overloaded, Unreachable, WrongServer) as error:
                 least = error.retry_after if isinstance(error, Overloaded) else 0.0
                 log.warning("teacher %s is asked again: %s", row.teacher, error)
@@ -157,16 +164,22 @@ class TeacherScores:
                 log.warning("teacher %s at %s is asked again: %s", row.teacher, peer.url, error)
         raise Interrupted(f"stopped before teacher {row.teacher} gave scores")
 
-    def _checked(self, row: KeptRow, replies: Iterable[ScoreReply]) -> list[Scored]:
+    def _checked(
+        self, row: KeptRow, replies: Iterable[ScoreReply], want: Want, gathered: int = 0
+    ) -> list[Scored]:
         """The scores of the trained tokens, a part from each reply. Raises WireError for what is none."""
-        gather = row.sequence.gather_ids
-        k, missing, parts = 0 if gather is None else gather.shape[1], row.length, list[Scored]()
+        missing, parts = row.length, list[Scored]()
         for reply in replies:
             scored = reply.results[0] if len(reply.results) == 1 else None
-            if not isinstance(scored, Scored) or scored.id != row.sequence.id:
-                raise WireError(f"{row.sequence.id} is answered {reply!s:.200}, and must be with its scores")
+            if isinstance(scored, ScoreRefused):
+                raise WireError(f"{scored.id[:80]} is refused: {scored.error[:500]}")
+            if scored is None or scored.id != row.sequence.id:
+                raise WireError(
+                    f"a reply has {len(reply.results)} results, or another's than {row.sequence.id}"
+                )
             count = len(scored.logprob.data) // 4
-            if problem := checks.scored(scored, count, k, self._want, self._vocab_size):
+            problem = checks.scored(scored, count, gathered, want, self._vocab_size, with_ids=True)
+            if problem:
                 raise WireError(f"scores of {scored.id}: {problem}")
             scored = checks.without_bad_diagnostics(scored, count)
             arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
@@ -180,28 +193,30 @@ class TeacherScores:
         return parts
 
 
+def _as_students(scored: Scored) -> Scored:
+    """With the teacher's most likely ids in the place of the student's."""
+    ids, logprob = scored.topk_ids, scored.topk_logprob
+    return replace(scored, topk_ids=None, topk_logprob=None, gather_ids=ids, gathered=logprob)
+
+
 def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
     """The rows that carry a reference, in order; the others carry their scores."""
     if rows.kept is None or rows.teacher_prompts is None:
         return
     arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
     sizes = zip(*(unpack(one).tolist() for one in arrays), strict=True)
-    token = completed = 0
+    token = 0
     for row, (before, count, teacher) in enumerate(sizes):
-        kept, seen, ids = rows.kept[row], rows.teacher_prompts[row], rows.student_topk_ids
+        kept, seen = rows.kept[row], rows.teacher_prompts[row]
         assert kept is not None, "the controller sends references"
         prompt = seen or _part(rows.tokens, token, before)
         completion = _part(rows.tokens, token + before, count)
-        gather = None if ids is None else _part(ids, completed, count)
-        token, completed = token + before + count, completed + count
-        sequence = ScoreSequence.of(rows.ids[row], prompt, completion, gather)
-        yield KeptRow(teachers[teacher], kept, sequence)
+        token += before + count
+        yield KeptRow(teachers[teacher], kept, ScoreSequence.of(rows.ids[row], prompt, completion))
 
 
-def _part(array: Array, start: int, count: int) -> Array:
-    """Elements [start, start + count) along the first axis."""
-    row = np.prod(array.shape[1:], dtype=int) * wire.DTYPES[array.dtype].itemsize
-    return Array(array.dtype, (count, *array.shape[1:]), array.data[start * row : (start + count) * row])
+def _part(tokens: Array, start: int, count: int) -> Array:
+    return Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
 
 
 def with_scores(rows: Rows, found: Sequence[RowScores]) -> Rows:

@@ -2,7 +2,7 @@
 
     POST /v1/score   ScoreRequest → ScoreReply
     POST /v1/generate    TeacherGenerateRequest → TeacherGenerateReply
-    GET  /v1/scores/KEY  → ScoreReply of one kept sequence; 404 when it is gone
+    GET  /v1/scores/KEY  → frames of ScoreReply of one kept sequence; 404 when it is gone
     POST /v1/scores/release  ScoresRelease → Ok
     GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
     GET  /health     200 while batches are computed        GET /metrics   Prometheus
@@ -47,7 +47,7 @@ from teacher_service import messages
 from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
-from teacher_service.kept import KeptScores
+from teacher_service.kept import PART_BYTES, KeptScores
 from teacher_service.limits import Limits
 from teacher_service.messages import BadRequest, Call, ToKeep
 
@@ -184,6 +184,8 @@ class TeacherService:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
         if body is None:
             raise BadRequest(404, "these scores are released, evicted, or of an earlier start: score again")
+        if body.size <= PART_BYTES:
+            return Response(await asyncio.to_thread(b"".join, body.parts), media_type=CONTENT_TYPE)
         length = {"content-length": str(body.size)}
         return StreamingResponse(body.parts, media_type=CONTENT_TYPE, headers=length)
 

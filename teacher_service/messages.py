@@ -264,11 +264,13 @@ def to_keep(
     held, positions = nbytes(scores), item.positions
     block = max(1, positions * FRAME_BYTES // held)
     counts = [min(block, positions - start) for start in range(0, positions, block)]
-    frames: list[bytes] = []
-    for part in split(scores, counts):
+    frames, ids = list[bytes](), item.gather_ids_TK
+    for number, part in enumerate(split(scores, counts)):
         found = checked_scores(id_, item, part, want, info, dtype)
         if isinstance(found, Problem):
             return found
+        if ids is not None:
+            found = replace(found, gather_ids=pack(ids[number * block : (number + 1) * block], "i4"))
         frames.append(wire.frame(wire.ScoreReply(teacher=teacher, results=[found])))
     return ToKeep(pack(scores.logprob_C, "f4"), frames)
 

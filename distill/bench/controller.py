@@ -101,7 +101,7 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
         async def score(self, sequences: Sequence[Any], want: Any, deadline: float | None = None) -> Any:
             with apart.timed():
                 found = [self._scores(sequence, want) for sequence in sequences]
-                results = [self._keep(one) for one in found] if want.keep else found
+                results = [*map(self._keep, found, sequences)] if want.keep else found
                 self.kept.clear()
                 body = wire.encode(wire.ScoreReply(teacher="t", results=results))
             await asyncio.sleep(0)

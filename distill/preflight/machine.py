@@ -123,10 +123,9 @@ def bulk_bytes(config: RunConfig) -> int:
 
 def bytes_per_token(config: RunConfig) -> int:
     """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
-    want, own = needs(config.objective), student_topk(config.objective)
-    bulk, id_logprob_score = bulk_bytes(config), 4 + 4 + 4
-    inline = 0 if config.buffer.by_reference(bulk) else bulk + 4 * want.entropy + 4 * (want.topk > 0)
-    return id_logprob_score + 4 * own + inline
+    want, bulk, id_logprob_score = needs(config.objective), bulk_bytes(config), 4 + 4 + 4
+    diagnostics = 4 * want.entropy + 4 * (want.topk > 0)
+    return id_logprob_score + (0 if config.buffer.by_reference(bulk) else bulk + diagnostics)
 
 
 def lines(config: RunConfig, found: DiskNeeds) -> list[str]:

@@ -103,7 +103,7 @@ class Rollout(Record, frozen=True):
     truncated: bool = False  # the completion was ended by a limit
     teacher: str = ""  # whose scores it has
     scored: Scored | None = None  # None: not scored yet; released: `Scored.kept` alone, if it is kept
-    topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: the objective does not use them
+    topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: not used, or kept with the scores
     reward: float | None = None  # None: the run has no reward_fn
     by_teacher: bool = False
     """The teacher generates it: `logprob` is its own, `spans` is empty, and it has no age."""

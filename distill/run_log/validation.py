@@ -58,7 +58,8 @@ class Validator:
         """A rollout read back from the journal as it may be trained on, or why it may not."""
         if rollout.scored is None:
             return Problem("scores", "missing", "of every completion token")
-        count, k, vocab = rollout.length, self.sampling.student_topk, self.vocab_size
+        count, vocab = rollout.length, self.vocab_size
+        k = 0 if rollout.kept else self.sampling.student_topk
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),

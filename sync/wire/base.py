@@ -73,7 +73,15 @@ def cut(array: Array, count: int) -> Array:
 
 
 def joined(arrays: Sequence[Array]) -> Array:
-    """Concatenated along the first axis; floats of unlike precision become f4. There must be one array."""
+    """Concatenated along the first axis; floats of unlike precision become f4. There must be one array.
+
+    Raises WireError for arrays whose other sizes differ.
+    """
+    if len({array.shape[1:] for array in arrays}) > 1:
+        shapes = sorted({str(list(array.shape)) for array in arrays})
+        raise WireError(
+            f"arrays of shapes {', '.join(shapes[:4])} cannot be joined: only the first size may vary"
+        )
     if len({array.dtype for array in arrays}) > 1:
         arrays = [pack(_float32(array)) for array in arrays]
     like, count = arrays[0], sum(array.shape[0] for array in arrays)

@@ -207,10 +207,17 @@ def teacher_completion(answer: TeacherCompletion, max_tokens: int, vocab_size: i
 
 
 def scored(
-    answer: Scored, count: int, gather: int, want: Want, vocab_size: int, hidden_size: int | None = None
+    answer: Scored,
+    count: int,
+    gather: int,
+    want: Want,
+    vocab_size: int,
+    hidden_size: int | None = None,
+    with_ids: bool = False,
 ) -> Problem | None:
     """A teacher's log-probabilities of `count` positions; `gather`: K of the ids to score, 0: none.
 
+    `with_ids`: the ids that were scored are there too.
     Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known. With
     `want.keep` the arrays are elsewhere, and checked by the rank that fetches them.
     """
@@ -221,6 +228,7 @@ def scored(
         topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, 0),
         array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, wanted=topk > 0),
         array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, wanted=gather > 0),
+        topk_ids("gather_ids", answer.gather_ids, count, gather * with_ids, vocab_size, -1),
         array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, wanted=hidden),
     ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
 

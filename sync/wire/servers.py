@@ -172,7 +172,7 @@ class Want(msgspec.Struct, frozen=True):
 
         `gather`: ids to score (K of ScoreSequence.gather_ids); `width`: of the teacher's hidden states.
         """
-        return 6 * self.topk + 2 * gather + 2 * width * self.hidden
+        return 6 * (self.topk + gather) + 2 * width * self.hidden
 
 
 class ScoreSequence(msgspec.Struct, frozen=True):
@@ -234,6 +234,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     """f4 [T]: probability mass outside topk_ids, in [0, 1]"""
     gathered: Array | None = None
     """f2 or f4 [T, K]: log q at gather_ids"""
+    gather_ids: Array | None = None
+    """i4 [T, K]: as in the request; None: who reads this has them, as everybody but a rank does"""
     entropy: Array | None = None
     """f4 [T]; None: not requested, or the engine does not have it"""
     hidden: Array | None = None

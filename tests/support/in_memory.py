@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
@@ -200,11 +201,12 @@ class MemoryTeacher:
         self.counters.requests += 1
         self.counters.sequences += len(sequences)
         found = [self._scores(sequence, want) for sequence in sequences]
-        return [self._keep(one) for one in found] if want.keep else found
+        return [*map(self._keep, found, sequences)] if want.keep else found
 
-    def _keep(self, scored: Scored | ScoreRefused) -> Scored | ScoreRefused:
+    def _keep(self, scored: Scored | ScoreRefused, sequence: ScoreSequence) -> Scored | ScoreRefused:
         if isinstance(scored, ScoreRefused):
             return scored
+        scored = replace(scored, gather_ids=sequence.gather_ids)
         body, key = frame(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
         self.kept[key] = body
         return Scored(scored.id, scored.logprob, kept=Kept("memory", key, len(body), blake3(body).digest()))
@@ -284,12 +286,12 @@ class MemoryTeacher:
         return False
 
 
-def fetching(teachers: dict[str, MemoryTeacher], want: Want, vocab_size: int = 50) -> TeacherScores:
+def fetching(teachers: dict[str, MemoryTeacher], want: Want, student_topk: int = 0) -> TeacherScores:
     """What a rank fetches the teachers' scores with."""
     (only,) = teachers.values()
     connect = cast(Callable[[str], BlockingPeer], lambda url: only)
     servers = lambda name: teachers[name].servers()  # noqa: E731
-    return TeacherScores([*teachers], want, vocab_size, servers, connect, threading.Event())
+    return TeacherScores([*teachers], want, student_topk, 50, servers, connect, threading.Event())
 
 
 @dataclass

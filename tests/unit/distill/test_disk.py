@@ -47,6 +47,8 @@ def test_the_journal_of_full_inline_is_mostly_hidden_states(model: Path, config:
     assert full.token == 4 + 4 + 4 + 2 * WIDTH
     assert disk.estimate(configured(model, config)).token == 4 + 4 + 4, "hidden states stay at the teacher"
     topk = configured(model, config, objective={"type": "topk", "k": 8})
+    own = configured(model, config, objective={"type": "student_topk", "k": 8})
+    assert disk.bytes_per_token(own) == 12 + 4 + 8 * (4 + 2), "the student's ids, too"
     assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 2) + 4, "ids, log-probabilities, tail, entropy"
 
 

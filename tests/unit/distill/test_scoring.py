@@ -167,9 +167,9 @@ async def test_kept_scores_leave_a_reference_and_the_prompt_that_only_the_teache
     ("scores", "want", "topk", "kept"),
     [
         ("auto", Want(hidden=True), 0, False),  # 8 bytes a token
-        ("auto", Want(topk=50, entropy=True), 9, False),  # 6 · 50 + 2 · 9
-        ("auto", Want(topk=50, entropy=True), 10, True),
-        ("inline", Want(topk=50), 10, False),
+        ("auto", Want(topk=50, entropy=True), 3, False),  # 6 · 53
+        ("auto", Want(topk=50, entropy=True), 4, True),
+        ("inline", Want(topk=50), 4, False),
         ("reference", Want(hidden=True), 0, True),
         ("reference", Want(entropy=True), 1, True),
         ("reference", Want(entropy=True), 0, False),  # the log-probability of the token alone
@@ -181,6 +181,7 @@ async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
     bench = Bench({"t": MemoryTeacher()}, want, scores=scores, topk=topk)
     await bench.score(completed(0, topk=topk))
     assert (bench.rollouts[0].kept is not None) == kept
+    assert (bench.rollouts[0].topk_ids is not None) == (topk > 0 and not kept)
 
 
 async def test_a_task_rewards_each_completion() -> None:

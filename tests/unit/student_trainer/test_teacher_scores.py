@@ -41,13 +41,11 @@ def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
     tokens = unpack(sequence.token_ids)[sequence.start :]
     count = len(tokens)
     logprob = (-tokens - marker).astype("f4")
-    gather = sequence.gather_ids
     return Scored(
         sequence.id,
         pack(logprob),
         topk_ids=pack(np.tile(np.arange(2, dtype="i4"), (count, 1))),
         topk_logprob=pack(np.full((count, 2), -9.0, "f2")),
-        gathered=None if gather is None else pack((-unpack(gather) / 8).astype("f2")),
         entropy=pack(np.arange(count, dtype="f4")),
         hidden=Array("bf16", (count, 3), np.repeat(tokens.astype("<u2"), 3).tobytes()),
     )
@@ -139,13 +137,13 @@ def ids(values: list[int]) -> Array:
     return pack(np.array(values, "i4"))
 
 
-def rank(teacher: Teacher, want: Want = WANT, urls: tuple[str, ...] = (HERE, THERE)) -> TeacherScores:
-    servers = TeacherServers(urls=[*urls], fingerprint="model")
-    return TeacherScores(["t"], want, 50, lambda name: servers, teacher.connect, threading.Event())
+def rank(teacher: Teacher, want: Want = WANT, student_topk: int = 0) -> TeacherScores:
+    servers, never = TeacherServers(urls=[HERE, THERE], fingerprint="model"), threading.Event()
+    return TeacherScores(["t"], want, student_topk, 50, lambda name: servers, teacher.connect, never)
 
 
-def filled(teacher: Teacher, given: TrainBatch, want: Want = WANT) -> Rows:
-    return rank(teacher, want).filled(given).micro_batches[0]
+def filled(teacher: Teacher, given: TrainBatch) -> Rows:
+    return rank(teacher).filled(given).micro_batches[0]
 
 
 def test_the_scores_of_every_row_fill_its_arrays_in_order() -> None:
@@ -234,19 +232,33 @@ def test_one_bad_reply_is_followed_by_another_try() -> None:
     assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
 
 
-def test_the_students_ids_are_gathered_again() -> None:
-    teacher, want = Teacher(), Want(entropy=True)
-    given = batch(teacher, 2, 1)
-    own = pack(np.array([[8, 16], [24, 32], [40, 48]], "i4"))
-    given = msgspec.structs.replace(
-        given, micro_batches=[msgspec.structs.replace(given.micro_batches[0], student_topk_ids=own)]
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_gone(gone: bool) -> None:
+    teacher = Teacher()
+    teacher.make = lambda *asked: msgspec.structs.replace(scores(*asked), hidden=None)
+    own = pack(np.array([[8, -1], [24, 32]], "i4"))
+    none = {"topk_ids": None, "topk_logprob": None}
+    whole = msgspec.structs.replace(
+        teacher.make(ScoreSequence.of("r0", ids([1]), ids([2, 3]))),
+        **none,
+        gather_ids=own,
+        gathered=pack(OWN),
     )
-    teacher.kept.clear()
+    given = batch(teacher, 2)
+    (place,) = teacher.kept
+    body = frame(ScoreReply(teacher="t", results=[whole]))
+    teacher.kept = {} if gone else {place: body}
+    kept = [Kept(*place, len(body), blake3(body).digest())]
+    rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
+    given = msgspec.structs.replace(given, micro_batches=[rows])
+    (rows,) = rank(teacher, Want(entropy=True), student_topk=2).filled(given).micro_batches
+    assert rows.teacher_topk_ids is rows.teacher_topk_logprob is None
+    assert unpack(rows.student_topk_ids).tolist() == ([[0, 1]] * 2 if gone else [[8, -1], [24, 32]])
+    expected = np.full((2, 2), -9.0) if gone else OWN
+    assert unpack(rows.student_topk_teacher_logprob).tolist() == expected.tolist()
 
-    none = {"topk_ids": None, "topk_logprob": None, "hidden": None}
-    teacher.make = lambda *asked: msgspec.structs.replace(scores(*asked), **none)
-    rows = filled(teacher, given, want)
-    assert unpack(rows.student_topk_teacher_logprob).tolist() == [[-1, -2], [-3, -4], [-5, -6]]
+
+OWN = np.array([[-1, 0], [-3, -4]], "f2")
 
 
 def test_a_rank_without_rows_has_nothing_to_fetch() -> None:
@@ -261,7 +273,7 @@ def test_a_stop_ends_the_wait_for_a_teacher() -> None:
     teacher.answers = [Unreachable("gone")] * 9
     stopping = threading.Event()
     servers = TeacherServers(urls=[HERE], fingerprint=None)
-    waiting = TeacherScores(["t"], WANT, 50, lambda name: servers, teacher.connect, stopping)
+    waiting = TeacherScores(["t"], WANT, 0, 50, lambda name: servers, teacher.connect, stopping)
     threading.Timer(0.1, stopping.set).start()
     with pytest.raises(Interrupted):
         waiting.filled(given)

@@ -91,7 +91,8 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
     serve: Serve,
 ) -> None:
     want = Want(topk=3, entropy=True, hidden=True)
-    asked = [sequence("a", 9), sequence("b", 4)]
+    ids = pack(np.array([[7, -1], [1, 2], [3, 4]], "i4"))
+    asked = [sequence("a", 9), msgspec.structs.replace(sequence("b", 4), gather_ids=ids)]
     async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
         inline = await client.score(asked, want)
         kept = await client.score(asked, msgspec.structs.replace(want, keep=True))
@@ -104,7 +105,8 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
             body = await peer.once(f"/v1/scores/{reference.kept.key}", None, 5)
             assert (len(body), blake3(body).digest()) == (reference.kept.size, reference.kept.digest)
             (reply,) = frames(body, ScoreReply)
-            assert reply.results == [whole]
+            given = next(one.gather_ids for one in asked if one.id == whole.id)
+            assert reply.results == [msgspec.structs.replace(whole, gather_ids=given)]
         first, second = (one.kept for one in kept)
         await client.release([first])
         with pytest.raises(RemoteError, match="404: these scores are released, evicted"):
