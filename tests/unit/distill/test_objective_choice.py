@@ -104,7 +104,7 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch:
         make_config(objective={"type": "full"}, teachers={"t": {"path": "t", "engine": "vllm"}})
     )
     assert line == (
-        "objective \"full\" needs hidden, and engine 'vllm' of teacher 't' gives topk, generate: set "
+        "objective \"full\" needs hidden, and engine 'vllm' of teacher 't' gives topk: set "
         "objective.type = \"topk\", or teachers.t.engine = 'transformers'"
     )
 
