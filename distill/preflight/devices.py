@@ -83,12 +83,13 @@ def check_devices(config: RunConfig) -> list[str]:
         for gpu in use.gpus:
             by_gpu[use.host, gpu].append(use)
     given = config.preflight.gpu_gib
-    problems: dict[str, None] = {}  # in order, each once
+    problems: dict[object, list[str]] = {}  # the same processes on several GPUs are named once
     for (host, gpu), together in by_gpu.items():
         size = given * GIB if given else sizes.get(gpu) if host == HERE else None
-        problems |= dict.fromkeys(_conflicts(config, _named(host, gpu), together, size))
-    if problems:
-        raise ConfigError("\n".join(problems))
+        alike = (size, *(use.process for use in together))
+        problems.setdefault(alike, [*_conflicts(config, _named(host, gpu), together, size)])
+    if lines := [line for found_here in problems.values() for line in found_here]:
+        raise ConfigError("\n".join(lines))
     return [f"computed: {use.line}" for use in found]
 
 
@@ -112,8 +113,9 @@ def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | N
     taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(most)
     if taken > size:
         parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together)
+        largest = max(together, key=lambda use: use.bytes)
         yield (
-            f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {together[0].line}): name more "
+            f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {largest.line}): name more "
             "GPUs, or take less (gpu-memory-utilization; trainer.ranks, micro_batch_tokens, or "
             "offload_optimizer in trainer.deepspeed)"
         )

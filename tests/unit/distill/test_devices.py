@@ -177,6 +177,16 @@ def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
 
 
 @pytest.mark.usefixtures("machine")
+def test_several_gpus_of_the_same_processes_are_refused_in_one_line(model: str) -> None:
+    trainer = {"devices": "2,3", "ranks": 2, "micro_batch_tokens": 3_000_000}
+    with pytest.raises(ConfigError) as refusal:
+        devices.check_devices(apart(model, trainer=trainer, evaluation={"device": "cpu"}))
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith("GPU 2 has 10.0 GiB, and ")
+    assert "trainer on GPU 2,3: weights" in line
+
+
+@pytest.mark.usefixtures("machine")
 def test_teachers_that_unload_share_a_gpu_as_far_as_they_are_loaded_together(model: str) -> None:
     idle = {"path": model, "devices": ["1"], "idle_unload_seconds": 5.0, "batch_tokens": 4_000_000}
     teachers = {"t": idle, "u": idle | {"route": ["b"]}}
