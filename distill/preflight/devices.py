@@ -4,7 +4,7 @@
                             share gpu-memory-utilization that vLLM reserves
     transformers teacher    weights / GPUs + one forward pass of batch_tokens + logits of head_chunk
     trainer rank            (weights + gradients + master copy and moments) / ranks + gathered parameters
-                            + activations of micro_batch_tokens + logits of head_chunk
+                            + activations of micro_batch_tokens + logits of head_chunk + teachers' heads
     evaluator               the student in float32 + WORKSPACE
 
 Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of a GPU are for.
@@ -28,6 +28,7 @@ from distill.preflight.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import read_hosts
+from student_trainer.objectives.config import needs
 from sync.errors import ConfigError
 from sync.settings import ModelSource, Placement
 from teacher_service.config import TeacherConfig
@@ -288,6 +289,9 @@ def _rank(config: RunConfig) -> dict[str, float]:
     width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
+    teachers = config.teachers.values() if needs(config.objective).hidden else []
+    heads = [text_config(one) for one in teachers if _readable(one)]
+    terms = {"heads of teachers": 2.0 * sum(one.vocab_size * one.hidden_size for one in heads)}
     return {
         "weights": on_gpu["param"] * item * parameters / ranks,
         "gradients": accumulated * trained / ranks,
@@ -295,4 +299,5 @@ def _rank(config: RunConfig) -> dict[str, float]:
         "gathered": float(item * min(parameters, live)),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
         "logits": 12.0 * trainer.head_chunk * model.vocab_size,
+        **(terms if heads else {}),
     }

@@ -107,6 +107,8 @@ def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
     offload = str(ROOT / "configs/deepspeed/zero3_offload.json")
     found = terms(apart(model, trainer={"deepspeed": offload}))["trainer"]
     assert (found["weights"], found["optimizer"], found["gradients"]) == (0, 0, 4 * PARAMETERS)
+    found = terms(apart(model, objective={"type": "full"}))["trainer"]
+    assert found["heads of teachers"] == 2 * VOCABULARY * WIDTH
     found = terms(apart(model, trainer={"lora": {}}))["trainer"]
     assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
 
