@@ -101,10 +101,10 @@ def preflight(
     from distill.preflight import checks, machine
 
     settings, split, lines = checks.check(load_config(config, overrides))
-    check_machine(settings)
     needed = machine.estimate(settings)
-    machine.check_room(settings, needed)
     typer.echo("\n".join([*lines, *machine.lines(settings, needed)]))
+    check_machine(settings)
+    machine.check_room(settings, needed)
     if engines:
         _log_to_stderr()
         asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))

@@ -4,7 +4,7 @@
                             share gpu-memory-utilization that vLLM reserves
     transformers teacher    weights / GPUs + one forward pass of batch_tokens + logits of head_chunk
     trainer rank            (weights + gradients + master copy and moments) / ranks + gathered parameters
-                            + activations of micro_batch_tokens + logits of head_chunk
+                            + activations of micro_batch_tokens + logits of head_chunk + teachers' heads
     evaluator               the student in float32 + WORKSPACE
 
 Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of a GPU are for.
@@ -28,6 +28,7 @@ from distill.preflight.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import read_hosts
+from student_trainer.objectives.config import needs
 from sync.errors import ConfigError
 from sync.settings import ModelSource, Placement
 from teacher_service.config import TeacherConfig
@@ -83,12 +84,13 @@ def check_devices(config: RunConfig) -> list[str]:
         for gpu in use.gpus:
             by_gpu[use.host, gpu].append(use)
     given = config.preflight.gpu_gib
-    problems: dict[str, None] = {}  # in order, each once
+    problems: dict[object, list[str]] = {}  # the same processes on several GPUs are named once
     for (host, gpu), together in by_gpu.items():
         size = given * GIB if given else sizes.get(gpu) if host == HERE else None
-        problems |= dict.fromkeys(_conflicts(config, _named(host, gpu), together, size))
-    if problems:
-        raise ConfigError("\n".join(problems))
+        alike = (size, *(use.process for use in together))
+        problems.setdefault(alike, [*_conflicts(config, _named(host, gpu), together, size)])
+    if lines := [line for found_here in problems.values() for line in found_here]:
+        raise ConfigError("\n".join(lines))
     return [f"computed: {use.line}" for use in found]
 
 
@@ -112,8 +114,9 @@ def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | N
     taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(most)
     if taken > size:
         parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together)
+        largest = max(together, key=lambda use: use.bytes)
         yield (
-            f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {together[0].line}): name more "
+            f"{gpu} has {_gib(size)}, and {_gib(taken)} are needed ({parts}; {largest.line}): name more "
             "GPUs, or take less (gpu-memory-utilization; trainer.ranks, micro_batch_tokens, or "
             "offload_optimizer in trainer.deepspeed)"
         )
@@ -286,6 +289,9 @@ def _rank(config: RunConfig) -> dict[str, float]:
     width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
+    teachers = config.teachers.values() if needs(config.objective).hidden else []
+    heads = [text_config(one) for one in teachers if _readable(one)]
+    terms = {"heads of teachers": 2.0 * sum(one.vocab_size * one.hidden_size for one in heads)}
     return {
         "weights": on_gpu["param"] * item * parameters / ranks,
         "gradients": accumulated * trained / ranks,
@@ -293,4 +299,5 @@ def _rank(config: RunConfig) -> dict[str, float]:
         "gathered": float(item * min(parameters, live)),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
         "logits": 12.0 * trainer.head_chunk * model.vocab_size,
+        **(terms if heads else {}),
     }

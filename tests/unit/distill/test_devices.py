@@ -107,6 +107,8 @@ def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
     offload = str(ROOT / "configs/deepspeed/zero3_offload.json")
     found = terms(apart(model, trainer={"deepspeed": offload}))["trainer"]
     assert (found["weights"], found["optimizer"], found["gradients"]) == (0, 0, 4 * PARAMETERS)
+    found = terms(apart(model, objective={"type": "full"}))["trainer"]
+    assert found["heads of teachers"] == 2 * VOCABULARY * WIDTH
     found = terms(apart(model, trainer={"lora": {}}))["trainer"]
     assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
 
@@ -174,6 +176,16 @@ def test_what_cannot_fit_is_refused_with_the_sum(model: str) -> None:
     assert devices.check_devices(
         apart(model, preflight={"gpu_gib": 100.0}, trainer={"micro_batch_tokens": 3_000_000})
     )
+
+
+@pytest.mark.usefixtures("machine")
+def test_several_gpus_of_the_same_processes_are_refused_in_one_line(model: str) -> None:
+    trainer = {"devices": "2,3", "ranks": 2, "micro_batch_tokens": 3_000_000}
+    with pytest.raises(ConfigError) as refusal:
+        devices.check_devices(apart(model, trainer=trainer, evaluation={"device": "cpu"}))
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith("GPU 2 has 10.0 GiB, and ")
+    assert "trainer on GPU 2,3: weights" in line
 
 
 @pytest.mark.usefixtures("machine")
