@@ -215,8 +215,8 @@ LateConfig = Annotated[DropLate | WaitForLate | WeighLate, Field(discriminator="
 
 
 REFERENCE_BYTES: Final = 320
-"""Scores of so many bytes a token go by reference: a fetch costs rank and teacher 2 ms of processor time
-together, and 320 bytes for each of 1,000 tokens cost the controller as much (docs/benchmarks.md)."""
+"""Scores of so many bytes a token go by reference. Those of 1,000 tokens cost the controller 2 ms of CPU;
+a fetch costs rank and teacher 2 to 4 ms (docs/benchmarks.md)."""
 
 
 class BufferConfig(Settings):

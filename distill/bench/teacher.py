@@ -35,6 +35,8 @@ from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
 
 QUEUE_TOKENS: Final = 1 << 18
+STOCK_SERVER: Final = "sync.replica.plugin"
+"""vLLM's API server, unchanged, on a port that is held for it."""
 ENGINE_ARGS: Final = {
     "enforce_eager": True,
     "distributed_executor_backend": "uni",
@@ -286,7 +288,7 @@ def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
     length = PROMPT_TOKENS + setting.completion + 1
     flags = ["--enforce-eager", "--distributed-executor-backend=uni", "--gpu-memory-utilization=0.2"]
     flags += ["--max-logprobs=64", "--dtype=float32", f"--model={setting.model}", f"--max-model-len={length}"]
-    return _server("stock", ports, "vllm.entrypoints.openai.api_server", *flags)
+    return _server("stock", ports, STOCK_SERVER, *flags)
 
 
 def _server(name: str, ports: Ports, *words: str) -> ChildSpec:
