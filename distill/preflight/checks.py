@@ -13,8 +13,9 @@ from typing import Any
 
 from distill.buffer import rules
 from distill.config import RunConfig, TaskPrompts
+from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight.machine import check_processor, runs_vllm
-from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
+from distill.prompts.sources import PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
@@ -50,6 +51,8 @@ def check(config: RunConfig) -> PromptSplit:
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
+    if config.evaluation is not None:
+        check_rewards(open_sets(config, split, tokenizer))
     return split
 
 
@@ -223,7 +226,7 @@ def _topk(config: RunConfig, vocab: int) -> Iterator[str]:
 
 def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
     evaluation, kind = config.evaluation, config.prompts.type
-    if config.objective.task is not None and split.reward_fn is None:
+    if config.objective.task is not None and split.rewards is None:
         yield (
             f'objective.task is set and prompts of type "{kind}" have no reward: '
             "set prompts.reward_fn, take prompts of a task, or leave objective.task out"
@@ -233,10 +236,8 @@ def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if evaluation is not None and evaluation.metric == "pass_rate" and split.reward_fn is None:
+    if evaluation is not None and evaluation.metric == "pass_rate" and split.rewards is None:
         yield (
             f'evaluation.metric is "pass_rate" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
-    if evaluation is not None and not split.held_out:
-        yield NOTHING_HELD_OUT

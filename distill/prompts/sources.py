@@ -6,7 +6,6 @@ import copy
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,8 @@ from jinja2 import TemplateError
 
 from distill import tasks
 from distill.config import DatasetPrompts, JsonlPrompts, RunConfig, TaskPrompts
-from distill.prompts.rewards import RewardFn, answer_problem, check_reward_fn, load_reward_fn, reward
+from distill.prompts.reward_pool import RewardPool
+from distill.prompts.rewards import BUILT_IN, RewardSource, answer_problem, reward_source
 from distill.prompts.stream import Prompt, PromptSource
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
@@ -215,7 +215,7 @@ class PromptSplit(NamedTuple):
 
     train: PromptSource
     held_out: list[Prompt]
-    reward_fn: RewardFn | None
+    rewards: RewardSource | None
     """None: completions cannot be checked."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
@@ -258,18 +258,20 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
     if isinstance(config.prompts, TaskPrompts):
         return _task_prompts(config, config.prompts, tokenizer, longest, wanted)
     encode = text_encoder(tokenizer, config.prompts.template)
-    reward_fn = load_reward_fn(config.prompts, tokenizer)
+    rewards = reward_source(config.prompts, config.student)
     if isinstance(config.prompts, JsonlPrompts):
         table = read_jsonl(config.prompts, encode, longest)
     else:
         table = read_dataset(config.prompts, encode, longest)
-    split = split_table(table, wanted, config.run.seed, reward_fn)
-    if reward_fn is not None:
-        check_reward_fn(reward_fn, table[0])
+    split = split_table(table, wanted, config.run.seed, rewards)
+    if rewards is not None and config.prompts.reward_fn not in BUILT_IN:
+        RewardPool(rewards).check(table[0])
     return split
 
 
-def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
+def split_table(
+    table: TableSource, wanted: int, seed: int, rewards: RewardSource | None = None
+) -> PromptSplit:
     """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows.
 
     Raises DataError for an empty table.
@@ -279,7 +281,7 @@ def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn 
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[row] for row in sorted(order[:count].tolist())]
-    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, reward_fn)
+    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, rewards)
 
 
 def _task_prompts(
@@ -294,8 +296,7 @@ def _task_prompts(
                 f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
-    reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
-    return PromptSplit(source, held_out, reward_fn)
+    return PromptSplit(source, held_out, reward_source(prompts, config.student))
 
 
 # --- how long they may be

@@ -9,7 +9,8 @@ Producer → consumer
                                    CheckpointSaved, FinalDigests
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, Audience, BroadcastMembers
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
-    controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
+    controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
+    evaluator → controller         CompletionsReply, EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.

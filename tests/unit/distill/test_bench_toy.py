@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from distill.evaluation.evaluation import LanguageModel, Limits
 
 from distill.bench.toy import (
     OBJECTIVES,
@@ -19,7 +20,6 @@ from distill.bench.toy import (
     score,
     wire_bytes,
 )
-from distill.evaluation.evaluation import LanguageModel, Limits
 from distill.prompts.stream import Prompt
 from distill.tasks import spellings
 from distill.tasks.spellings import EOS_ID, PAD_ID, VOCABULARY

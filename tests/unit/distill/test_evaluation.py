@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from distill.evaluation.evaluation import LanguageModel, Limits, compare, evaluate, sample
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluation.evaluation import LanguageModel, Limits, compare, evaluate, sample
 from distill.evaluation.models import load_student
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
