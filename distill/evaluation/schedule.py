@@ -3,7 +3,7 @@
     due ─▶ a replica is held at the version ─▶ completions ─▶ released ─▶ scores, rewards ─▶ report
 
 Training goes on beside an evaluation, with the other replicas while one is held; only the end of the run
-waits for one. When an evaluation takes longer than the steps between two, the older of the pending versions is
+waits for one. When an evaluation takes longer than the steps between two, the older pending version is
 skipped.
 """
 

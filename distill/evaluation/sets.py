@@ -67,7 +67,7 @@ def _open(
     config: RunConfig, one: EvaluationSet, longest: int, tokenizer: Any
 ) -> tuple[list[Prompt], RewardSource]:
     source = one.source
-    if (rewards := reward_source(source, config.student)) is None:
+    if (rewards := reward_source(source, tokenizer)) is None:
         raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
     if isinstance(source, TaskPrompts):
         encode = text_encoder(tokenizer, "plain")

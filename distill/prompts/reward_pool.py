@@ -23,13 +23,16 @@ from typing import BinaryIO, Final, cast
 import msgspec
 import numpy as np
 
+from distill.config import PromptsConfig
 from distill.prompts.reward_worker import Outcome, Task, receive, send
 from distill.prompts.rewards import Reward, RewardSource
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError, how_it_ended
 
 START_SECONDS: Final = 120.0
-"""Until a worker has loaded function and tokenizer."""
+"""Until a worker has loaded its function."""
+EXIT_SECONDS: Final = 5.0
+"""Until a worker that has closed its pipe has ended."""
 MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Outcome)
@@ -42,14 +45,13 @@ class _Died(Exception):
 class _Worker:
     """One process; used by one thread at a time."""
 
-    def __init__(self, source: RewardSource) -> None:
+    def __init__(self, prompts: PromptsConfig) -> None:
         """Raises ConfigError when the function cannot be loaded, _Died or TimeoutError when it never is."""
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
             "CUDA_VISIBLE_DEVICES": "",
         }
         command = [sys.executable, "-m", "distill.prompts.reward_worker"]
@@ -60,7 +62,7 @@ class _Worker:
             cast(BinaryIO, self._process.stdout),
         )
         self._expired = False
-        loaded = self.ask(source.model_dump_json().encode(), START_SECONDS)
+        loaded = self.ask(prompts.model_dump_json().encode(), START_SECONDS)
         if loaded.error is not None:
             self.close()
             raise ConfigError(loaded.error)
@@ -77,6 +79,8 @@ class _Worker:
         finally:
             timer.cancel()
         if found is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_SECONDS)
             self.close()
             if self._expired:
                 raise TimeoutError
@@ -103,6 +107,8 @@ class _Worker:
 class RewardPool:
     """Rewards by the workers of one `source`; `reward` at any time from one event loop, `close` once.
 
+    Completions are decoded here, in threads, so that no worker needs a tokenizer.
+
     At most `MOST_WORKERS` processes; the first starts with the first completion.
     """
 
@@ -115,13 +121,13 @@ class RewardPool:
 
     async def reward(self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> Reward:
         """Reward of a completion. Raises DataError when its function fails or takes too long."""
-        task = Task(prompt, np.asarray(token_ids, "<i4").tobytes())
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compute, task)
+        ids = np.asarray(token_ids).tolist()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compute, prompt, ids)
 
     def check(self, prompt: Prompt) -> None:
         """Try the function on an empty completion. Raises ConfigError when it fails."""
         try:
-            self._compute(Task(prompt, b""))
+            self._compute(prompt, [])
         except DataError as error:
             raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
         finally:
@@ -136,13 +142,15 @@ class RewardPool:
         while not self._idle.empty():
             self._idle.get_nowait().close()
 
-    def _compute(self, task: Task) -> Reward:
-        about = f"prompt {task.prompt.id}, completion of {len(task.token_ids) // 4} tokens"
+    def _compute(self, prompt: Prompt, ids: list[int]) -> Reward:
+        decode = self._source.decode
+        task = _encoder.encode(Task(prompt, ids if decode is None else decode(ids)))
+        about = f"prompt {prompt.id}, completion of {len(ids)} tokens"
         died = ""
         while not self._closed:
             worker = self._take()
             try:
-                outcome = worker.ask(_encoder.encode(task), self._seconds)
+                outcome = worker.ask(task, self._seconds)
             except TimeoutError:
                 self._workers.discard(worker)
                 raise DataError(
@@ -168,7 +176,7 @@ class RewardPool:
         except queue.Empty:
             pass
         try:
-            worker = _Worker(self._source)
+            worker = _Worker(self._source.prompts)
         except (TimeoutError, _Died) as error:
             how = str(error) or f"was not ready after {START_SECONDS:g} s"
             raise ConfigError(f"the process of the reward function {how} while it was starting") from None

@@ -2,7 +2,7 @@
 
     python -m distill.prompts.reward_worker
 
-Frames on stdin and stdout: 4 bytes of length, little-endian, then the body. In: a RewardSource as JSON, then
+Frames on stdin and stdout: 4 bytes of length, little-endian, then the body. In: a PromptsConfig as JSON, then
 Tasks. Out: an Outcome for each, the first one for the loading of the function. What user code prints goes to
 stderr. The process ends with its parent.
 """
@@ -15,9 +15,10 @@ import signal
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
+from pydantic import TypeAdapter
 
-from distill.prompts.rewards import RewardSource, load_rewards
+from distill.config import PromptsConfig
+from distill.prompts.rewards import Completion, load_rewards
 from distill.prompts.stream import Prompt
 from sync.errors import DistillError
 from sync.secrets import redact_process
@@ -29,8 +30,7 @@ class Task(msgspec.Struct, frozen=True):
     """One completion. Pool → worker."""
 
     prompt: Prompt
-    token_ids: bytes
-    """i4, little-endian, end token included."""
+    completion: Completion
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def main() -> None:
     if source is None:
         return
     try:
-        reward_fn = load_rewards(RewardSource.model_validate_json(source))
+        reward_fn = load_rewards(TypeAdapter(PromptsConfig).validate_json(source))
     except DistillError as error:
         send(outcomes, encoder.encode(Outcome(error=str(error))))
         return
@@ -77,7 +77,7 @@ def main() -> None:
     while (body := receive(tasks)) is not None:
         task = decoder.decode(body)
         try:
-            found = reward_fn(task.prompt, np.frombuffer(task.token_ids, "<i4").tolist())
+            found = reward_fn(task.prompt, task.completion)
         except DistillError as error:
             outcome = Outcome(error=str(error))
         else:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,8 +26,6 @@ from distill import tasks
 from distill.config import PromptsConfig, TaskPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
-from sync.settings import ModelSource, Settings
-from sync.tokenizers import load_tokenizer
 from teacher_service.router import load_function, own_code
 
 
@@ -39,17 +38,19 @@ class Reward(NamedTuple):
     """What the completion answers, equal texts for equal answers; None: the function names none."""
 
 
-class RewardSource(Settings):
-    """What a reward worker is started with."""
+class RewardSource(NamedTuple):
+    """Where the rewards of some prompts come from."""
 
     prompts: PromptsConfig
-    """The prompts whose completions it rewards; they have a task or a `reward_fn`."""
-    student: ModelSource
-    """Whose tokenizer decodes completions."""
+    """They have a task or a `reward_fn`; what a worker is started with."""
+    decode: Callable[[Sequence[int]], str] | None
+    """The text of a completion, without special tokens; None: the check reads token ids."""
 
 
-RewardFn = Callable[[Prompt, Sequence[int]], Reward]
-"""Reward of a completion (token ids, end token included). Raises DataError where the user's code fails."""
+Completion = str | list[int]
+"""Text, or token ids with the end token, as the source's check reads it."""
+RewardFn = Callable[[Prompt, Completion], Reward]
+"""Raises DataError where the user's code fails."""
 _NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
@@ -103,50 +104,45 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     return None
 
 
-def reward_source(prompts: PromptsConfig, student: ModelSource) -> RewardSource | None:
+def reward_source(prompts: PromptsConfig, tokenizer: Any) -> RewardSource | None:
     """What rewards completions of `prompts`; None: nothing does.
 
     Raises ConfigError for a built-in function that lacks answers or its package.
     """
-    if not isinstance(prompts, TaskPrompts):
-        name = prompts.reward_fn
-        if name is None:
-            return None
-        if name in BUILT_IN and prompts.answer_field is None:
-            raise ConfigError(
-                f"prompts.reward_fn is {name!r} and compares with a reference answer: name its field in "
-                "prompts.answer_field"
-            )
-        if name == "math" and importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "prompts.reward_fn is 'math' and math-verify is not installed: pip install "
-                "'onpolicy-distill[math]', or choose another function"
-            )
-    kept = {name: getattr(student, name) for name in ModelSource.model_fields}
-    return RewardSource(prompts=prompts, student=ModelSource(**kept))
+    if isinstance(prompts, TaskPrompts):
+        return RewardSource(prompts, None)
+    name = prompts.reward_fn
+    if name is None:
+        return None
+    if name in BUILT_IN and prompts.answer_field is None:
+        raise ConfigError(
+            f"prompts.reward_fn is {name!r} and compares with a reference answer: name its field in "
+            "prompts.answer_field"
+        )
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "prompts.reward_fn is 'math' and math-verify is not installed: pip install "
+            "'onpolicy-distill[math]', or choose another function"
+        )
+    return RewardSource(prompts, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 # --- in a worker
 
 
-def load_rewards(source: RewardSource) -> RewardFn:
+def load_rewards(prompts: PromptsConfig) -> RewardFn:
     """The configured function. Raises ConfigError when it cannot be loaded."""
-    prompts = source.prompts
     if isinstance(prompts, TaskPrompts):
-        passes = tasks.load(prompts.task, prompts.options).passes
-        return lambda prompt, ids: _reward(f"prompts.task {prompts.task!r}, passes()", passes, prompt, ids)
+        task = tasks.load(prompts.task, prompts.options)
+        return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
     name = prompts.reward_fn or ""
-    function = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
-    tokenizer = load_tokenizer(source.student)
-
-    def of_text(prompt: Prompt, ids: Sequence[int]) -> Reward:
-        text = tokenizer.decode(list(ids), skip_special_tokens=True)
-        return _reward(f"prompts.reward_fn {name!r}", function, prompt, text)
-
-    return of_text
+    of_text = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
+    return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
 
 
-def _reward(name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Any) -> Reward:
+def _reward(
+    name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
+) -> Reward:
     """Call the user's function on a completion.
 
     Raises DataError with `name`, prompt and completion when it raises or returns no finite number.

@@ -258,7 +258,7 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
     if isinstance(config.prompts, TaskPrompts):
         return _task_prompts(config, config.prompts, tokenizer, longest, wanted)
     encode = text_encoder(tokenizer, config.prompts.template)
-    rewards = reward_source(config.prompts, config.student)
+    rewards = reward_source(config.prompts, tokenizer)
     if isinstance(config.prompts, JsonlPrompts):
         table = read_jsonl(config.prompts, encode, longest)
     else:
@@ -296,7 +296,7 @@ def _task_prompts(
                 f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
                 f"{longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
             )
-    return PromptSplit(source, held_out, reward_source(prompts, config.student))
+    return PromptSplit(source, held_out, reward_source(prompts, tokenizer))
 
 
 # --- how long they may be

@@ -9,7 +9,7 @@ What it has in flight goes on beside the evaluation. The other replicas go on; w
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -44,12 +44,13 @@ async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIter
 
 async def _choose(pool: ReplicaPool, version: Version, seconds: float) -> Replica:
     """The serving replica that need not go back, with the fewest completions in flight."""
-    deadline = time.monotonic() + seconds
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
     while True:
         able = [replica for replica in pool.serving() if not replica.held]
         if able:
             return min(able, key=lambda replica: (pool.is_ahead(replica, version), replica.in_flight))
-        if (left := deadline - time.monotonic()) <= 0:
+        if (left := deadline - loop.time()) <= 0:
             raise Unreachable(f"no replica serves that could generate with {version}: see their logs")
         await pool.changed.wait(min(left, pool.retry_seconds))
 
