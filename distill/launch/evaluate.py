@@ -26,11 +26,17 @@ def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | N
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
-    placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
-    settings = (config.evaluation or EvaluationConfig()).model_copy(update={"replica": None})
-    update = {"student": config.student.model_copy(update=placed), "evaluation": settings}
-    config = config.model_copy(update=update)
+    settings = config.evaluation or EvaluationConfig()
+    here = settings.placement.model_copy(update={"urls": []})
+    settings = settings.model_copy(update={"replica": None, "placement": here})
+    config = config.model_copy(update={"evaluation": settings})
     check(config)
+    placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
+    whole = {
+        "student": config.student.model_copy(update=placed),
+        "trainer": config.trainer.model_copy(update={"lora": None}),
+    }
+    config = config.model_copy(update=whole)
     with temporary(config) as moved, Ports() as ports:
         report = asyncio.run(_evaluated(moved, ports))
         if completions is not None:

@@ -20,5 +20,6 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 """
 
 from sync.wire.base import *  # noqa: F403
+from sync.wire.evaluator import *  # noqa: F403
 from sync.wire.servers import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
+from sync.wire.evaluator import CompletionsReply, EvalReport
 from sync.wire.servers import (
-    CompletionsReply,
-    EvalReport,
     Generated,
     Head,
     Sampling,

@@ -117,7 +117,9 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
     assert given("trainer", TrainerConfig, "trainer.json").weights == config.weights
     assert given("trainer", TrainerConfig, "trainer.json").controller_url == config.controller.url
     assert given("teacher-served", TeacherConfig, "teacher-served.json") == config.teachers["served"]
-    assert given("evaluator", RunConfig, "evaluator.json") == config
+    evaluator = given("evaluator", RunConfig, "evaluator.json")
+    assert {name: one.urls for name, one in evaluator.teachers.items()} == plan.teachers
+    assert evaluator.model_copy(update={"teachers": config.teachers}) == config
     monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
     assert ReplicaConfig.from_environment().store == config.weights.store
     assert children["student-0"].env["WANDB_API_KEY"] == PLANTED[0]
@@ -212,4 +214,4 @@ def test_every_table_whose_keys_are_the_users_is_searched_by_name() -> None:
         for name, field in section.model_fields.items()
         if str(field.annotation).startswith("dict[str, ") and "Settings" not in str(field.annotation)
     }
-    assert tables - secrets.FREE_FORM <= {"teacher_coefficients", "teachers"}
+    assert tables - secrets.FREE_FORM <= {"teacher_coefficients", "teachers", "sets"}

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from distill.evaluation.evaluation import objective_figures
 from table_engine import TableEngine
 
+from distill.evaluation.reference import objective_figures
 from distill.preflight import probes
 from distill.preflight.probes import Finding, Score
 from student_trainer.objectives.config import (

@@ -633,7 +633,7 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
         with pytest.raises(Unreachable, match="replica a was lost"):
             await held
         assert not replica.held
-        assert not replica.busy.locked()
+        await world.until(lambda: not replica.busy.locked())
 
 
 async def test_a_held_replica_that_generates_nothing_is_hung() -> None:
