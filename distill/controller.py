@@ -148,6 +148,8 @@ class Controller:
                 try:
                     await until(self._trainer_done(), tasks)
                     self.dispatcher.paused.add("end")
+                    if self._interrupted and self.evaluations:
+                        await cancel([tasks[-1]])  # it may hold a replica
                     seconds = None if self._interrupted else self.config.weights.timeout_seconds
                     self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
                     self.run_log.write(self._end)
