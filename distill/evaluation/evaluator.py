@@ -12,6 +12,7 @@ version, also in another process of the same run; each at most once at a time, t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +61,7 @@ from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.router import Router
 
+log = logging.getLogger(__name__)
 HIDDEN_BYTES: Final = 1 << 28
 """Of the hidden states of one request to a teacher, and of the student's beside it."""
 SCORE_SECONDS: Final = 3600.0
@@ -89,7 +91,14 @@ class Evaluator:
         self._route = Router(config.teachers).route
         own = self._settings.replica
         self._own = connect(own.urls[0]) if own is not None else None
+        self._pools: dict[str, RewardPool] = {}
+        """By set; kept for the next evaluation, since workers take a second to start."""
         self._spent: dict[Version, float] = {}
+
+    def close(self) -> None:
+        """End the reward workers."""
+        for pool in self._pools.values():
+            pool.close()
 
     # --- completions --------------------------------------------------------------------------------------
 
@@ -135,18 +144,26 @@ class Evaluator:
         if not path.is_file():
             raise RemoteError(f"the completions of {version} are not in {path}: request them first")
         found = await asyncio.to_thread(lambda: list(read_completions(path)))
-        value, error = total(await self._reverse_kl(version, found))
         wanted, interval, rate = self._sets[HELD_OUT], None, None
+        rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, found))
+        try:
+            value, error = total(await self._reverse_kl(version, found))
+            compared = time.monotonic()
+        finally:
+            await asyncio.wait([rewarding])
+        rewarding.result()
         if wanted.rewards is not None:
-            await self._reward(path, found, wanted)
             passed = statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), 1)
             rate, interval = passed.value, (passed.low, passed.high)
         sets = {
-            name: await self._set_report(file_of(run_dir, version, name), one)
-            for name, one in self._sets.items()
+            name: await self._set_report(name, file_of(run_dir, version, name))
+            for name in self._sets
             if name != HELD_OUT and file_of(run_dir, version, name).is_file()
         }
         await asyncio.to_thread(remove_old, run_dir)
+        generated, ended = self._spent.get(version, 0.0), time.monotonic()
+        parts_of = generated, compared - began, ended - compared
+        log.info("%s: completions %.1f s, reverse KL %.1f s, rewards and sets %.1f s", version, *parts_of)
         return EvalReport(
             version=version,
             reverse_kl=value,
@@ -156,13 +173,14 @@ class Evaluator:
             completions=len(found),
             tokens=sum(len(one.token_ids) for one in found),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
-            seconds=time.monotonic() - began + self._spent.get(version, 0.0),
+            seconds=ended - began + generated,
             sets=sets,
         )
 
-    async def _set_report(self, path: Path, wanted: PromptSet) -> SetReport:
+    async def _set_report(self, name: str, path: Path) -> SetReport:
         found = await asyncio.to_thread(lambda: list(read_completions(path)))
-        await self._reward(path, found, wanted)
+        await self._reward(name, path, found)
+        wanted = self._sets[name]
         k = wanted.completions
         votes = None
         if any(one.answer is not None for one in found):
@@ -182,13 +200,16 @@ class Evaluator:
             majority=None if votes is None else statistics.share(np.array(votes), 1),
         )
 
-    async def _reward(self, path: Path, found: list[Completion], wanted: PromptSet) -> None:
-        """Fill rewards in, and write them beside the texts.
+    async def _reward(self, name: str, path: Path, found: list[Completion]) -> None:
+        """Fill rewards in, and write them beside the texts; nothing where the run has none.
 
         Raises DataError when the function fails for `guard.bad_answers` completions in a row, or for all.
         """
-        assert wanted.rewards is not None, "a named set has rewards"
-        pool, in_a_row, most = RewardPool(wanted.rewards), 0, self._config.guard.bad_answers
+        wanted = self._sets[name]
+        if wanted.rewards is None:
+            return
+        pool = self._pools[name] = self._pools.get(name) or RewardPool(wanted.rewards)
+        in_a_row, most = 0, self._config.guard.bad_answers
         work = [pool.reward(wanted.prompts[one.index], one.token_ids) for one in found]
         tasks = [asyncio.ensure_future(one) for one in work]
         try:
@@ -204,7 +225,6 @@ class Evaluator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            pool.close()
         await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
 
     # --- reverse KL ---------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     python -m distill.prompts.reward_worker
 
 Frames on stdin and stdout: 4 bytes of length, little-endian, then the body. In: a PromptsConfig as JSON, then
-Tasks. Out: an Outcome for each, the first one for the loading of the function. What user code prints goes to
-stderr. The process ends with its parent.
+lists of Tasks. Out: an Outcome for the loading of the function, then one for each Task. What user code prints
+goes to stderr. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     tasks, outcomes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Task])
     source = receive(tasks)
     if source is None:
         return
@@ -75,14 +75,14 @@ def main() -> None:
         return
     send(outcomes, encoder.encode(Outcome()))
     while (body := receive(tasks)) is not None:
-        task = decoder.decode(body)
-        try:
-            found = reward_fn(task.prompt, task.completion)
-        except DistillError as error:
-            outcome = Outcome(error=str(error))
-        else:
-            outcome = Outcome(found.value, found.answer)
-        send(outcomes, encoder.encode(outcome))
+        for task in decoder.decode(body):
+            try:
+                found = reward_fn(task.prompt, task.completion)
+            except DistillError as error:
+                outcome = Outcome(error=str(error))
+            else:
+                outcome = Outcome(found.value, found.answer)
+            send(outcomes, encoder.encode(outcome))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,20 @@ class Folders:
         return self.path
 
 
+MADE: list[Evaluator] = []
+
+
+@pytest.fixture(autouse=True)
+def _ends_workers() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
 def evaluator(models: Path, teacher: Any, vllm: Any, **evaluation: Any) -> Evaluator:
     weights: Any = Folders(models / "student")
-    return Evaluator(configure(models, **evaluation), weights, {"t": teacher}, lambda url: vllm)
+    MADE.append(Evaluator(configure(models, **evaluation), weights, {"t": teacher}, lambda url: vllm))
+    return MADE[-1]
 
 
 async def evaluated(one: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()) -> Any:
