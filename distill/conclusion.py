@@ -33,7 +33,7 @@ async def conclude(
             return Concluded(version, weights, [])
     elif final is not None and evaluations is not None:
         try:
-            await evaluations.now(final.version)
+            await evaluations.now(final.version, last=True)
         except DistillError as error:
             failure = str(error)
     return Concluded(version, weights, end_problems(version, counted, failure, seconds or 0.0))

@@ -7,16 +7,20 @@ A section stands beside the code that reads it; this module holds the controller
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.client import Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
+
+HELD_OUT: Final = "held_out"
+"""Name of the held-out prompts among the sets of an evaluation."""
 
 
 class RunConfigSection(Settings):
@@ -73,6 +77,8 @@ class TaskPrompts(Settings):
     """A module of distill.tasks by name, or any "package.module"."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor."""
+    reward_timeout_seconds: float = Field(10.0, gt=0)
+    """Time limit of the check of one completion; one that exceeds it costs the completion."""
 
 
 class RowPrompts(Settings):
@@ -87,9 +93,12 @@ class RowPrompts(Settings):
     reward_fn: str | None = None
     """Reward of a completion, for `objective.task` and the pass rate; above 0 is a pass. "exact": 1 when it
     equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
-    the same number; "package.module:function": what function(prompt, completion) returns, a bool or a finite
-    number, from `prompt.answer`, `prompt.text` and the completion's text. It runs in the controller's event
-    loop, so it must take milliseconds, and in a thread of the evaluator. None: no reward and no pass rate."""
+    the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
+    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a pair
+    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text.
+    It runs in processes of its own. None: no reward and no pass rate."""
+    reward_timeout_seconds: float = Field(10.0, gt=0)
+    """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
     template: Literal["chat", "plain"] = "chat"
     """chat: apply the student's chat template, once. plain: take the text as it is."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -131,6 +140,9 @@ class DatasetPrompts(RowPrompts):
     cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
 
 
+SinglePrompts = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+
+
 class MixturePrompts(Settings):
     """Several sources: each prompt is drawn from one of them at random, in proportion to the weights.
 
@@ -138,9 +150,7 @@ class MixturePrompts(Settings):
     """
 
     type: Literal["mixture"]
-    parts: dict[str, Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]] = (
-        Field(min_length=1)
-    )
+    parts: dict[str, SinglePrompts] = Field(min_length=1)
     """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
     they are routed to teachers; a part sets no `source_field`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
@@ -272,8 +282,28 @@ class GuardConfig(Settings):
     counted the same way."""
 
 
+class EvaluationSet(Settings):
+    """[evaluation.sets.NAME]: task quality on prompts of any source, which must have rewards."""
+
+    source: SinglePrompts
+    """The prompts, as in [prompts]; of a task, its held-out ones."""
+    every: int | None = Field(None, ge=0)
+    """Optimizer steps between evaluations, a multiple of `evaluation.every`; None: with every evaluation; 0:
+    only before and after the run."""
+    prompts: int | None = Field(None, ge=1)
+    """Most prompts, the first ones; None: all of a file or dataset, 512 of a task."""
+    completions: int = Field(1, ge=1)
+    """k of avg@k and maj@k: completions of each prompt."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Most tokens of a completion; None: `rollout.max_tokens`."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Share of the probability mass that is sampled from."""
+
+
 class EvaluationConfig(Settings):
-    """[evaluation]: exact reverse KL, and the pass rate where there is a reward, on held-out prompts.
+    """[evaluation]: reverse KL, and the pass rate where there is a reward, on held-out prompts.
 
     At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
     """
@@ -282,18 +312,38 @@ class EvaluationConfig(Settings):
     """Optimizer steps between evaluations; 0: only before and after the run."""
     prompts: int = Field(512, ge=1)
     """Held-out prompts, never trained on."""
-    batch: int = Field(128, ge=1)
-    """Held-out prompts per forward pass."""
+    sets: dict[str, EvaluationSet] = {}
+    """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
+    batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens of one forward pass of the student."""
     metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
     """Metric that decides which version is the best."""
     patience: int | None = Field(None, ge=1)
     """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
+    replica: Placement | None = None
+    """Where a replica that generates for evaluations alone runs; None: one of the student's is held at the
+    version until it has generated the completions."""
     placement: Placement = Placement()
     """Where the evaluator runs."""
     threads: int | None = Field(None, ge=1)
     """torch's CPU threads; None: its default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> Self:
+        for name, one in self.sets.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == HELD_OUT:
+                raise ValueError(
+                    f"sets.{name}: not a name of a set: use letters, digits, '.', '_' and '-', and not "
+                    f"{HELD_OUT!r}, which stands for the held-out prompts"
+                )
+            if one.every and (self.every == 0 or one.every % self.every):
+                raise ValueError(
+                    f"sets.{name}.every is {one.every} and evaluations come every {self.every} steps: give a "
+                    "multiple of evaluation.every (0 there means only before and after the run)"
+                )
+        return self
 
 
 class PreflightConfig(Settings):

@@ -1,8 +1,8 @@
 """The controller: constructs the stages of a run, subscribes them to one another, and runs until the end.
 
-    prompts ─▶ Dispatcher ─▶ Scoring ─▶ RunLog (journal, buffer) ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
-                 ▲  └─▶ TeacherGeneration ─▶ Dispatcher.screen                                         │
-                 └──────────────── ReplicaPool follows the versions that are published ◀───────────────┘
+    prompts ─▶ Dispatcher ─▶ Rewarding ─▶ Scoring ─▶ RunLog ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
+                 ▲  └─▶ TeacherGeneration ─▶ Dispatcher.screen                                    │
+                 └─────────────── ReplicaPool follows the versions that are published ◀───────────┘
 
 Every stage is a task of its own; the capacity rule bounds what is between them. With `max_staleness` 0 the
 same tasks take turns.
@@ -33,6 +33,7 @@ from distill.metrics.timeline import TRAINER, Timeline
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.rewarding import Rewarding
 from distill.run_log.records import Checkpointed, Concluded, VersionApplied
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import Validator
@@ -77,7 +78,8 @@ class Controller:
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
         generation = TeacherGeneration(parts, config, checks, bus)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget, bus)
-        scoring = Scoring(parts, config.buffer, checks, budget, bus)
+        self.rewarding = Rewarding(parts.rewards, budget, bus)
+        scoring = Scoring(parts, config.buffer, checks, bus)
         self.releases = ScoreReleases(parts)
         self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, bus)
         supervised = config.objective.max_supervised_tokens
@@ -87,9 +89,9 @@ class Controller:
         self.guard = Guard(config.guard)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
-        if (evaluator := parts.evaluator) is not None and (section := config.evaluation) is not None:
+        if (evaluator := parts.evaluator) is not None and config.evaluation is not None:
             self.evaluations = Evaluations(
-                evaluator, section, run_log, timeline, hooks.evaluated, self._stop, trust=budget
+                evaluator, config, run_log, self.pool, timeline, hooks.evaluated, self._stop, trust=budget
             )
         self._socket = listen(config.controller.host, config.controller.port, token)
         self._app = application(self.session, self.pool, parts, self.metrics, token)
@@ -104,10 +106,11 @@ class Controller:
     def _subscribe(self) -> None:
         """The flow of a run: which stage handles which event. events.py names the emitters."""
         on = self.events.on
-        # a rollout: Dispatcher → (TeacherGeneration →) Scoring → RunLog
+        # a rollout: Dispatcher → (TeacherGeneration →) Rewarding → Scoring → RunLog
         on(events.TeacherTurn, lambda event: self.generation.put(event.rollout))
         on(events.TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
-        on(events.CompletionReady, lambda event: self.scoring.put(event.rollout))
+        on(events.CompletionReady, lambda event: self.rewarding.put(event.rollout))
+        on(events.CompletionRewarded, lambda event: self.scoring.put(event.rollout))
         on(events.RolloutScored, lambda event: self.run_log.admit([event.rollout]))
         # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
         on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
@@ -131,6 +134,7 @@ class Controller:
             self.pool.run(),
             self.dispatcher.run(),
             self.generation.run(),
+            self.rewarding.run(),
             self.scoring.run(),
             self.releases.run(),
             self.run_log.flush(),
@@ -148,6 +152,8 @@ class Controller:
                 try:
                     await until(self._trainer_done(), tasks)
                     self.dispatcher.paused.add("end")
+                    if self._interrupted and self.evaluations:
+                        await cancel([tasks[-1]])  # it may hold a replica
                     seconds = None if self._interrupted else self.config.weights.timeout_seconds
                     self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
                     self.run_log.write(self._end)

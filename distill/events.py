@@ -38,8 +38,14 @@ class CompletionReady(NamedTuple):
     rollout: Rollout
 
 
+class CompletionRewarded(NamedTuple):
+    """Rewarding: its reward is in it, where the run has a reward function."""
+
+    rollout: Rollout
+
+
 class RolloutScored(NamedTuple):
-    """Scoring: scores, reward and prompt tokens are in it."""
+    """Scoring: scores and prompt tokens are in it."""
 
     rollout: Rollout
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from distill.buffer import Batch
 from distill.events import Quarantined
 from distill.metrics.timeline import Span
-from distill.prompts.rewards import RewardFn
+from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
@@ -25,9 +25,10 @@ Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of 
 class Evaluator(Protocol):
     """Evaluates a published version; step 0 of a lineage is the model folder.
 
-    May raise Unreachable (retried) and RemoteError (skipped).
+    `evaluate` follows `complete`. Both may raise Unreachable (retried) and RemoteError (skipped).
     """
 
+    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply: ...
     async def evaluate(self, version: Version) -> EvalReport: ...
 
 
@@ -74,6 +75,14 @@ class Teacher(Protocol):
         ...
 
 
+class Rewards(Protocol):
+    """Rewards of completions: distill.prompts.reward_pool computes them in processes of its own."""
+
+    async def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> Reward:
+        """Reward of a completion, end token included. Raises DistillError when its function fails."""
+        ...
+
+
 def _ignore(*_: Any) -> None:
     """The default of every hook."""
 
@@ -111,7 +120,7 @@ class Components:
     student_topk: int = 0  # ids per position that the objective needs from the replicas
     vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it
     evaluator: Evaluator | None = None
-    reward_fn: RewardFn | None = None  # gives every rollout its reward; None: they have none
+    rewards: Rewards | None = None  # gives every rollout its reward; None: they have none
     transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to replicas, teachers and evaluator; the controller sets the run in it."""

@@ -27,6 +27,7 @@ RENAMED: Final = {
     "at_max_tokens": "on_max_tokens",
     "judge": "reward_fn",
     "road": "transport",
+    "batch": "batch_tokens",
 }
 """Keys of earlier configurations, and what they are called now."""
 

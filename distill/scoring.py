@@ -49,20 +49,13 @@ Outcome = Answer | ScoreRefused
 
 
 class Scoring:
-    """Completed rollouts in, RolloutScored out: scores by the teacher of their source, and rewards."""
+    """Completed rollouts in, RolloutScored out: scores by the teacher of their source."""
 
     what = "score"
     waits_for = REPLICAS
 
-    def __init__(
-        self,
-        parts: Components,
-        config: BufferConfig,
-        validator: Validator,
-        budget: ErrorBudget,
-        events: Events,
-    ) -> None:
-        self._parts, self._validator, self._budget, self._events = parts, validator, budget, events
+    def __init__(self, parts: Components, config: BufferConfig, validator: Validator, events: Events) -> None:
+        self._parts, self._validator, self._events = parts, validator, events
         self._config = config
         self._hidden_sizes: dict[str, int] = {}
 
@@ -86,17 +79,10 @@ class Scoring:
         return self._validator.scored(answer, rollout.length, width, self._keep(teacher))
 
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
-        """A rollout is rejected if its reward function raises."""
         assert isinstance(answer, Scored)
         assert isinstance(message, wire.ScoreSequence)
-        prompt, reward, reward_fn = rollout.source_prompt, None, self._parts.reward_fn
-        if reward_fn is not None:
-            try:
-                reward = float(reward_fn(prompt, wire.unpack(rollout.tokens).tolist()))
-            except DistillError as error:
-                return self._budget.function_failed("the reward_fn", rollout, error)
-            self._budget.good("the reward_fn")
-        own, seen = pack(np.asarray(prompt.token_ids, "i4")), cut(message.token_ids, message.start)
+        own = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
+        seen = cut(message.token_ids, message.start)
         scored = replace(
             rollout,
             prompt=own,
@@ -104,11 +90,10 @@ class Scoring:
             topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
             scored=checks.without_bad_diagnostics(answer, rollout.length),
-            reward=reward,
             since=None,
             issued=None,
         )
-        return self._events.emit(RolloutScored(scored))
+        self._events.emit(RolloutScored(scored))
 
 
 class TeacherGeneration:

@@ -13,7 +13,8 @@ COMMANDS = (
     "samples student sync teacher trace train version"
 )
 MESSAGES = (
-    "Audience BatchRequest BroadcastMembers CheckpointSaved EvalReport EvalRequest FinalDigests "
+    "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "
+    "EvalReport EvalRequest FinalDigests "
     "GenerateFailed GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published "
     "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest ScoresRelease StepReport Stop "
     "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TeacherServers TrainBatch TrainerHello "

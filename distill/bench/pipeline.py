@@ -19,21 +19,27 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import psutil
+import torch
 
+from distill import tasks
 from distill.bench.kill_target import descendants, role_processes
+from distill.bench.local_evaluation import Limits, evaluate
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
-from distill.config import EvaluationConfig, RunConfig
-from distill.evaluation.models import Weights, build
+from distill.config import EvaluationConfig, RunConfig, TaskPrompts
+from distill.evaluation.models import load_model, load_student
 from distill.launch.run import claim_of
 from distill.loading import load_run_dir
+from distill.prompts.sources import open_prompts
 from sync.errors import DistillError
 from sync.jsonl import read_lines
 from sync.subscribe import Subscriber
+from sync.tokenizers import load_tokenizer, vocab_size
 from sync.wire import Version
+from teacher_service.engines.transformers import TransformersEngine
 
 TARGET_KL: Final = 0.25
 """Nats per token, held out: every way gets there before the end."""
@@ -248,22 +254,46 @@ def learned(run_dir: Path) -> Figures:
     return curve(config, Subscriber(config.subscriber("evaluator"), claim_of(config)), lines)
 
 
+class Weights(Protocol):
+    """Where the weights of a version come from."""
+
+    def folder(self, version: Version) -> Path:
+        """A model folder that holds exactly `version`."""
+        ...
+
+
 def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, float]]) -> Figures:
     """Quality of versions of the first lineage over seconds since the first step, and at the end.
 
     `lines`: of the steps, with "step" and "time". Always the same held-out prompts with the same randomness.
     Raises SnapshotError for a version that is not there.
     """
-    if config.evaluation is None:
-        config = config.model_copy(update={"evaluation": EvaluationConfig(batch=512, threads=1)})
-    evaluator, points = build(config, weights), []
+    assert isinstance(config.prompts, TaskPrompts), "the quickstart's prompts are a task's"
+    tokenizer = load_tokenizer(config.student)
+    held_out = open_prompts(with_evaluation(config), tokenizer).held_out
+    passes = tasks.load(config.prompts.task, config.prompts.options).passes
+    limits = Limits(config.rollout.max_tokens, (tokenizer.eos_token_id,))
+    teacher = TransformersEngine(
+        load_model(next(iter(config.teachers.values())), "cpu"), vocab_size(tokenizer)
+    )
+    torch.set_num_threads(1)
+    points = []
     for step in [*range(0, len(lines), EVERY), len(lines)]:
-        report = evaluator.evaluate(Version(0, step))
+        folder = weights.folder(Version(0, step)) if step > 0 else None
+        student = load_student(config.student, folder, "cpu")
+        found = evaluate(student, teacher, held_out, limits, passes, config.run.seed)
         seconds = lines[max(step, 1) - 1]["time"] - lines[0]["time"]
-        points.append((seconds, report.reverse_kl, report.pass_rate))
+        points.append((seconds, found["reverse_kl"], found["pass_rate"]))
     return {
         "seconds_to_target": crossing([point[:2] for point in points], TARGET_KL),
         "reverse_kl": points[-1][1],
         "pass_rate": points[-1][2],
         "curve": points,
     }
+
+
+def with_evaluation(config: RunConfig) -> RunConfig:
+    """With the default evaluation where a configuration leaves it out."""
+    if config.evaluation is not None:
+        return config
+    return config.model_copy(update={"evaluation": EvaluationConfig()})

@@ -1,6 +1,6 @@
 """One student distilled on a toy task in one process: generate, score, train, again.
 
-Completions come from `distill.evaluation.evaluation.sample`, scores from the teacher service's transformers
+Completions come from `distill.bench.local_evaluation.sample`, scores from the teacher service's transformers
 engine as the wire arrays that a trainer rank is sent, loss and gradients from the trainer: figures depend on
 the objective and not on engines.
 
@@ -24,9 +24,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from distill.bench.local_evaluation import Limits, evaluate, sample
 from distill.bench.runner import Figures
-from distill.evaluation.evaluation import LanguageModel, Limits, evaluate, sample
 from distill.evaluation.models import load_model
+from distill.evaluation.reference import LanguageModel
 from distill.prompts.stream import Prompt
 from distill.tasks import Task, spellings
 from student_trainer.engine import Student, head_shape
@@ -106,16 +107,15 @@ def configured(name: str, k: int) -> objectives.ObjectiveConfig:
 
 def open_world(folder: Path) -> tuple[World, Setup]:
     """The models of `spellings`, made or found in `folder`."""
-    from transformers import AutoTokenizer
-
     models, task = spellings.make_models(folder, 0), spellings.make()
     setup = Setup(models.teacher.parent.name)
-    tokenizer = AutoTokenizer.from_pretrained(models.teacher)
-    teacher, student = (load_model(ModelSource(path=str(path)), tokenizer, "cpu") for path in models)
+    loaded = (load_model(ModelSource(path=str(path)), "cpu") for path in models)
+    vocab = len(spellings.VOCABULARY)
+    teacher, student = (LanguageModel(one, find_head(one, vocab)) for one in loaded)
     made = [task.held_out(0, index) for index in range(setup.held_out)]
     prompts = [Prompt(str(i), list(one.token_ids or ()), text=one.text) for i, one in enumerate(made)]
     limits = Limits(spellings.LONGEST + 1 + SPARE_TOKENS, (spellings.EOS_ID,))
-    engine = TransformersEngine(teacher.model, len(spellings.VOCABULARY))
+    engine = TransformersEngine(teacher.model, vocab)
     return World(teacher, engine, student, task, prompts, limits), setup
 
 
@@ -154,7 +154,7 @@ def generate(
         if topk:
             ids_TBK.append(p_BV.topk(topk, dim=1).indices)
 
-    sampled = sample(model, prompts, limits, generator, watch)
+    sampled = sample(model.model, len(model.head.weight_VH), prompts, limits, generator, watch)
     completion_BT = sampled.completion_BL[:, -len(logp_TB) :]
     return Completions(
         prompt_B=np.array([len(prompt) for prompt in prompts], np.int32),
@@ -290,12 +290,5 @@ def _update(student: Student, optimizer: torch.optim.Optimizer, rate: float) -> 
 
 def evaluated(world: World, student: LanguageModel, tokens: int) -> Figures:
     """Exact reverse KL and pass rate after `tokens`, always on the same prompts with the same randomness."""
-    report = evaluate(
-        student,
-        {"teacher": world.teacher},
-        world.held_out,
-        world.limits,
-        route=lambda source: "teacher",
-        reward_fn=world.task.passes,
-    )
-    return {"tokens": tokens, "reverse_kl": report.reverse_kl, "pass_rate": report.pass_rate}
+    found = evaluate(student.model, world.engine, world.held_out, world.limits, world.task.passes)
+    return {"tokens": tokens, **found}

@@ -254,15 +254,18 @@ def evaluate(
     config: Config,
     overrides: Overrides,
     model: Annotated[Path | None, typer.Option(help="Model folder; default: student.path.")] = None,
+    completions: Annotated[
+        Path | None, typer.Option(help="New folder for the completions, a JSON Lines file a set.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure exact reverse KL and pass rate of a model folder against the run's teachers.
+    """Measure reverse KL, pass rate and named sets of a model folder, with servers started for it.
 
     Example: distill evaluate configs/single_node.toml --model runs/NAME/final
     """
-    from distill.evaluation.models import evaluate_folder
+    from distill.launch.evaluate import evaluate_folder
 
-    figures = evaluate_folder(load_config(config, overrides), model)
+    figures = evaluate_folder(load_config(config, overrides), model, completions)
     for name, value in figures.items():
         typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
     write_figures(json_file, figures)

@@ -1,7 +1,10 @@
 """Schedules evaluations of published versions, picks the best one, and stops early when patience runs out.
 
-Training never blocks on an evaluation; only the end of the run does. When an evaluation takes longer than the
-steps between two, the older of the pending versions is skipped.
+    due ─▶ a replica is held at the version ─▶ completions ─▶ released ─▶ scores, rewards ─▶ report
+
+Training goes on beside an evaluation, with the other replicas while one is held; only the end of the run
+waits for one. When an evaluation takes longer than the steps between two, the older pending version is
+skipped.
 """
 
 from __future__ import annotations
@@ -10,25 +13,40 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
-from distill.aio import Signal, cancel, until_stalled
-from distill.config import EvaluationConfig
+from distill.aio import Signal, cancel, unless, until_stalled
+from distill.config import EvaluationConfig, RunConfig
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline
+from distill.rollout.hold import hold
+from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import report_problem
 from sync.claims import Claim
 from sync.client import Peer
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
-from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, Version, checks
+from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    EvalReport,
+    EvalRequest,
+    Message,
+    ProbeReply,
+    ProbeRequest,
+    Version,
+    checks,
+)
 
 logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
 Metric = Literal["reverse_kl", "pass_rate"]
 STALL_SECONDS = 900.0
-"""Without an answer of /health after which the evaluator counts as gone; covers loading its models."""
+"""Without an answer of /health after which the evaluator counts as gone; covers reading its prompts."""
+LOST_REPLICAS = 5
+"""Replicas lost while they generated for one evaluation, after which it is given up."""
 
 
 def score(report: EvalReport, metric: Metric) -> float:
@@ -49,6 +67,18 @@ def exhausted(reports: list[EvalReport], metric: Metric, patience: int | None) -
     return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
 
 
+def due_sets(config: EvaluationConfig, reports: list[EvalReport], step: int, last: bool) -> list[str]:
+    """Named sets of an evaluation at `step`; `last`: the run's last one. `reports`: of earlier steps."""
+
+    def due(name: str, every: int | None) -> bool:
+        if step == 0 or last or every is None:
+            return True
+        before = max((one.version.step for one in reports if name in one.sets), default=0)
+        return every > 0 and step // every > before // every
+
+    return [name for name, one in config.sets.items() if due(name, one.every)]
+
+
 class Evaluations:
     """`run()` lasts as long as the run; `due()` and `now()` work at any time; one evaluation at a time.
 
@@ -59,16 +89,19 @@ class Evaluations:
     def __init__(
         self,
         evaluator: Evaluator,
-        config: EvaluationConfig,
+        config: RunConfig,
         run_log: RunLog,
+        pool: ReplicaPool,
         timeline: Timeline,
         done: Callable[[EvalReport, bool], None],
         stop: Callable[[str], None],
         retry_seconds: float = 5.0,
         trust: ErrorBudget | None = None,
     ) -> None:
-        self._evaluator = evaluator
-        self._config = config
+        assert config.evaluation is not None, "there is one only with an evaluation"
+        self._evaluator, self._pool = evaluator, pool
+        self._config, self._steps = config.evaluation, config.run.steps
+        self._hold_seconds = config.weights.timeout_seconds
         self._run_log = run_log
         self._timeline = timeline
         self._done = done
@@ -113,17 +146,20 @@ class Evaluations:
                     raise  # it served another run from the start
                 logger.error("evaluation of %s is skipped: %s", version, error)
 
-    async def now(self, version: Version) -> EvalReport:
-        """The report of `version`: a known one, the one under way, or a new one."""
+    async def now(self, version: Version, last: bool = False) -> EvalReport:
+        """The report of `version`: a known one, the one under way, or a new one.
+
+        `last`: it is the run's last one, with every named set.
+        """
         async with self._turn:
             known = [one for one in self._run_log.state.evaluations if one.version == version]
-            return known[0] if known else await self._evaluate(version)
+            return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
-    async def _evaluate(self, version: Version) -> EvalReport:
+    async def _evaluate(self, version: Version, last: bool) -> EvalReport:
         metric, reports = self._config.metric, self._run_log.state.evaluations
         self._timeline.level("evaluator", "evaluate", 1)
         try:
-            report = await self._checked(version)
+            report = await self._checked(version, due_sets(self._config, reports, version.step, last))
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
@@ -136,13 +172,43 @@ class Evaluations:
             )
         return report
 
-    async def _checked(self, version: Version) -> EvalReport:
+    async def _complete(self, version: Version, sets: list[str]) -> None:
+        """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
+        for _ in range(LOST_REPLICAS):
+            if self._config.replica is not None:
+                reply = await self._evaluator.complete(CompletionsRequest(version=version, sets=sets))
+                lost = reply.lost
+            else:
+                lost = await self._complete_on_held(version, sets)
+            if lost is None:
+                return
+            logger.warning("completions of %s are generated by another replica: %s", version, lost)
+            await asyncio.sleep(self._retry_seconds)
+        raise Unreachable(f"{LOST_REPLICAS} replicas were lost while they generated with {version}: {lost}")
+
+    async def _complete_on_held(self, version: Version, sets: list[str]) -> str | None:
+        """What became of the replica; None: all completions are there."""
+        async with hold(self._pool, version, self._hold_seconds) as replica:
+            request = CompletionsRequest(version=version, replica=replica.engine.url, sets=sets)
+            self._timeline.level(replica.name, "evaluate", 1)
+            try:
+                reply = await unless(replica.lost, self._evaluator.complete(request), replica.name)
+            except Unreachable as error:
+                if not replica.lost.is_set():
+                    raise
+                return str(error)
+            finally:
+                self._timeline.level(replica.name, "evaluate", 0)
+        return reply.lost
+
+    async def _checked(self, version: Version, sets: list[str]) -> EvalReport:
         """A validated report. Raises WireError for one that cannot be recorded."""
         try:
+            await self._complete(version, sets)
             report = await self._evaluator.evaluate(version)
             if wrong := report_problem(report, version):
                 raise RemoteError(wrong)
-            if problem := checks.same_version(report, version):
+            if problem := checks.evaluation(report, version):
                 raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
         except WireError as error:
             if self._trust is not None:
@@ -166,11 +232,18 @@ class HttpEvaluator:
         self._peer, self._stall_timeout_seconds = Peer(url, token, claim=claim), stall_timeout_seconds
 
     async def evaluate(self, version: Version) -> EvalReport:
-        """Evaluate a published version, however long it takes; retried only when the connection is lost.
+        """Evaluate a version whose completions are there; otherwise as `complete`."""
+        return await self._long("/v1/evaluate", EvalRequest(version=version), EvalReport, version)
+
+    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+        """Have completions generated, however long it takes; retried only when the connection is lost.
 
         Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
         """
-        request = self._peer.call("/v1/evaluate", EvalRequest(version=version), EvalReport, math.inf)
+        return await self._long("/v1/completions", request, CompletionsReply, request.version)
+
+    async def _long(self, path: str, body: Message, kind: type[M], version: Version) -> M:
+        request = self._peer.call(path, body, kind, math.inf)
         stalled = until_stalled(self._peer.alive, self._stall_timeout_seconds)
         work, watch = asyncio.create_task(request), asyncio.create_task(stalled)
         try:

@@ -1,9 +1,11 @@
-"""The evaluator: a process that evaluates published versions on held-out prompts.
+"""The evaluator: a process that evaluates published versions.
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON. Routes: POST /v1/evaluate (EvalRequest → EvalReport) and POST /v1/probe
-(ProbeRequest → ProbeReply), one at a time, and GET /health once the teachers are loaded.
+The file is a RunConfig as JSON, with the URLs of the teachers. Routes: POST /v1/completions
+(CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest → EvalReport), POST /v1/probe
+(ProbeRequest → ProbeReply), and GET /health once the prompts are read. Evaluations and probes run one at a
+time, completions beside them.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -18,8 +20,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,8 +31,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from distill.aio import cancel
 from distill.config import RunConfig
 from distill.evaluation.schedule import score
+from distill.rollout.replica_client import HttpReplica
 from sync.claims import Claim
 from sync.client import token_from_environment
 from sync.durable import write_json
@@ -38,29 +43,49 @@ from sync.secrets import redact_process
 from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
 from sync.settings import read_settings
 from sync.subscribe import Subscriber
-from sync.wire import EvalReport, EvalRequest, Message, ProbeReply, ProbeRequest, RunIdentity, Version
+from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    EvalReport,
+    EvalRequest,
+    Message,
+    ProbeReply,
+    ProbeRequest,
+    RunIdentity,
+    Version,
+)
+from teacher_service.client import TeacherClient
 
 log = logging.getLogger("distill.evaluation.service")
 
-R = TypeVar("R", EvalRequest, ProbeRequest)
-Evaluate = Callable[[Version], EvalReport]
+R = TypeVar("R", CompletionsRequest, EvalRequest, ProbeRequest)
 
 
-def app(
-    evaluate: Evaluate, token: str | None, probe: Callable[[ProbeRequest], ProbeReply], claim: Claim
-) -> Starlette:
-    """The HTTP side: evaluations and probes run one at a time, in a thread; a DistillError becomes a 409.
+class Served(NamedTuple):
+    """What the routes do. All raise DistillError for what cannot be done, which becomes a 409."""
 
-    The first run that has a version evaluated claims the process.
+    complete: Callable[[CompletionsRequest], Awaitable[CompletionsReply]]
+    evaluate: Callable[[Version], Awaitable[EvalReport]]
+    probe: Callable[[ProbeRequest], Awaitable[ProbeReply]]
+
+
+def app(served: Served, token: str | None, claim: Claim) -> Starlette:
+    """The HTTP side. The first run that has a version evaluated claims the process.
+
+    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for.
     """
-    busy = asyncio.Lock()
+    models, generation = asyncio.Lock(), asyncio.Lock()
 
-    def endpoint(kind: type[R], work: Callable[[R], Message]) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(
+        kind: type[R], work: Callable[[R], Awaitable[Message]], turn: asyncio.Lock
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 wanted = await read_message(request, kind)
-                async with busy:
-                    return reply(await asyncio.to_thread(work, wanted))
+                async with turn:
+                    if turn is models:
+                        return reply(await work(wanted))
+                    return await _while_wanted(request, work(wanted))
             except DistillError as error:
                 log.error("%s", error)
                 return refuse(409, str(error))
@@ -70,33 +95,57 @@ def app(
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
-    evaluated = endpoint(EvalRequest, lambda wanted: evaluate(wanted.version))
+    completions = endpoint(CompletionsRequest, served.complete, generation)
+    evaluated = endpoint(EvalRequest, lambda wanted: served.evaluate(wanted.version), models)
     routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/evaluate", evaluated, methods=["POST"]),
-        Route("/v1/probe", endpoint(ProbeRequest, probe), methods=["POST"]),
+        Route("/v1/probe", endpoint(ProbeRequest, served.probe, models), methods=["POST"]),
         Route("/health", health),
     ]
     guards = [
         Middleware(TokenGuard, token=token),
-        Middleware(RunGuard, claim=claim, claiming=("/v1/evaluate",)),
+        Middleware(RunGuard, claim=claim, claiming=("/v1/completions", "/v1/evaluate")),
     ]
     return Starlette(routes=routes, middleware=guards)
+
+
+async def _while_wanted(request: Request, work: Awaitable[Message]) -> Response:
+    """The reply, unless the caller leaves before it is there."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return reply(task.result()) if task.done() else refuse(409, "the caller has left")
+    finally:
+        await cancel([task, gone])
 
 
 class BestKeeper:
     """Evaluates versions and keeps the best one, by the configuration's metric, as the folder best/."""
 
-    def __init__(self, config: RunConfig, evaluate: Evaluate, weights: Subscriber, claim: Claim) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        evaluate: Callable[[Version], Awaitable[EvalReport]],
+        weights: Subscriber,
+        claim: Claim,
+    ) -> None:
         self._evaluate, self._weights, self._claim = evaluate, weights, claim
         self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
         self._target = config.run_dir / "best"
         self._record = config.run_dir / "best.json"
 
-    def __call__(self, version: Version) -> EvalReport:
-        report = self._evaluate(version)
+    async def __call__(self, version: Version) -> EvalReport:
+        report = await self._evaluate(version)
         if self._is_best(report):
             if version.step > 0:
-                keep_best(self._weights.folder(version), self._target)
+                folder = await asyncio.to_thread(self._weights.folder, version)
+                await asyncio.to_thread(keep_best, folder, self._target)
             figures = {**msgspec.to_builtins(report), "version": str(version)}
             write_json(self._record, {**figures, "run_id": self._claim.run_id})
         return report
@@ -133,15 +182,20 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     check_bind(host, token)
     import setproctitle
 
-    from distill.evaluation.models import build
+    from distill.evaluation.evaluator import Evaluator
+    from distill.evaluation.probes import probe
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     claim = Claim(RunIdentity(config.run.name))
     weights = Subscriber(config.subscriber("evaluator"), claim)
-    evaluator = build(config, weights)
+    teachers = {
+        name: TeacherClient(name, one.urls, token, claim=claim) for name, one in config.teachers.items()
+    }
+    evaluator = Evaluator(config, weights, teachers, lambda url: HttpReplica(url, token, claim))
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
-    serve_app(app(keeper, token, evaluator.probe, claim), host, port, grace=5)
+    served = Served(evaluator.complete, keeper, partial(probe, config, teachers))
+    serve_app(app(served, token, claim), host, port, grace=5)
 
 
 def main() -> int:

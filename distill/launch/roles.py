@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +33,7 @@ from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone, check_bind
 from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
-TRAINER, EVALUATOR = "trainer", "evaluator"
+TRAINER, EVALUATOR, EVALUATION_REPLICA = "trainer", "evaluator", "evaluation-replica"
 CONTROLLER = "controller"
 Relay = Callable[[str, str], str]
 """(role, its URL) → the URL through which its clients reach it."""
@@ -119,12 +119,26 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
         )
         plan.teachers[name] = teacher.urls or _urls(here)
         plan.children += here
-    if evaluation is not None:
-        evaluators = [] if evaluation.placement.urls else [evaluator_child(config, ports)]
-        plan.evaluator = (evaluation.placement.urls or _urls(evaluators))[0]
-        plan.children += evaluators
+    if evaluation is not None and evaluation.placement.urls:
+        plan.evaluator = evaluation.placement.urls[0]
+    elif evaluation is not None:
+        own = evaluation.replica
+        if own is not None and not own.urls:
+            plan.children.append(evaluation_replica(config, own, ports))
+            own = own.model_copy(update={"urls": [plan.children[-1].url]})
+        child = evaluator_child(_with_urls(config, plan.teachers, own), ports)
+        plan.evaluator = child.url
+        plan.children.append(child)
     plan.children = [_in_run(child, config, token) for child in plan.children]
     return plan
+
+
+def _with_urls(config: RunConfig, teachers: Mapping[str, list[str]], own: Placement | None) -> RunConfig:
+    """What the evaluator is started with: teachers, and its own replica, where they are."""
+    assert config.evaluation is not None, "there is an evaluator"
+    reached = {name: one.model_copy(update={"urls": teachers[name]}) for name, one in config.teachers.items()}
+    evaluation = config.evaluation.model_copy(update={"replica": own})
+    return config.model_copy(update={"teachers": reached, "evaluation": evaluation})
 
 
 def _urls(children: list[ChildSpec]) -> list[str]:
@@ -139,7 +153,7 @@ def token_of(config: RunConfig) -> str | None:
 def _is_local(config: RunConfig) -> bool:
     placements: list[Placement] = [config.student, *config.teachers.values()]
     if config.evaluation is not None:
-        placements.append(config.evaluation.placement)
+        placements += [one for one in (config.evaluation.placement, config.evaluation.replica) if one]
     hosts = [placement.host for placement in placements] + [config.controller.host]
     external = config.controller.trainer == "external" or config.trainer.hostfile is not None
     return not external and not any(p.urls for p in placements) and all(map(is_loopback, hosts))
@@ -161,6 +175,15 @@ def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
     settings = config.subscriber(name)
     write_role(config.run_dir, name, settings)
     argv, env = student.command(place, settings, index, place.host, port)
+    return ChildSpec(name, argv, env, url=url_of(place.host, port))
+
+
+def evaluation_replica(config: RunConfig, place: Placement, ports: Ports) -> ChildSpec:
+    """The replica that generates for evaluations alone: as the student's, in a place of its own."""
+    name, student_there = EVALUATION_REPLICA, config.student.model_copy(update=dict(place))
+    port, settings = _port(place, 0, "evaluation.replica", ports), config.subscriber(name)
+    write_role(config.run_dir, name, settings)
+    argv, env = student.command(student_there, settings, 0, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
@@ -276,7 +299,16 @@ def serve_evaluator(config: RunConfig) -> ChildSpec:
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     refuse(check_transport(config))
+    missing = _unreached_teachers(config)
+    if (own := config.evaluation.replica) is not None and not own.urls:
+        missing.append("evaluation.replica.urls")
+    if missing:
+        raise ConfigError(f"the evaluator asks the other servers and starts none: set {', '.join(missing)}")
     return evaluator_child(with_objective(config).config, _ports(config.evaluation.placement))
+
+
+def _unreached_teachers(config: RunConfig) -> list[str]:
+    return [f"teachers.{name}.urls" for name, teacher in config.teachers.items() if not teacher.urls]
 
 
 def train(config: RunConfig, controller_url: str) -> ChildSpec:
@@ -289,7 +321,7 @@ def train(config: RunConfig, controller_url: str) -> ChildSpec:
 def check_all_joined(config: RunConfig) -> None:
     """Raise ConfigError unless every role of the controller's configuration is reached by URL."""
     missing = [] if config.student.urls else ["student.urls"]
-    missing += [f"teachers.{name}.urls" for name, teacher in config.teachers.items() if not teacher.urls]
+    missing += _unreached_teachers(config)
     if config.evaluation is not None and not config.evaluation.placement.urls:
         missing.append("evaluation.placement.urls (or evaluation = false)")
     if config.controller.trainer != "external":

@@ -38,6 +38,7 @@ from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, 
 from distill.preflight import checks, machine
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding
+from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
@@ -119,7 +120,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def _connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
+def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
     """Clients of the servers of a plan."""
     return live.Engines(
         {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
@@ -129,7 +130,8 @@ def _connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> 
     )
 
 
-async def _disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
+async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
+    """Close them, and `others`."""
     closing = [*clients.teachers.values(), *clients.replicas.values(), clients.evaluator, *others]
     await asyncio.gather(*(one.aclose() for one in closing if one), return_exceptions=True)
 
@@ -159,8 +161,9 @@ class _Launcher:
         every, count = config.tracking.samples_every, config.tracking.samples
         self._samples = SampleFile(folder.path / SAMPLES, every, count)
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
+        self._rewards = RewardPool(split.rewards) if split.rewards else None
         self._claim = Claim()
-        self._clients = _connect(config, plan, token, self._claim)
+        self._clients = connect(config, plan, token, self._claim)
         self._controller = Controller(config, self._components(), self._hooks(), token)
         self._controller.withhold()
         children = list(plan.children)
@@ -188,11 +191,13 @@ class _Launcher:
             await self._supervisor.stop(self._config.run.grace_seconds * (1 - STOP_SHARE))
             for sink in self._sinks:
                 sink.close()
+            if self._rewards is not None:
+                await asyncio.to_thread(self._rewards.close)
             self._spans.close()
             self._quarantine.close()
             self._samples.close()
             joined_later = [one.engine for one in self._controller.pool.replicas.values()]
-            await _disconnect(self._clients, *joined_later)
+            await disconnect(self._clients, *joined_later)
 
     async def _supervised(self) -> dict[str, Any]:
         """Controller, children and their supervision side by side, until the controller is done."""
@@ -293,7 +298,7 @@ class _Launcher:
             student_topk=student_topk(config.objective),
             vocab_size=split.vocab_size,
             evaluator=clients.evaluator,
-            reward_fn=split.reward_fn,
+            rewards=self._rewards,
             transforms=dict(clients.transforms),
             claim=self._claim,
         )
@@ -311,8 +316,12 @@ class _Launcher:
                 self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
-            figures = {name: getattr(report, name) for name in ("reverse_kl", "pass_rate", "truncated")}
-            found = {f"eval/{name}": value for name, value in {**figures, "best": best}.items()}
+            names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
+            figures = {name: getattr(report, name) for name in names} | {"best": best}
+            for name, one in report.sets.items():
+                figures |= {f"{name}/pass_at_1": one.pass_at_1.value, f"{name}/average": one.average.value}
+                figures |= {f"{name}/majority": one.majority.value} if one.majority else {}
+            found = {f"eval/{name}": value for name, value in figures.items()}
             log_all(self._sinks, report.version.step, found)
 
         return Hooks(
@@ -341,7 +350,7 @@ def check_machine(config: RunConfig) -> None:
     Raises ConfigError with what `distill run` would say.
     """
     machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
-    with _temporary(config) as moved, Ports() as ports:
+    with temporary(config) as moved, Ports() as ports:
         plan_servers(moved, token_from_environment(), ports)
         if config.controller.port:
             ports.take(config.controller.host, config.controller.port, "controller.port")
@@ -354,16 +363,16 @@ async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding
     trainer itself at its first step. Raises ConfigError when a check failed, ChildFailed when a server did.
     """
     token = token_of(config)
-    with _temporary(config) as moved, Ports() as ports:
+    with temporary(config) as moved, Ports() as ports:
         plan = plan_servers(moved, token, ports)
         supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
-        engines = _connect(moved, plan, token, claim_of(config))
+        engines = connect(moved, plan, token, claim_of(config))
         try:
             await supervisor.start()
             await supervisor.ready(moved.run.start_seconds)
             await live.check_engines(moved, split, engines, say)
         finally:
-            await _disconnect(engines)
+            await disconnect(engines)
             await supervisor.stop(REHEARSAL_GRACE_SECONDS)
 
 
@@ -375,6 +384,7 @@ def claim_of(config: RunConfig) -> Claim:
 
 
 @contextlib.contextmanager
-def _temporary(config: RunConfig) -> Iterator[RunConfig]:
+def temporary(config: RunConfig) -> Iterator[RunConfig]:
+    """The configuration with a run folder that is removed at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
         yield config.model_copy(update={"run": config.run.model_copy(update={"folder": Path(root)})})

@@ -152,7 +152,8 @@ _TAKES_EFFECT: Final = {
     "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
     "activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
     "keep_checkpoints threads init_timeout_seconds",
-    "evaluation": "every batch metric patience threads device placement",
+    "evaluation": "every sets batch_tokens metric patience replica threads device placement",
+    "prompts": "reward_timeout_seconds",
     "content": "deepspeed",
 }
 _SAME_CONTENT: Final = {

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import MixturePrompts, RowPrompts, RunConfig
+from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight import objective
 from distill.preflight.devices import check_devices
 from distill.preflight.machine import bulk_bytes, check_processor, runs_vllm
-from distill.prompts.sources import NOTHING_HELD_OUT, PromptSplit, data_sources, open_prompts
+from distill.prompts.sources import PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
@@ -65,6 +66,8 @@ def check(config: RunConfig) -> Checked:
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))
+    if config.evaluation is not None:
+        check_rewards(open_sets(config, split, tokenizer))
     return Checked(config, split, [*lines, *split.notes])
 
 
@@ -251,7 +254,7 @@ def _topk(config: RunConfig, vocab: int) -> Iterator[str]:
 
 def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
     evaluation, kind = config.evaluation, config.prompts.type
-    if config.objective.task is not None and split.reward_fn is None:
+    if config.objective.task is not None and split.rewards is None:
         yield (
             f'objective.task is set and prompts of type "{kind}" have no reward: '
             "set prompts.reward_fn, take prompts of a task, or leave objective.task out"
@@ -261,10 +264,8 @@ def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if evaluation is not None and evaluation.metric == "pass_rate" and split.reward_fn is None:
+    if evaluation is not None and evaluation.metric == "pass_rate" and split.rewards is None:
         yield (
             f'evaluation.metric is "pass_rate" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
-    if evaluation is not None and not split.held_out:
-        yield NOTHING_HELD_OUT

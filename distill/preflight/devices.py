@@ -190,6 +190,10 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
         for process, host, names in _places("evaluator", evaluation.placement, 1, inherited):
             terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
             yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
+    if evaluation is not None and evaluation.replica is not None:
+        for process, host, names in _places("evaluation-replica", evaluation.replica, 1, inherited):
+            terms, share, used = _vllm(student, student.dtype, student.flags(), student_limit(config), names)
+            yield Use(process, "evaluation.replica.devices", host, used, terms, share)
     trainer = config.trainer
     elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None
     if trainer.devices is not None:

@@ -1,7 +1,8 @@
 """Preflight with live engines: which checks run, in which order, and what a failure does.
 
     each teacher: tokenizer, template, capabilities, length ─▶ scores repeat, shift, are cut
-    evaluator:    the same scores by plain forward passes; the objective with and without its teacher
+    evaluator:    the same scores by plain forward passes, of a teacher that is small enough to be loaded
+                  there; the objective with and without its teacher
     replicas:     their log-probabilities against the evaluator's (the trainer's come with the first step)
 
 Without an evaluator, a teacher's scores are checked against each other alone.
@@ -174,8 +175,11 @@ class _Checks:
         reply = await evaluator.probe(request, self.config.run.start_seconds)
         for name, found in reply.teachers.items():
             _, scored, tolerance = self.scored[name]
-            plain = [unpack(logprob) for logprob in found.logprob]
-            self._note(probes.equals_plain(scored, plain, tolerance), name)
+            if found.logprob is None:
+                self._note(probes.not_compared(found.not_shown or "the teacher was not loaded"), name)
+            else:
+                plain = [unpack(logprob) for logprob in found.logprob]
+                self._note(probes.equals_plain(scored, plain, tolerance), name)
             if found.self_loss is not None and found.self_gradient is not None:
                 self._note(probes.self_teacher(found.self_loss, found.self_gradient), name)
             if found.teacher_gradient is not None and must_differ(self.config, name):

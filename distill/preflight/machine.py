@@ -93,7 +93,9 @@ def estimate(config: RunConfig) -> DiskNeeds:
     model = item * parameters
     saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
     local_replicas = 0 if config.student.urls else config.student.replicas
-    mirrors = 2 * (local_replicas + (config.evaluation is not None))
+    evaluation = config.evaluation
+    others = 0 if evaluation is None else 1 + (evaluation.replica is not None)
+    mirrors = 2 * (local_replicas + others)
     store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
     fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * model
     return DiskNeeds(saved, int(fixed), bytes_per_token(config))

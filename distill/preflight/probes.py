@@ -27,6 +27,7 @@ SHARPEST_NOISE: Final = 1e-3
 """Nats below which a difference says nothing, however exactly a teacher repeats itself."""
 SELF_TOLERANCE: Final = 1e-4
 """Nats, and gradient norm, per token: what fp32 leaves of an objective whose teacher is the student."""
+EQUALS_PLAIN: Final = "equals a plain forward pass"
 LEAST_GRADIENT: Final = 1e-6
 """Per token: a teacher that changes the gradient by less teaches nothing."""
 
@@ -40,10 +41,13 @@ class Finding:
     """What was measured, with its limit."""
     problem: str | None = None
     """Cause and remedy; None: passed."""
+    shown: bool = True
+    """False: it could not be made, and `figure` says why; it neither passed nor failed."""
 
     @property
     def line(self) -> str:
         verdict = "ok    " if self.problem is None else "FAILED"
+        verdict = verdict if self.shown else "NOT SHOWN"
         return f"{verdict} {self.check}: {self.figure}" + (f". {self.problem}" if self.problem else "")
 
 
@@ -196,13 +200,19 @@ def equals_plain(scored: list[np.ndarray], plain: list[np.ndarray], tolerance: f
     """The teacher's scores against a plain fp32 forward pass of the folder it is configured with."""
     mean = float(np.abs(np.concatenate(scored) - np.concatenate(plain)).mean())
     return _finding(
-        "equals a plain forward pass",
+        EQUALS_PLAIN,
         mean <= tolerance,  # False for NaN
         f"mean difference {mean:.2g} nats of at most {tolerance:g}",
         "other weights, another order of the vocabulary, or another temperature are being served: see that "
         "the teacher's process serves the path and revision of this configuration; if it is quantised on "
         "purpose, raise preflight.score_tolerance",
     )
+
+
+def not_compared(reason: str) -> Finding:
+    """No plain forward pass was made."""
+    figure = f"{reason}; compare a small model on the same engine, or start the evaluator where there is room"
+    return Finding(EQUALS_PLAIN, figure, shown=False)
 
 
 def self_teacher(loss: float, gradient: float) -> Finding:

@@ -1,34 +1,60 @@
-"""Reward functions: whether a completion answers its prompt.
+"""Reward functions: whether a completion answers its prompt. They run in `reward_worker` processes alone.
 
     "exact"      the completion is the answer, white space around both aside
     "contains"   the answer stands in the completion, as a word or words of its own
     "number"     the last number of the completion equals the last number of the answer
-    "package.module:function"   function(prompt: Prompt, completion: str) -> bool or finite number
+    "math"       math-verify finds the completion's final answer equal to the reference, LaTeX or plain
+    "package.module:function"   function(prompt: Prompt, completion: str) -> bool or finite number, or a pair
+                 of that and the completion's answer as text, which majority votes count
 
 All read the completion's text without special tokens. Above 0 a completion passes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from distill.config import DatasetPrompts, JsonlPrompts
+from distill import tasks
+from distill.config import MixturePrompts, PromptsConfig, SinglePrompts, TaskPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 from teacher_service.router import load_function, own_code
 
-Completion = TypeVar("Completion", str, Sequence[int])
 
-RewardFn = Callable[[Prompt, Sequence[int]], float]
-"""Reward of a completion (token ids, end token included); above 0: it answers its prompt."""
-TextReward = Callable[[Prompt, str], Any]
-"""The same, of the completion's text; its result is not validated yet."""
+class Reward(NamedTuple):
+    """What a reward function found."""
+
+    value: float
+    """Above 0: the completion passes."""
+    answer: str | None = None
+    """What the completion answers, equal texts for equal answers; None: the function names none."""
+
+
+Completion = str | list[int]
+"""Text, or token ids with the end token, as the source's check reads it."""
+
+
+class RewardSource(NamedTuple):
+    """Where the rewards of some prompts come from."""
+
+    prompts: PromptsConfig
+    """They have a task or a `reward_fn`; what a worker is started with."""
+    seconds: float
+    """Time limit of one completion."""
+    read: Callable[[Prompt, list[int]], Completion]
+    """A completion as the check reads it."""
+
+
+RewardFn = Callable[[Prompt, Completion], Reward]
+"""Raises DataError where the user's code fails."""
 _NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
@@ -38,9 +64,9 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def exact(prompt: Prompt, completion: str) -> bool:
+def exact(prompt: Prompt, completion: str) -> Reward:
     """Whether the completion is the answer."""
-    return completion.strip() == (prompt.answer or "").strip()
+    return Reward(completion.strip() == (prompt.answer or "").strip(), completion.strip())
 
 
 def contains(prompt: Prompt, completion: str) -> bool:
@@ -48,13 +74,29 @@ def contains(prompt: Prompt, completion: str) -> bool:
     return re.search(rf"(?<!\w){re.escape((prompt.answer or '').strip())}(?!\w)", completion) is not None
 
 
-def number(prompt: Prompt, completion: str) -> bool:
+def number(prompt: Prompt, completion: str) -> Reward:
     """Whether both end on the same number."""
     said = last_number(completion)
-    return said is not None and said == last_number(prompt.answer or "")
+    equal = said is not None and said == last_number(prompt.answer or "")
+    return Reward(equal, None if said is None else str(said.normalize()))
 
 
-BUILT_IN: Final[dict[str, TextReward]] = {"exact": exact, "contains": contains, "number": number}
+def maths(prompt: Prompt, completion: str) -> Reward:
+    """Whether math-verify finds the completion's final answer equal to the reference."""
+    from math_verify import parse, verify
+
+    gold = prompt.answer or ""
+    found = parse(completion)
+    equal = verify(parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"), found)
+    return Reward(equal, str(found[0]) if found else None)
+
+
+BUILT_IN: Final[dict[str, Callable[[Prompt, str], Any]]] = {
+    "exact": exact,
+    "contains": contains,
+    "number": number,
+    "math": maths,
+}
 
 
 def answer_problem(reward_fn: str | None, answer: str) -> str | None:
@@ -66,31 +108,51 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     return None
 
 
-def load_reward_fn(config: JsonlPrompts | DatasetPrompts, tokenizer: Any) -> RewardFn | None:
-    """The configured reward function; None: there is none. Raises ConfigError when it cannot be used.
+def reward_source(prompts: SinglePrompts, tokenizer: Any) -> RewardSource | None:
+    """What rewards completions of `prompts`; None: nothing does.
 
-    The returned function raises DataError when the user's function raises or returns no finite number.
+    Raises ConfigError for a built-in function that lacks answers or its package.
     """
-    name = config.reward_fn
+    seconds = prompts.reward_timeout_seconds
+    if isinstance(prompts, TaskPrompts):
+        return RewardSource(prompts, seconds, lambda prompt, ids: ids)
+    name = prompts.reward_fn
     if name is None:
         return None
-    if name in BUILT_IN and config.answer_field is None:
+    if name in BUILT_IN and prompts.answer_field is None:
         raise ConfigError(
             f"prompts.reward_fn is {name!r} and compares with a reference answer: name its field in "
             "prompts.answer_field"
         )
-    read = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "prompts.reward_fn is 'math' and math-verify is not installed: pip install "
+            "'onpolicy-distill[math]', or choose another function"
+        )
+    return RewardSource(
+        prompts, seconds, lambda prompt, ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+    )
 
-    def reward_fn(prompt: Prompt, completion: Sequence[int]) -> float:
-        text = tokenizer.decode(list(completion), skip_special_tokens=True)
-        return reward(f"prompts.reward_fn {name!r}", read, prompt, text)
 
-    return reward_fn
+# --- in a worker
 
 
-def reward(
-    name: str, function: Callable[[Prompt, Completion], Any], prompt: Prompt, completion: Completion
-) -> float:
+def load_rewards(prompts: PromptsConfig) -> RewardFn:
+    """The configured function. Raises ConfigError when it cannot be loaded."""
+    if isinstance(prompts, MixturePrompts):
+        parts = {name: load_rewards(part) for name, part in prompts.parts.items()}
+        return lambda prompt, completion: parts[prompt.source](prompt, completion)
+    if isinstance(prompts, TaskPrompts):
+        task = tasks.load(prompts.task, prompts.options)
+        return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
+    name = prompts.reward_fn or ""
+    of_text = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
+    return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
+
+
+def _reward(
+    name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
+) -> Reward:
     """Call the user's function on a completion.
 
     Raises DataError with `name`, prompt and completion when it raises or returns no finite number.
@@ -98,15 +160,11 @@ def reward(
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     with own_code(name, about, "return 0 for completions that it cannot handle"):
         found = function(prompt, completion)
-    is_number = isinstance(found, bool | int | float | np.bool | np.integer | np.floating)
-    if not is_number or not math.isfinite(found):
-        raise DataError(f"{name} gave {found!r:.80} for {about}: it must return a bool or a finite number")
-    return float(found)
-
-
-def check_reward_fn(reward_fn: RewardFn, prompt: Prompt) -> None:
-    """Try it on an empty completion. Raises ConfigError when it fails."""
-    try:
-        reward_fn(prompt, [])
-    except DataError as error:
-        raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
+    value, answer = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
+    if not is_number or not math.isfinite(value) or not isinstance(answer, str | None):
+        raise DataError(
+            f"{name} gave {found!r:.80} for {about}: it must return a bool or a finite number, or a pair of "
+            "that and the answer as text"
+        )
+    return Reward(float(value), answer)

@@ -6,7 +6,6 @@ import copy
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ import numpy as np
 from distill import tasks
 from distill.config import DatasetPrompts, JsonlPrompts, MixturePrompts, RunConfig, TaskPrompts
 from distill.prompts.mixture import Mixture, by_weight
-from distill.prompts.rewards import RewardFn, check_reward_fn, load_reward_fn, reward
+from distill.prompts.reward_pool import RewardPool
+from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
 from distill.prompts.rows import Encode, RowReader, RowsConfig, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
@@ -102,7 +102,7 @@ class PromptSplit(NamedTuple):
 
     train: PromptSource
     held_out: list[Prompt]
-    reward_fn: RewardFn | None
+    rewards: RewardSource | None
     """None: completions cannot be checked."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
@@ -194,19 +194,19 @@ class _Opening:
             for prompt in split.held_out
         ]
         train = Mixture({name: split.train for name, split in splits.items()}, weights, self.seed)
-        reward_fn, notes = _reward_of_parts(splits)
+        rewards, notes = _rewards_of_parts(prompts, splits)
         notes += [note for split in splits.values() for note in split.notes]
-        return PromptSplit(train, held_out, reward_fn, notes=tuple(notes))
+        return PromptSplit(train, held_out, rewards, notes=tuple(notes))
 
     def one(self, prompts: TaskPrompts | RowsConfig, wanted: int) -> PromptSplit:
         """A source that is no mixture."""
         if isinstance(prompts, TaskPrompts):
             return self._task(prompts, wanted)
         reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest)
-        reward_fn = load_reward_fn(prompts, self.tokenizer)
+        rewards = reward_source(prompts, self.tokenizer)
         if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
             stream, held_out = open_stream(prompts, reader, self.seed, wanted, LARGEST_SHARE)
-            split = PromptSplit(stream, held_out, reward_fn)
+            split = PromptSplit(stream, held_out, rewards)
         else:
             rows = jsonl_rows(prompts.path) if isinstance(prompts, JsonlPrompts) else dataset_rows(prompts)
             table = TableSource(reader.prompts(rows))
@@ -215,9 +215,9 @@ class _Opening:
                     f"0 prompts were found in {prompts.path} ({reader.note or 'it has no rows'}): a run "
                     "needs at least one; check the path, the field and the filters"
                 )
-            split = split_table(table, wanted, self.seed, reward_fn)
-        if reward_fn is not None:
-            check_reward_fn(reward_fn, (split.held_out or [split.train[0]])[0])
+            split = split_table(table, wanted, self.seed, rewards)
+        if rewards is not None and prompts.reward_fn not in BUILT_IN:
+            RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
         return split._replace(notes=(reader.note,) if reader.note else ())
 
     def _task(self, prompts: TaskPrompts, wanted: int) -> PromptSplit:
@@ -230,25 +230,29 @@ class _Opening:
                     f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
                     f"{self.longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
                 )
-        reward_fn = partial(reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
-        return PromptSplit(source, held_out, reward_fn)
+        return PromptSplit(source, held_out, reward_source(prompts, self.tokenizer))
 
 
-def _reward_of_parts(splits: Mapping[str, PromptSplit]) -> tuple[RewardFn | None, list[str]]:
+def _rewards_of_parts(
+    prompts: MixturePrompts, splits: Mapping[str, PromptSplit]
+) -> tuple[RewardSource | None, list[str]]:
     """The reward of a prompt by its part, and a note for parts without one: then there is none at all."""
-    rewards = {name: split.reward_fn for name, split in splits.items() if split.reward_fn is not None}
-    if missing := sorted(splits.keys() - rewards.keys()):
+    parts = {name: split.rewards for name, split in splits.items() if split.rewards is not None}
+    if missing := sorted(splits.keys() - parts.keys()):
         note = f"prompts: completions have no reward, because {', '.join(missing)} of prompts.parts has none"
-        return None, [note] if rewards else []
-    return lambda prompt, completion: rewards[prompt.source](prompt, completion), []
+        return None, [note] if parts else []
+    seconds = max(one.seconds for one in parts.values())
+    return RewardSource(prompts, seconds, lambda prompt, ids: parts[prompt.source].read(prompt, ids)), []
 
 
-def split_table(table: TableSource, wanted: int, seed: int, reward_fn: RewardFn | None = None) -> PromptSplit:
+def split_table(
+    table: TableSource, wanted: int, seed: int, rewards: RewardSource | None = None
+) -> PromptSplit:
     """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(wanted, int(len(table) * LARGEST_SHARE))
     held_out = [table[row] for row in sorted(order[:count].tolist())]
-    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, reward_fn)
+    return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, rewards)
 
 
 # --- how long they may be

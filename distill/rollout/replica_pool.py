@@ -55,6 +55,7 @@ class Replica:
         self.backoff = Backoff(1.0, 30.0)  # after requests that it refused
         self.rests_until = 0.0  # monotonic time before which it is sent nothing
         self.lost = asyncio.Event()
+        self.held = False  # out of dispatch for an evaluation; see hold.py
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
         self.busy = asyncio.Lock()  # held during an update
 
@@ -144,15 +145,20 @@ class ReplicaPool:
     def least_busy(self) -> Replica | None:
         """The serving replica with the fewest completions in flight; None: none takes a request now."""
         now = time.monotonic()
-        able = [replica for replica in self.serving() if replica.rests_until <= now]
+        able = [one for one in self.serving() if one.rests_until <= now and not one.held]
         return min(able, key=lambda replica: replica.in_flight, default=None)
 
     def slowest(self) -> Version | None:
-        """The oldest version that a serving replica holds; None: the model folder, or none serves."""
-        versions = [replica.version for replica in self.serving()]
+        """The oldest version that a replica generates rollouts with; None: the model folder, or none does."""
+        versions = [one.version for one in self.serving() if one.in_flight or not one.held]
         if None in versions:
             return None
         return min((v for v in versions if v), key=self._state.step_of, default=None)
+
+    def is_ahead(self, replica: Replica, version: Version) -> bool:
+        """Whether a replica holds a later version."""
+        step_of = self._state.step_of
+        return replica.version is not None and step_of(replica.version) > step_of(version)
 
     def report_lost(self, replica: Replica) -> None:
         """A connection to it broke: it is out until it has joined again."""
@@ -337,17 +343,21 @@ class ReplicaPool:
     async def update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
         """Bring a replica to a version: what it cost; None: another task had done it."""
         async with replica.busy:
-            if replica.version == request.version and request.broadcast is None:
-                return None
-            began = time.monotonic()
-            work = replica.engine.update(request, self._weights.timeout_seconds)
-            reply = await unless(replica.lost, work, replica.name)
-            if problem := checks.same_version(reply, request.version):
-                raise WireError(f"its answer to an update cannot be used: {problem}")
-            replica.version = reply.version
-            parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
-            seconds = time.monotonic() - began
-            self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))
+            return await self.update_locked(replica, request)
+
+    async def update_locked(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
+        """The same, by a task that holds `replica.busy`."""
+        if replica.version == request.version and request.broadcast is None:
+            return None
+        began = time.monotonic()
+        work = replica.engine.update(request, self._weights.timeout_seconds)
+        reply = await unless(replica.lost, work, replica.name)
+        if problem := checks.same_version(reply, request.version):
+            raise WireError(f"its answer to an update cannot be used: {problem}")
+        replica.version = reply.version
+        parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
+        seconds = time.monotonic() - began
+        self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))
         return reply
 
     def _lose(self, replica: Replica) -> None:

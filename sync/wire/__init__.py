@@ -12,7 +12,8 @@ Producer → consumer
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
                                    BroadcastMembers
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
-    controller → evaluator         EvalRequest, ProbeRequest;  evaluator → controller  EvalReport, ProbeReply
+    controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
+    evaluator → controller         CompletionsReply, EvalReport, ProbeReply
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.
@@ -22,5 +23,6 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 """
 
 from sync.wire.base import *  # noqa: F403
+from sync.wire.evaluator import *  # noqa: F403
 from sync.wire.servers import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

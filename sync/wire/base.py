@@ -27,6 +27,8 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 """Finite and at least 0; a decoder refuses NaN too."""
+Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""Finite."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 

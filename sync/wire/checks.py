@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
+from sync.wire.evaluator import CompletionsReply, EvalReport
 from sync.wire.servers import (
-    EvalReport,
     Generated,
     Head,
     Kept,
@@ -272,9 +272,18 @@ def head(found: Head) -> Problem | None:
 # --- the other reports ------------------------------------------------------------------------------------
 
 
-def same_version(answer: EvalReport | UpdateReply, version: Version) -> Problem | None:
-    """An evaluation of `version`, or a replica's report of its update to it."""
+def same_version(answer: CompletionsReply | EvalReport | UpdateReply, version: Version) -> Problem | None:
+    """An answer about `version`: of the evaluator, or a replica's to its update."""
     return _same("version", answer.version, version)
+
+
+def evaluation(report: EvalReport, version: Version) -> Problem | None:
+    """An evaluation of `version`; an exact divergence is at least 0."""
+    low = report.reverse_kl_error is None and report.reverse_kl < -ROUNDING
+    rule = "at least 0 where it is exact"
+    return same_version(report, version) or (
+        Problem("reverse_kl", f"{report.reverse_kl}", rule) if low else None
+    )
 
 
 def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:

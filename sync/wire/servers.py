@@ -1,12 +1,12 @@
-"""Controller ↔ servers: student replicas, teachers, the evaluator; people ↔ controller: replicas of a run."""
+"""Controller ↔ servers: student replicas, teachers; people ↔ controller: replicas of a run."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
-from sync.wire.base import Amount, Array, Count, Message, Share, Version, VersionSpan
+from sync.wire.base import Amount, Array, Count, Message, Version, VersionSpan
 
 # --- the student ----------------------------------------------------------------------------------------
 
@@ -343,58 +343,3 @@ class Head(Message, frozen=True):
     scale: float = 1.0
     soft_cap: float | None = None
     """cap(x) = soft_cap · tanh(x / soft_cap); None: no cap"""
-
-
-# --- the evaluator --------------------------------------------------------------------------------------
-
-
-class EvalRequest(Message, frozen=True):
-    """Evaluate a published version on the held-out prompts. Controller → evaluator."""
-
-    version: Version
-
-
-class EvalReport(Message, frozen=True):
-    """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
-
-    version: Version
-    reverse_kl: Annotated[float, msgspec.Meta(ge=-0.02, le=1e300)]
-    """Nats per token: full vocabulary, fp32, over the student's own temperature-1 completions, with EOS.
-    Rounding may take it below 0."""
-    pass_rate: Share | None
-    """Share of completions with the full reward; None: the run has no reward function."""
-    completions: Count
-    tokens: Count
-    truncated: Share
-    """Share of completions that ended at the token limit."""
-    seconds: Amount
-
-
-class ProbeRequest(Message, frozen=True):
-    """Preflight → evaluator: run plain forward passes over these sequences; `gather_ids` are ignored."""
-
-    student: list[ScoreSequence]
-    """Completions of the student itself; may be empty."""
-    teachers: dict[str, list[ScoreSequence]]
-    """Teacher's name → the sequences that it scored."""
-
-
-class ReferenceScores(msgspec.Struct, frozen=True):
-    """One teacher's scores by a plain forward pass, and the run's objective on them."""
-
-    logprob: list[Array]
-    """f4 [T] for each sequence: log q(y_t), temperature 1"""
-    self_loss: float | None
-    """|loss| per token with the student in the teacher's place; None: the objective is `sft`."""
-    self_gradient: float | None
-    """Norm of the gradient in the logits, per token, of the same."""
-    teacher_gradient: float | None
-    """Norm of how much that gradient changes when the teacher takes its place."""
-
-
-class ProbeReply(Message, frozen=True):
-    """Evaluator → preflight: figures of fp32 forward passes of the folders that the configuration names."""
-
-    student: list[Array]
-    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
-    teachers: dict[str, ReferenceScores]

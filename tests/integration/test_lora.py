@@ -158,7 +158,6 @@ rank = {RANK}
 alpha = 8
 [evaluation]
 prompts = 16
-batch = 16
 threads = 1
 """
 

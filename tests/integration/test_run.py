@@ -57,15 +57,17 @@ STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 20
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
-import sys
-calls = []
+import os, pathlib
+calls = pathlib.Path(__file__).with_name("calls")
 def reward_fn(prompt, completion):
-    calls.append(prompt)
-    if "evaluation" in sys.argv[0] and len(calls) > 5:
-        raise RuntimeError("the reward_fn has given up")
+    if b"evaluator" in pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+        with calls.open("a") as file:
+            file.write("x")
+        if calls.stat().st_size > 4:
+            raise RuntimeError("the reward_fn has given up")
     return True
 """
-"""A reward_fn that answers the evaluator once when it is tried and for four completions, then never again."""
+"""A reward_fn that answers the evaluator for four completions, then never again."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
 [run]

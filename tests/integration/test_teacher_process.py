@@ -24,7 +24,7 @@ from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluation.evaluation import LanguageModel, log_probs
+from distill.evaluation.reference import LanguageModel, log_probs
 from distill.preflight import probes
 from sync.claims import Claim
 from sync.client import Peer

@@ -18,6 +18,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from distill.aio import Signal
+from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
@@ -28,6 +29,8 @@ from sync.wire import (
     Array,
     BatchRequest,
     CheckpointSaved,
+    CompletionsReply,
+    CompletionsRequest,
     EvalReport,
     FinalDigests,
     Generated,
@@ -295,11 +298,29 @@ def fetching(teachers: dict[str, MemoryTeacher], want: Want, student_topk: int =
 
 
 @dataclass
+class MemoryRewards:
+    """Calls a function; what it raises is raised."""
+
+    function: Callable[[Prompt, list[int]], float]
+
+    async def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> Reward:
+        return Reward(float(self.function(prompt, list(token_ids))))
+
+
+@dataclass
 class MemoryEvaluator:
     """Remembers what it evaluated; `kl` by step."""
 
     seen: list[Version] = field(default_factory=list)
     kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
+    completed: list[CompletionsRequest] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """What becomes of the next replicas that are to complete."""
+
+    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+        self.completed.append(request)
+        await asyncio.sleep(0)
+        return CompletionsReply(version=request.version, lost=self.lost.pop(0) if self.lost else None)
 
     async def evaluate(self, version: Version) -> EvalReport:
         self.seen.append(version)

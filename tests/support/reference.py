@@ -69,7 +69,8 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
         if name == "type":
             continue
         inner = sections(field.annotation)
-        kind = " or ".join(f"`[{prefix}.{name}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
+        place = f"{prefix}.{name}" + (".NAME" if inner and get_origin(field.annotation) is dict else "")
+        kind = " or ".join(f"`[{place}]`" for _ in inner[:1]) or f"`{_type(field.annotation)}`"
         rows.append(f"| `{name}` | {kind} | {_default(field)} | {_cell(field.description or '')} |")
         for choice in inner:
             if choice in shown:
@@ -77,8 +78,8 @@ def _table(section: type[Settings], prefix: str, shown: set[type[Settings]]) -> 
             shown.add(choice)
             tag = choice.model_fields.get("type")
             suffix = f", type = {_literal(tag)}" if tag is not None else ""
-            table = _table(choice, f"{prefix}.{name}", shown)
-            nested += ["", f"### [{prefix}.{name}]{suffix}", "", summary(choice), "", *table]
+            table = _table(choice, place, shown)
+            nested += ["", f"### [{place}]{suffix}", "", summary(choice), "", *table]
     return rows + nested
 
 

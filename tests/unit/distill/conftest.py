@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_memory import MemoryPrompts, MemoryReplica, MemoryTeacher
+from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards, MemoryTeacher
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -32,6 +32,8 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
         config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
     ) -> Controller:
         config = config or make_config()
+        if reward_fn := parts.pop("reward_fn", None):
+            parts["rewards"] = MemoryRewards(reward_fn)
         given: dict[str, Any] = {
             "replicas": {"r0": MemoryReplica()},
             "teachers": {"t": MemoryTeacher()},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -108,14 +107,6 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
 
 def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
-
-
-def test_a_folder_is_evaluated_without_a_run(distill: Distill, models: Path) -> None:
-    few = ("evaluation.prompts=4", "evaluation.device=cpu")
-    said = distill(*few, name="evaluate", status=0, more=("--model", str(models / "teacher")))
-    assert re.search(r"^reverse_kl +0\.0000$", said, re.MULTILINE), said
-    said = distill("evaluation=false", name="evaluate", status=0)
-    assert re.search(r"^reverse_kl +0\.\d*[1-9]\d*$", said, re.MULTILINE), said
 
 
 def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:

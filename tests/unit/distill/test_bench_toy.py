@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from distill.bench.local_evaluation import Limits
 from distill.bench.toy import (
     OBJECTIVES,
     Delayed,
@@ -19,7 +20,7 @@ from distill.bench.toy import (
     score,
     wire_bytes,
 )
-from distill.evaluation.evaluation import LanguageModel, Limits
+from distill.evaluation.reference import LanguageModel
 from distill.prompts.stream import Prompt
 from distill.tasks import spellings
 from distill.tasks.spellings import EOS_ID, PAD_ID, VOCABULARY

@@ -1,30 +1,58 @@
-"""Exact reverse KL against closed forms, on models small enough to enumerate."""
+"""Figures of an evaluation against closed forms, on models small enough to enumerate."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from in_memory import MemoryReplica
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluation.evaluation import LanguageModel, Limits, compare, evaluate, sample
+from distill.config import RunConfig
+from distill.evaluation import evaluator as evaluating
+from distill.evaluation import statistics
+from distill.evaluation.completions import KEPT, file_of, remove_old
+from distill.evaluation.evaluator import Evaluator, parts
 from distill.evaluation.models import load_student
-from distill.prompts.stream import Prompt
+from distill.evaluation.reverse_kl import ReverseKL, total
+from distill.loading import validate
+from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
+from sync.errors import DataError, RemoteError, WireError
 from sync.settings import ModelSource
-from sync.wire import Version
-from teacher_service.engines.head import find_head
-from teacher_service.engines.sampling import completions
+from sync.wire import (
+    CompletionsRequest,
+    Generated,
+    GenerateRequest,
+    Head,
+    Scored,
+    ScoreSequence,
+    TeacherInfo,
+    Version,
+    VersionSpan,
+    Want,
+    pack,
+    unpack,
+)
+from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.messages import describe, scored
 
 torch.set_num_threads(1)
 
-ROWS, KNOWN, EOS = 12, 9, 1
-"""Rows of the model, ids of the tokenizer (the rest are padding), the end id."""
+ROWS, EOS = 32, 1
+"""Rows of the models; the tokenizer has fewer ids, the rest are padding."""
+KNOWN = len(letter_tokenizer().get_vocab())
 
 
-def tiny(seed: int) -> LanguageModel:
+def save(folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -35,111 +63,394 @@ def tiny(seed: int) -> LanguageModel:
             num_key_value_heads=1,
             head_dim=8,
             intermediate_size=24,
-            max_position_embeddings=32,
+            max_position_embeddings=64,
             initializer_range=0.5,
         )
-    ).eval()
-    return LanguageModel(model, find_head(model, KNOWN))
+    )
+    model.save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    return folder
 
 
-PROMPTS = [Prompt(str(i), [2 + (i * j) % 5 for j in range(1, 2 + i % 4)]) for i in range(12)]
-LIMITS = Limits(max_tokens=6, end_ids=(EOS,), batch=5, chunk=3)
+class Replica(MemoryReplica):
+    """Samples from a model at temperature 1, with the weights of `version`."""
+
+    def __init__(self, folder: Path, version: Version = Version(0, 0)) -> None:
+        super().__init__()
+        self.model, self.version = Qwen3ForCausalLM.from_pretrained(folder), version
+        self.random = torch.Generator().manual_seed(3)
+        self.served: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self.served.append(request)
+        for prompt in request.prompts:
+            ids: list[int] = []
+            while len(ids) < request.sampling.max_tokens and EOS not in ids:
+                logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
+                ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
+            yield Generated(
+                id=prompt.id,
+                token_ids=pack(np.array(ids, "i4")),
+                logprob=pack(np.full(len(ids), -1.0, "f4")),
+                spans=[VersionSpan(self.version or Version(0, 0), 0, len(ids))],
+                finish_reason="stop" if ids[-1] == EOS else "length",
+            )
 
 
-def log_probs(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
+class Teacher:
+    """A teacher's engine without its process."""
+
+    def __init__(self, folder: Path, hidden: bool = True) -> None:
+        self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
+        self.hidden, self.requests = hidden, 0
+
+    async def first_info(self) -> TeacherInfo:
+        info = describe("t", self.engine.engine_info, letter_tokenizer())
+        return info if self.hidden else TeacherInfo(**{**_fields(info), "can": ["topk"]})
+
+    async def head(self) -> Head:
+        assert self.hidden
+        head = self.engine.head()
+        assert head is not None
+        return head
+
+    async def score(self, sequences: list[ScoreSequence], want: Want, deadline: float) -> list[Scored]:
+        self.requests += 1
+        assert self.hidden or not want.hidden
+        options = ScoreOptions(hidden=want.hidden)
+        items = [Item(unpack(one.token_ids), one.start) for one in sequences]
+        return [
+            scored(one.id, self.engine.score([item], options), "f4")
+            for one, item in zip(sequences, items, strict=True)
+        ]
+
+
+def _fields(info: TeacherInfo) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in info.__struct_fields__}
+
+
+@torch.no_grad()
+def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
     """[L, V] over the known ids, one sequence at a time and without padding or cache."""
-    with torch.no_grad():
-        return model.model(input_ids=torch.tensor([tokens])).logits[0, :, :KNOWN].log_softmax(-1)
+    return model(input_ids=torch.tensor([tokens])).logits[0, :, :KNOWN].float().log_softmax(-1)
 
 
-def by_hand(
-    student: LanguageModel, teacher: LanguageModel, prompt: list[int], done: list[int]
-) -> list[float]:
+def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
+    return validate(
+        {
+            "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
+            "student": {"path": str(tmp_path / "student")},
+            "teachers": {"t": {"path": "t/t", "urls": ["http://127.0.0.1:1"]}},
+            "prompts": {"type": "task", "task": "sort_letters"},
+            "rollout": {"max_tokens": 6, "request_size": 5},
+            "trainer": {"deepspeed": "x.json"},
+            "evaluation": {"prompts": 12, "batch_tokens": 64, "device": "cpu", **evaluation},
+        },
+        "x",
+    )
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    save(tmp_path / "student", 0)
+    save(tmp_path / "teacher", 1)
+    return tmp_path
+
+
+class Folders:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+
+    def folder(self, version: Version) -> Path:
+        return self.path
+
+
+MADE: list[Evaluator] = []
+
+
+@pytest.fixture(autouse=True)
+def _ends_workers() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def evaluator(models: Path, teacher: Any, vllm: Any, **evaluation: Any) -> Evaluator:
+    weights: Any = Folders(models / "student")
+    MADE.append(Evaluator(configure(models, **evaluation), weights, {"t": teacher}, lambda url: vllm))
+    return MADE[-1]
+
+
+async def evaluated(one: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()) -> Any:
+    reply = await one.complete(CompletionsRequest(version=version, replica="http://r", sets=list(sets)))
+    assert reply.lost is None
+    return await one.evaluate(version)
+
+
+def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file_of(models / "x", version, name).read_text().splitlines()]
+
+
+def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, float, int]:
+    """Exact KL and log p − log q, summed over the tokens of a completion; and their number."""
+    student, teacher = (Qwen3ForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
+    prompt, done = letter_tokenizer().encode(row["prompt"]), row["token_ids"]
+    assert letter_tokenizer().decode(done) == row["completion"]
     logp, logq = (log_probs(model, prompt + done)[len(prompt) - 1 : -1] for model in (student, teacher))
-    return (logp.exp() * (logp - logq)).sum(-1).tolist()
+    at = torch.tensor(done)[:, None]
+    sampled = float((logp.gather(1, at) - logq.gather(1, at)).sum())
+    return float((logp.exp() * (logp - logq)).sum()), sampled, len(done)
 
 
-def test_the_figure_is_the_mean_over_tokens_of_the_full_sum_whatever_padding_batch_and_chunk() -> None:
-    student, teacher = tiny(0), tiny(1)
-    generator = torch.Generator().manual_seed(5)
-    total, tokens = 0.0, 0
-    for start in range(0, len(PROMPTS), 5):
-        rows = [p.token_ids for p in PROMPTS[start : start + 5]]
-        with torch.no_grad():
-            sampled = sample(student, rows, LIMITS, generator)
-            kl, count = compare(student, teacher, sampled, LIMITS.chunk)
-        expected = [by_hand(student, teacher, r, c) for r, c in zip(rows, completions(sampled), strict=True)]
-        assert count == sum(map(len, expected))
-        assert kl == pytest.approx(sum(map(sum, expected)), rel=1e-4)
-        total, tokens = total + kl, tokens + count
-    assert total / tokens > 0.1
+@pytest.mark.parametrize("positions", [3, 1 << 20])
+async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_requests_are_split(
+    models: Path, monkeypatch: pytest.MonkeyPatch, positions: int
+) -> None:
+    """Whole completions in one request, and completions split at three tokens, give the same."""
+    monkeypatch.setattr(evaluating, "HIDDEN_BYTES", positions * 4 * 16)
+    teacher = Teacher(models / "teacher")
+    found = await evaluated(evaluator(models, teacher, Replica(models / "student")))
+    assert (teacher.requests > 8) == (positions == 3)
+    sums = [by_hand(models, row) for row in lines(models)]
+    expected = sum(one[0] for one in sums) / sum(one[2] for one in sums)
+    assert found.reverse_kl == pytest.approx(expected, rel=1e-4)
+    assert found.reverse_kl > 0.1
+    assert found.reverse_kl_error is None
+    assert (found.completions, found.tokens) == (12, sum(one[2] for one in sums))
+    assert found.truncated == sum(row["finish_reason"] == "length" for row in lines(models)) / 12
 
 
-def test_a_model_against_itself_is_zero() -> None:
-    student = tiny(0)
-    found = evaluate(student, {"t": student}, PROMPTS, LIMITS, route=lambda _: "t")
-    assert found.reverse_kl == pytest.approx(0.0, abs=1e-6)
-
-
-def test_completions_are_drawn_from_the_student_at_temperature_one_and_padding_rows_never() -> None:
-    student = tiny(0)
-    limits = Limits(max_tokens=1, end_ids=(EOS,))
-    with torch.no_grad():
-        sampled = sample(student, [[3, 4]] * 20000, limits, torch.Generator().manual_seed(0))
-    counts = torch.bincount(torch.tensor(completions(sampled)).flatten(), minlength=ROWS).double() / 20000
-    expected = log_probs(student, [3, 4])[-1].exp().double()
-    assert counts[KNOWN:].sum() == 0
-    spread = (expected * (1 - expected) / 20000).sqrt()
-    assert ((counts[:KNOWN] - expected).abs() <= 5 * spread + 1e-9).all()
-
-
-def test_a_completion_ends_with_the_first_end_token_or_at_the_limit() -> None:
-    student = tiny(0)
-    with torch.no_grad():
-        found = completions(sample(student, [[3]] * 200, LIMITS, torch.Generator().manual_seed(0)))
-    assert all(EOS not in one[:-1] for one in found)
-    assert all(one[-1] == EOS or len(one) == LIMITS.max_tokens for one in found)
-    assert {len(one) for one in found} == set(range(1, LIMITS.max_tokens + 1))
-
-
-def test_each_prompt_is_compared_with_the_teacher_of_its_source() -> None:
-    student, other = tiny(0), tiny(1)
-    mixed = [Prompt(p.id, p.token_ids, "same" if i % 2 else "other") for i, p in enumerate(PROMPTS)]
-    teachers = {"same": student, "other": other}
-    found = evaluate(student, teachers, mixed, LIMITS, route=lambda source: source)
-    alone = [p for p in mixed if p.source == "same"]
-    assert evaluate(student, teachers, alone, LIMITS, route=lambda s: s).reverse_kl < 1e-6
-    assert found.reverse_kl > 0.05
-
-
-def test_pass_rate_and_truncation_are_shares_and_without_a_reward_function_there_is_none() -> None:
-    student = tiny(0)
-    route = {"route": lambda _: "t", "version": Version(1, 7)}
-    rewarded = evaluate(
-        student, {"t": student}, PROMPTS, LIMITS, reward_fn=lambda _, c: c[-1] == EOS, **route
+async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
+    found = await evaluated(
+        evaluator(models, Teacher(models / "teacher", hidden=False), Replica(models / "student"))
     )
-    assert rewarded.pass_rate == pytest.approx(1 - rewarded.truncated)
-    assert 0 < rewarded.truncated < 1
-    assert (rewarded.completions, rewarded.version) == (len(PROMPTS), Version(1, 7))
-    assert evaluate(student, {"t": student}, PROMPTS, LIMITS, **route).pass_rate is None
+    sums = [by_hand(models, row) for row in lines(models)]
+    tokens = sum(one[2] for one in sums)
+    ratio = sum(one[1] for one in sums) / tokens
+    rest = sum((x - ratio * n) ** 2 for _, x, n in sums)
+    assert found.reverse_kl == pytest.approx(ratio, rel=1e-4)
+    assert found.reverse_kl_error == pytest.approx(math.sqrt(12 / 11 * rest) / tokens, rel=1e-4)
 
 
-def test_a_reward_above_zero_passes_however_high_it_is() -> None:
-    student, rewards = tiny(0), iter([0.0, -1.0, 2.5] * len(PROMPTS))
-    report = evaluate(
-        student, {"t": student}, PROMPTS, LIMITS, reward_fn=lambda p, c: next(rewards), route=lambda _: "t"
+def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
+    """Tokens of a two-valued p against a two-valued q; 400 evaluations of 50 completions."""
+    p, q, random = np.array([0.3, 0.7]), np.array([0.6, 0.4]), np.random.default_rng(0)
+    exact = float((p * np.log(p / q)).sum())
+    values, errors = [], []
+    for _ in range(400):
+        part = ReverseKL(is_exact=False)
+        for completion in range(50):
+            count = int(random.integers(1, 9))
+            drawn = random.choice(2, count, p=p)
+            part.add(completion, float(np.log(p / q)[drawn].sum()), count)
+        value, error = total([part])
+        assert error is not None
+        values.append(value)
+        errors.append(error)
+    spread = float(np.std(values))
+    assert abs(np.mean(values) - exact) < 4 * spread / math.sqrt(400)
+    assert np.mean(errors) == pytest.approx(spread, rel=0.1)
+
+
+def test_an_exact_part_adds_no_error_and_one_completion_does_not_pretend_to_be_sure() -> None:
+    exact, estimate = ReverseKL(True), ReverseKL(False)
+    exact.add(0, 3.0, 3)
+    exact.add(0, 1.0, 1)
+    assert total([exact]) == (1.0, None)
+    estimate.add(0, -2.0, 2)
+    assert total([exact, estimate]) == (pytest.approx(2 / 6), pytest.approx(2 / 6))
+
+
+def test_work_is_split_at_the_limit_and_nothing_is_lost() -> None:
+    """Every scored position comes exactly once, after all tokens before it."""
+    sizes = [(2, 5), (3, 40), (1, 9), (4, 5), (2, 17)]
+    items = [Item(np.arange(first + count, dtype=np.int32), first) for first, count in sizes]
+    seen: list[tuple[int, int]] = []
+    for numbers, part in parts(items, 16):
+        assert sum(item.positions for item in part) <= 16
+        for number, item in zip(numbers, part, strict=True):
+            assert item.token_ids_L.tolist() == list(range(len(item.token_ids_L)))
+            seen += [(number, position) for position in range(item.first, len(item.token_ids_L))]
+    expected = [(i, first + t) for i, (first, count) in enumerate(sizes) for t in range(count)]
+    assert sorted(seen) == expected
+
+
+# --- completions ------------------------------------------------------------------------------------------
+
+
+async def test_a_completion_of_another_version_is_refused(models: Path) -> None:
+    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student", Version(0, 3)))
+    with pytest.raises(RemoteError, match="generated with L000-v00000003 and must hold L000-v00000002"):
+        await one.complete(CompletionsRequest(version=Version(0, 2), replica="http://r"))
+    assert not file_of(models / "x", Version(0, 2), "held_out").exists()
+
+
+async def test_a_completion_that_cannot_be_is_refused(models: Path) -> None:
+    class Long(Replica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            async for answer in super().generate(request):
+                assert isinstance(answer, Generated)
+                yield Generated(**{**_fields(answer), "token_ids": pack(np.zeros(7, "i4"))})  # type: ignore[arg-type]
+
+    one = evaluator(models, Teacher(models / "teacher"), Long(models / "student"))
+    with pytest.raises(WireError, match="7 tokens, and must be 0 to 6"):
+        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+
+
+async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) -> None:
+    class Short(Replica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            async for answer in super().generate(request):
+                if not answer.id.startswith("7:"):
+                    yield answer
+
+    one = evaluator(models, Teacher(models / "teacher"), Short(models / "student"))
+    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    assert reply.lost == "memory left 1 of 12 prompts unanswered"
+
+
+async def test_completions_on_disk_are_evaluated_by_another_process_and_not_generated_again(
+    models: Path,
+) -> None:
+    replica, teacher = Replica(models / "student"), Teacher(models / "teacher")
+    first = await evaluated(evaluator(models, teacher, replica))
+    requests = len(replica.served)
+    again = await evaluated(evaluator(models, teacher, replica))
+    assert len(replica.served) == requests == 3
+    assert again.reverse_kl == pytest.approx(first.reverse_kl, rel=1e-6)
+
+
+async def test_a_replica_of_its_own_is_brought_to_the_version(models: Path) -> None:
+    replica = Replica(models / "student", None)  # type: ignore[arg-type]
+    one = evaluator(models, Teacher(models / "teacher"), replica, replica={"urls": ["http://127.0.0.1:1"]})
+    await evaluated(one)
+    assert replica.updates == []
+    await evaluated(one, Version(0, 2))
+    assert replica.updates == [Version(0, 2)]
+
+
+def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
+    for step in range(KEPT + 3):
+        folder = file_of(tmp_path, Version(0, step), "x").parent
+        folder.mkdir(parents=True)
+        import os
+
+        os.utime(folder, (step, step))
+    remove_old(tmp_path)
+    assert sorted(one.name for one in (tmp_path / "evaluations").iterdir()) == [
+        str(Version(0, step)) for step in range(3, KEPT + 3)
+    ]
+
+
+# --- named sets -------------------------------------------------------------------------------------------
+
+
+async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) -> None:
+    """Rewards are those that the texts on disk earn; interval and majority follow from them."""
+    table = models / "rows.jsonl"
+    rows = [{"prompt": text, "gold": "b"} for text in ("abc>", "bca>", "cab>")]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"type": "jsonl", "path": str(table), "template": "plain", "answer_field": "gold"}
+    sets = {
+        "letters": {"source": {**source, "reward_fn": "exact"}, "completions": 4, "max_tokens": 2,
+                    "temperature": 0.5, "top_p": 0.9},
+        "sorting": {"source": {"type": "task", "task": "sort_letters"}, "prompts": 5},
+    }  # fmt: skip
+    replica = Replica(models / "student")
+    one = evaluator(models, Teacher(models / "teacher"), replica, sets=sets)
+    report = await evaluated(one, sets=["letters", "sorting"])
+    (request,) = [one for one in replica.served if one.sampling.max_tokens == 2][:1]
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
+    found, letters = report.sets["letters"], lines(models, "letters")
+    assert (found.prompts, found.completions, report.sets["sorting"].completions) == (3, 12, 5)
+    said = [row["completion"].removesuffix("<eos>").strip() for row in letters]
+    assert [row["answer"] for row in letters] == said
+    passed = np.array([text == "b" for text in said], float).reshape(3, 4)
+    assert [row["reward"] for row in letters] == passed.flatten().tolist()
+    assert found.pass_at_1 == statistics.share(passed.mean(1), 4)
+    assert found.average.value == passed.mean()
+    assert found.majority is not None
+    assert report.sets["sorting"].majority is None
+    assert report.pass_rate == sum(row["reward"] > 0 for row in lines(models)) / 12
+    assert report.pass_rate_interval is not None
+
+
+async def test_a_reward_function_that_always_fails_ends_the_evaluation(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "fails.py").write_text(
+        "def some(p, c):\n    return 1 / (len(p.text) % 2)\ndef none(p, c):\n    return 1 / len(p.text[:0])\n"
     )
-    assert report.pass_rate == (len(PROMPTS) // 3) / len(PROMPTS)
+    monkeypatch.syspath_prepend(models)
+    table = models / "rows.jsonl"
+    table.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab>", "abc>", "cba>", "b>")))
+    source = {"type": "jsonl", "path": str(table), "template": "plain"}
+    sets = {name: {"source": {**source, "reward_fn": f"fails:{name}"}} for name in ("some", "none")}
+    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
+    report = await evaluated(one, sets=["some"])
+    assert (report.sets["some"].failed, report.sets["some"].pass_at_1.value) == (3, 0.25)
+    assert "ZeroDivisionError" in lines(models, "some")[1]["error"]
+    await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r", sets=["none"]))
+    with pytest.raises(DataError, match="ZeroDivisionError"):
+        await one.evaluate(Version(0, 0))
 
 
-def test_the_same_seed_gives_the_same_report() -> None:
-    student, teacher = tiny(0), tiny(1)
+# --- statistics -------------------------------------------------------------------------------------------
 
-    def kl(seed: int) -> float:
-        found = evaluate(student, {"t": teacher}, PROMPTS, LIMITS, route=lambda _: "t", seed=seed)
-        return found.reverse_kl
 
-    assert kl(3) == kl(3) != kl(4)
+def test_with_one_completion_the_interval_is_wilsons() -> None:
+    """8 of 30: the roots of (p − p̂)² = z² p(1 − p)/n."""
+    found = statistics.share(np.array([1.0] * 8 + [0.0] * 22), 1)
+    n, z, p = 30, statistics.Z, 8 / 30
+    low, high = np.sort(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
+    assert (found.value, found.low, found.high) == pytest.approx((p, low, high))
+
+
+def test_completions_that_agree_count_once_and_independent_ones_each() -> None:
+    agree, once = (statistics.share(np.array([1.0] * 8 + [0.0] * 22), k) for k in (16, 1))
+    assert (agree.low, agree.high) == pytest.approx((once.low, once.high))
+    same = statistics.share(np.full(30, 0.5), 16)
+    alone = statistics.share(np.array([0.0, 1.0] * 240), 1)
+    assert (same.low, same.high) == pytest.approx((alone.low, alone.high))
+    for value in (0.0, 1.0):
+        never = statistics.share(np.full(30, value), 16)
+        assert never.high - never.low == pytest.approx(statistics.Z**2 / (30 + statistics.Z**2))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_claims() -> None:
+    """Prompts of unequal difficulty, four completions each: 95 % of the intervals hold the true mean."""
+    random, held = np.random.default_rng(0), 0
+    for _ in range(1000):
+        chance = random.beta(0.5, 1.0, size=60)
+        found = statistics.share(random.binomial(4, chance) / 4, 4)
+        held += found.low <= 1 / 3 <= found.high
+    assert 0.93 < held / 1000 < 0.975
+
+
+def test_the_mean_of_rewards_has_a_normal_interval() -> None:
+    found = statistics.mean(np.array([1.0, 2.0, 3.0, 6.0]))
+    half = statistics.Z * math.sqrt(((2**2 + 1 + 0 + 3**2) / 4) / 4)
+    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+
+
+@pytest.mark.parametrize(
+    ("answers", "passes", "expected"),
+    [
+        (["7", "7", "8"], [True, True, False], 1.0),
+        (["7", "8", "8"], [True, False, False], 0.0),
+        (["7", "7", "8", "8"], [True, True, False, False], 0.5),
+        (["7", None, None], [True, False, False], 1.0),
+        ([None, None], [False, False], 0.0),
+    ],
+)
+def test_the_most_frequent_answer_decides(
+    answers: list[str | None], passes: list[bool], expected: float
+) -> None:
+    for order in itertools.islice(itertools.permutations(range(len(answers))), 24):
+        assert statistics.majority([answers[i] for i in order], [passes[i] for i in order]) == expected
+
+
+# --- models -----------------------------------------------------------------------------------------------
 
 
 def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path: Path) -> None:
@@ -161,7 +472,7 @@ def test_a_version_of_a_model_with_code_of_its_own_brings_weights_alone(tmp_path
             parameter += 0.01
     model.save_pretrained(version)
     source = ModelSource(path=str(own), trust_remote_code=True)
-    loaded = load_student(source, version, letter_tokenizer(), "cpu").model
+    loaded = load_student(source, version, "cpu")
     assert type(loaded).__module__.endswith("modeling_x")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name

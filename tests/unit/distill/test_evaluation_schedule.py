@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from in_memory import MemoryEvaluator, MemoryPrompts
+from pydantic import ValidationError
+from small_config import make_config
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
 from distill.config import EvaluationConfig
-from distill.evaluation.schedule import Evaluations, best, exhausted
+from distill.evaluation.schedule import LOST_REPLICAS, Evaluations, best, due_sets, exhausted
+from distill.events import ErrorBudget, Events
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
+from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from sync.errors import RemoteError, Unreachable
-from sync.wire import EvalReport, Version
+from sync.wire import Estimate, EvalReport, SetReport, Version
 
 pytestmark = pytest.mark.virtual_time
 
@@ -55,8 +61,10 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
         seed=0,
         rules=Rules(1, Bound(0, 0)),
     )
-    config = EvaluationConfig(every=every)
-    silent = Evaluations(evaluator, config, run_log, Timeline(), lambda *_: None, lambda _: None, 0.005)
+    own = {"urls": ["http://127.0.0.1:1"]}
+    config = make_config(evaluation={"every": every, "replica": own}, run={"steps": 100})
+    pool = ReplicaPool(run_log.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
+    silent = Evaluations(evaluator, config, run_log, pool, Timeline(), lambda *_: None, lambda _: None, 0.005)
     return silent, run_log
 
 
@@ -154,3 +162,55 @@ async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
     await asyncio.gather(task, return_exceptions=True)
     run_log.journal.close()
     assert len(evaluator.seen) == times
+
+
+async def test_completions_are_requested_again_while_replicas_are_lost_and_not_for_ever(
+    tmp_path: Path,
+) -> None:
+    evaluator = MemoryEvaluator(lost=["killed"] * (LOST_REPLICAS - 1))
+    evaluations, run_log = bench(tmp_path, evaluator, 1)
+    assert (await evaluations.now(Version(0, 1))).version == Version(0, 1)
+    assert len(evaluator.completed) == LOST_REPLICAS
+    evaluator.lost = ["killed"] * LOST_REPLICAS
+    with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*: killed"):
+        await evaluations.now(Version(0, 2))
+    assert evaluator.seen == [Version(0, 1)]
+    run_log.journal.close()
+
+
+def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end() -> None:
+    source = {"type": "task", "task": "sort_letters"}
+    every = {"each": None, "fourth": 4, "ends": 0}
+    sets = {name: {"source": source, "every": value} for name, value in every.items()}
+    config = EvaluationConfig.model_validate({"every": 2, "sets": sets})
+    one = Estimate(0.5, 0.4, 0.6)
+    figures = SetReport(1, 1, 1, 0.0, 0, one, one, None)
+    reports: list[EvalReport] = []
+    seen = {}
+    for step in (0, 2, 5, 6, 8, 10):
+        seen[step] = due_sets(config, reports, step, last=step == 10)
+        reports.append(msgspec.structs.replace(report(step, 1.0), sets=dict.fromkeys(seen[step], figures)))
+    assert seen == {
+        0: ["each", "fourth", "ends"],
+        2: ["each"],
+        5: ["each", "fourth"],
+        6: ["each"],
+        8: ["each", "fourth"],
+        10: ["each", "fourth", "ends"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"every": 2, "sets": {"x": {"every": 3}}}, r"sets\.x\.every is 3 .* give a multiple of"),
+        ({"sets": {"x": {"every": 3}}}, r"sets\.x\.every is 3 .* give a multiple of"),
+        ({"sets": {"held_out": {}}}, r"sets\.held_out: not a name of a set"),
+        ({"sets": {"../x": {}}}, r"sets\.\.\./x: not a name of a set"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(evaluation: dict[str, Any], message: str) -> None:
+    for one in evaluation["sets"].values():
+        one["source"] = {"type": "task", "task": "sort_letters"}
+    with pytest.raises(ValidationError, match=message):
+        EvaluationConfig.model_validate(evaluation)

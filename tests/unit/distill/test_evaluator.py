@@ -5,21 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from distill.evaluation.schedule import HttpEvaluator
-from distill.evaluation.service import BestKeeper, app
+from distill.evaluation.service import BestKeeper, Served, app
 from distill.loading import validate
 from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
-from sync.wire import EvalReport, EvalRequest, ProbeReply, ProbeRequest, RunIdentity, Version, decode, encode
+from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    EvalReport,
+    EvalRequest,
+    ProbeReply,
+    ProbeRequest,
+    RunIdentity,
+    Version,
+    decode,
+    encode,
+)
 
 
 def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:
@@ -57,37 +70,41 @@ def keeper(
         "x",
     )
     config.run_dir.mkdir(exist_ok=True)
-    evaluate: Any = lambda version: report(version, *figures[version.step])  # noqa: E731
-    return BestKeeper(config, evaluate, Folders(tmp_path), Claim(RunIdentity("x", run_id)))
+
+    async def evaluate(version: Version) -> EvalReport:
+        return report(version, *figures[version.step])
+
+    folders: Any = Folders(tmp_path)
+    return BestKeeper(config, evaluate, folders, Claim(RunIdentity("x", run_id)))
 
 
 @pytest.mark.parametrize(("metric", "best"), [("reverse_kl", 20), ("pass_rate", 30)])
-def test_the_best_version_by_the_metric_is_kept_across_restarts(
+async def test_the_best_version_by_the_metric_is_kept_across_restarts(
     tmp_path: Path, metric: str, best: int
 ) -> None:
     figures = {0: (1.0, 0.1), 10: (0.5, 0.5), 20: (0.2, 0.6), 30: (0.3, 0.7), 40: (0.4, 0.6)}
     for step in figures:
-        keeper(tmp_path, figures, metric)(Version(0, step))
+        await keeper(tmp_path, figures, metric)(Version(0, step))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, best))
     assert json.loads((tmp_path / "x" / "best.json").read_text())["version"] == str(Version(0, best))
 
 
-def test_what_another_run_left_as_its_best_does_not_count(tmp_path: Path) -> None:
+async def test_what_another_run_left_as_its_best_does_not_count(tmp_path: Path) -> None:
     figures = {20: (0.2, 0.6), 30: (0.3, 0.7)}
-    keeper(tmp_path, figures, "reverse_kl")(Version(0, 20))
-    keeper(tmp_path, figures, "reverse_kl")(Version(0, 30))
+    await keeper(tmp_path, figures, "reverse_kl")(Version(0, 20))
+    await keeper(tmp_path, figures, "reverse_kl")(Version(0, 30))
     record = tmp_path / "x" / "best.json"
     assert json.loads(record.read_text())["version"] == str(Version(0, 20))
     later = keeper(tmp_path, figures, "reverse_kl", run_id="2")
-    later(Version(0, 30))
+    await later(Version(0, 30))
     assert json.loads(record.read_text())["version"] == str(Version(0, 30))
     assert (tmp_path / "x" / "best" / "weights").read_text() == str(Version(0, 30))
 
 
-def test_nothing_is_copied_while_the_model_folder_is_the_best(tmp_path: Path) -> None:
+async def test_nothing_is_copied_while_the_model_folder_is_the_best(tmp_path: Path) -> None:
     keep = keeper(tmp_path, {0: (0.1, 0.1), 10: (0.5, 0.5)}, "reverse_kl")
-    keep(Version(0, 0))
-    keep(Version(0, 10))
+    await keep(Version(0, 0))
+    await keep(Version(0, 10))
     assert not (tmp_path / "x" / "best").exists()
 
 
@@ -96,14 +113,24 @@ async def post(client: httpx.AsyncClient, version: Version, token: str = "") -> 
     return await client.post("/v1/evaluate", content=encode(EvalRequest(version=version)), headers=headers)
 
 
-def no_probe(request: ProbeRequest) -> ProbeReply:
+async def no_probe(request: ProbeRequest) -> ProbeReply:
     if request.teachers:
         raise ConfigError("no such teacher")
     return ProbeReply(student=[], teachers={})
 
 
+async def no_completions(request: CompletionsRequest) -> CompletionsReply:
+    return CompletionsReply(version=request.version, lost="there is none")
+
+
+def application(evaluate: Callable[[Version], EvalReport], token: str | None = "") -> Starlette:
+    """With evaluations that take their time in a thread, as real ones."""
+    threaded = partial(asyncio.to_thread, evaluate)
+    return app(Served(no_completions, threaded, no_probe), token, Claim())
+
+
 def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app(evaluate, token, no_probe, Claim()))
+    transport = httpx.ASGITransport(application(evaluate, token))
     return httpx.AsyncClient(transport=transport, base_url="http://evaluator")
 
 
@@ -162,7 +189,7 @@ async def test_a_probe_is_answered_or_refused_with_the_reason() -> None:
 @asynccontextmanager
 async def behind_a_url(evaluate: Any) -> AsyncIterator[str]:
     bound = listen("127.0.0.1", 0, None)
-    async with serving(app(evaluate, "", no_probe, Claim()), bound):
+    async with serving(application(evaluate), bound):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
@@ -202,4 +229,32 @@ async def test_a_version_that_the_evaluator_refuses_is_refused_at_once() -> None
         evaluator = HttpEvaluator(url)
         with pytest.raises(RemoteError, match="L000-v00000003 is not in the store"):
             await evaluator.evaluate(Version(0, 3))
+        await evaluator.aclose()
+
+
+async def test_generation_ends_when_its_caller_leaves_and_the_next_one_is_served() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def complete(request: CompletionsRequest) -> CompletionsReply:
+        if request.version.step:
+            return CompletionsReply(version=request.version)
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    async def evaluate(version: Version) -> EvalReport:
+        raise AssertionError
+
+    bound = listen("127.0.0.1", 0, None)
+    async with serving(app(Served(complete, evaluate, no_probe), "", Claim()), bound):
+        evaluator = HttpEvaluator(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        waiting = asyncio.create_task(evaluator.complete(CompletionsRequest(version=Version(0, 0))))
+        await asyncio.wait_for(began.wait(), 60)
+        waiting.cancel()
+        await asyncio.wait_for(ended.wait(), 60)
+        reply = await evaluator.complete(CompletionsRequest(version=Version(0, 1)))
+        assert (reply.version, reply.lost) == (Version(0, 1), None)
         await evaluator.aclose()

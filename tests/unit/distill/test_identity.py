@@ -36,6 +36,7 @@ from sync.client import BlockingPeer
 from sync.errors import RemoteError, WrongServer
 from sync.server import RunGuard, read_message, reply
 from sync.wire import (
+    CompletionsRequest,
     EvalReport,
     EvalRequest,
     Generated,
@@ -79,7 +80,11 @@ def evaluator_app(engine: MemoryEvaluator) -> Starlette:
     async def evaluate(request: Request) -> Response:
         return reply(await engine.evaluate((await read_message(request, EvalRequest)).version))
 
-    return Starlette(routes=[Route("/v1/evaluate", evaluate, methods=["POST"])])
+    async def complete(request: Request) -> Response:
+        return reply(await engine.complete(await read_message(request, CompletionsRequest)))
+
+    routes = [Route("/v1/evaluate", evaluate, methods=["POST"])]
+    return Starlette(routes=[*routes, Route("/v1/completions", complete, methods=["POST"])])
 
 
 @asynccontextmanager
@@ -134,7 +139,7 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
 
 
 async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
-    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/evaluate") as url:
+    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/completions") as url:
         claim = Claim()
         evaluator = HttpEvaluator(url, claim=claim)
         run = controller(evaluator=evaluator, claim=claim)

@@ -120,7 +120,9 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
     scores = {"keep_folder": config.run_dir / "scores" / "served"}
     served = config.teachers["served"].model_copy(update=scores)
     assert given("teacher-served", TeacherConfig, "teacher-served.json") == served
-    assert given("evaluator", RunConfig, "evaluator.json") == config
+    evaluator = given("evaluator", RunConfig, "evaluator.json")
+    assert {name: one.urls for name, one in evaluator.teachers.items()} == plan.teachers
+    assert evaluator.model_copy(update={"teachers": config.teachers}) == config
     monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
     assert ReplicaConfig.from_environment().store == config.weights.store
     assert children["student-0"].env["WANDB_API_KEY"] == PLANTED[0]
@@ -215,4 +217,4 @@ def test_every_table_whose_keys_are_the_users_is_searched_by_name() -> None:
         for name, field in section.model_fields.items()
         if str(field.annotation).startswith("dict[str, ") and "Settings" not in str(field.annotation)
     }
-    assert tables - secrets.FREE_FORM <= {"parts", "teacher_coefficients", "teachers", "weights"}
+    assert tables - secrets.FREE_FORM <= {"parts", "teacher_coefficients", "teachers", "weights", "sets"}

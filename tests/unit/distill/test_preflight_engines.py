@@ -11,7 +11,8 @@ import pytest
 from in_memory import MemoryReplica
 
 from distill.config import RunConfig
-from distill.evaluation.models import build as build_evaluator
+from distill.evaluation import probes
+from distill.evaluation.probes import probe
 from distill.launch import roles
 from distill.loading import validate
 from distill.preflight import checks as preflight
@@ -19,11 +20,13 @@ from distill.preflight import engines as live
 from distill.preflight.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from student_trainer.objectives.config import TopK
 from sync.errors import ConfigError
 from sync.tokenizers import load_tokenizer
 from sync.wire import (
     Array,
     Generated,
+    Head,
     ProbeReply,
     ProbeRequest,
     Scored,
@@ -79,29 +82,40 @@ class Teacher:
         self._told = engine_info
         self.scored = 0
 
+    name = "t"
+
     async def info(self, timeout: float | None = None) -> TeacherInfo:
         import msgspec
 
         return msgspec.structs.replace(self.engine_info, **self._told)
+
+    first_info = info
+
+    async def head(self) -> Head:
+        head = self.engine.head()
+        assert head is not None
+        return head
 
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         self.scored += len(sequences)
         items = [Item(unpack(one.token_ids), one.start) for one in sequences]
-        flat = self.engine.score(items, ScoreOptions()).logprob_C
-        parts = np.split(flat, np.cumsum([item.positions for item in items])[:-1])
-        return [Scored(one.id, pack(part)) for one, part in zip(sequences, parts, strict=True)]
+        flat = self.engine.score(items, ScoreOptions(hidden=want.hidden))
+        ends = np.cumsum([item.positions for item in items])[:-1]
+        hidden = [None] * len(items) if flat.hidden_CH is None else map(pack, np.split(flat.hidden_CH, ends))
+        parts = zip(sequences, np.split(flat.logprob_C, ends), hidden, strict=True)
+        return [Scored(one.id, pack(part), hidden=states) for one, part, states in parts]
 
 
 class Evaluator:
-    """The evaluator's models without its process."""
+    """The evaluator's probes without its process; `teachers`: those that it asks."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._bench = build_evaluator(config, weights=None)  # type: ignore[arg-type]
+    def __init__(self, config: RunConfig, **teachers: Any) -> None:
+        self._config, self._teachers = config, teachers
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
-        return self._bench.probe(request)
+        return await probe(self._config, self._teachers, request)
 
 
 def split_of(config: RunConfig) -> PromptSplit:
@@ -149,6 +163,25 @@ async def test_a_teacher_that_serves_other_weights_than_configured_is_caught(mod
     other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
     said = await findings(config, live.Engines({"t": Teacher(other)}, Evaluator(config)))
     assert failed(said) == ["teacher t: equals a plain forward pass"]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_a_teacher_too_large_to_load_is_not_shown_to_be_right_and_its_gradient_still_is(
+    models: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    monkeypatch.setattr(probes, "free_bytes", lambda device: 4 << 20)
+    config = configure(models)
+    other = configure(models, teachers={"t": {"path": str(models / "other"), "dtype": "float32"}})
+    teacher = Teacher(other) if hidden else Teacher(other, can=["topk"])
+    if not hidden:
+        config = config.model_copy(update={"objective": TopK(type="topk", k=4)})
+    said = await findings(config, live.Engines({"t": teacher}, Evaluator(config, t=teacher)))
+    assert failed(said) == []
+    shown = {one.check.removeprefix("teacher t: "): one for one in said}
+    plain = shown["equals a plain forward pass"]
+    assert plain.line.startswith("NOT SHOWN teacher t: equals a plain forward pass: 0.00 B parameters take")
+    assert "in fp32, and 50% of the evaluator's 0.0 GiB of free memory" in plain.line
+    assert ("the gradient depends on the teacher" in shown) == hidden
 
 
 async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> None:
@@ -271,12 +304,12 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
-    assert preflight.check(configure(models, **sections)).split.reward_fn is not None
+    assert preflight.check(configure(models, **sections)).split.rewards is not None
     with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(configure(models, prompts=jsonl, **sections))
     path.write_text('{"prompt": "abc>", "gold": "a"}\n' * 20)
     judged = jsonl | {"answer_field": "gold", "reward_fn": "exact"}
-    assert preflight.check(configure(models, prompts=judged, **sections)).split.reward_fn is not None
+    assert preflight.check(configure(models, prompts=judged, **sections)).split.rewards is not None
 
 
 def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, models: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from table_engine import TableEngine
 
-from distill.evaluation.evaluation import objective_figures
+from distill.evaluation.reference import objective_figures
 from distill.preflight import probes
 from distill.preflight.probes import Finding, Score
 from student_trainer.objectives.config import (

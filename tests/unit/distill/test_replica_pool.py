@@ -17,7 +17,8 @@ from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Hung
 from distill.metrics.summary import identity
 from distill.rollout.broadcasts import Broadcasts
-from distill.rollout.replica_pool import Phase, ReplicaPool
+from distill.rollout.hold import hold
+from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.run_log.records import VersionApplied, VersionPublished
 from distill.run_log.state import RunState
 from sync.errors import RemoteError, Unreachable
@@ -553,3 +554,92 @@ async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: boo
         await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
         assert world.stuck == []
+
+
+# --- held for an evaluation -------------------------------------------------------------------------------
+
+
+async def test_a_held_replica_gets_no_prompts_and_keeps_its_version_while_the_others_go_on() -> None:
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        world.publish(Version(0, 1))
+        await world.until(lambda: len(world.applied) == 2)
+        async with hold(world.pool, Version(0, 1), 60.0) as held:
+            (other,) = [one for one in world.pool.serving() if one is not held]
+            world.publish(Version(0, 2))
+            await world.until(lambda: other.version == Version(0, 2))
+            await asyncio.sleep(LONG)
+            assert held.version == Version(0, 1)
+            assert world.pool.least_busy() is other
+            assert world.pool.slowest() == Version(0, 2), "the capacity rule does not wait for it"
+            held.in_flight = 1
+            assert world.pool.slowest() == Version(0, 1), "but for what it still generates"
+            held.in_flight = 0
+        await world.until(lambda: held.version == Version(0, 2))
+        assert not held.held
+
+
+async def test_a_replica_that_must_go_back_is_drained_before_and_one_that_need_not_is_preferred() -> None:
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        world.publish(Version(0, 1))
+        world.publish(Version(0, 2))
+        await world.until(lambda: {one.version for one in world.pool.serving()} == {Version(0, 2)})
+        a, b = world.pool.replicas.values()
+        a.in_flight = b.in_flight = 3
+        held = asyncio.create_task(_held(world, Version(0, 1)))
+        await asyncio.sleep(LONG)
+        assert [one.version for one in (a, b)] == [Version(0, 2)] * 2, "it has completions in flight"
+        a.in_flight = b.in_flight = 0
+        world.events.changed.wake()
+        assert (await held).version == Version(0, 1)
+        async with hold(world.pool, Version(0, 2), 60.0) as one:
+            assert one.version == Version(0, 2)
+
+
+async def _held(world: World, version: Version) -> Replica:
+    async with hold(world.pool, version, 60.0) as replica:
+        assert replica.version == version
+        copy = Replica("copy", replica.engine)
+        copy.version = replica.version
+        return copy
+
+
+async def test_the_model_folder_stands_for_step_0_of_every_lineage() -> None:
+    world = World(a=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        async with hold(world.pool, Version(3, 0), 60.0) as held:
+            assert held.version is None
+    assert world.applied == []
+
+
+async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_reported() -> None:
+    engine = MemoryReplica()
+    engine.up = False
+    world = World(a=engine)
+    async with world.running():
+        with pytest.raises(Unreachable, match="no replica serves that could generate with L000-v00000000"):
+            async with hold(world.pool, Version(0, 0), 5.0):
+                raise AssertionError
+        engine.up = True
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.serving() == ["a"])
+        (replica,) = world.pool.serving()
+        replica.in_flight = 1
+        held = asyncio.create_task(_held(world, Version(0, 0)))
+        await asyncio.sleep(LONG)
+        world.pool.report_lost(replica)
+        with pytest.raises(Unreachable, match="replica a was lost"):
+            await held
+        assert not replica.held
+        await world.until(lambda: not replica.busy.locked())
+
+
+async def test_a_held_replica_that_generates_nothing_is_hung() -> None:
+    world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: world.serving() == ["a"])
+        async with hold(world.pool, Version(0, 0), 60.0) as held:
+            await asyncio.wait_for(held.lost.wait(), LONG)
+        assert world.stuck == ["a"]

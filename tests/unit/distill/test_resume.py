@@ -65,7 +65,7 @@ def test_the_decisions_are_about_keys_of_the_configuration() -> None:
     declared = set(fields(RunConfig))
     assert {"trainer.lr", "teachers.*.path", "buffer.late.half_life", "objective.k"} <= declared
     keys = {key for key in DECISIONS if "." in key and not key.startswith("content.")}
-    assert keys - declared == {"evaluation.placement"}
+    assert keys - declared == {f"evaluation.{name}" for name in ("placement", "replica", "sets")}
     sections = {key.partition(".")[0] for key in DECISIONS}
     assert sections - {"content"} == set(RunConfig.model_fields), "every section has a decision"
 

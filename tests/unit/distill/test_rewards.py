@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from distill.config import JsonlPrompts
+from distill.config import JsonlPrompts, TaskPrompts
 from distill.loading import validate
-from distill.prompts.rewards import load_reward_fn
+from distill.prompts import rewards
+from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
+from distill.prompts.rewards import Reward, load_rewards, reward_source
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
+from distill.tasks.sort_letters import EOS_ID, LETTERS, letter_tokenizer
 from sync.errors import ConfigError, DataError
 
 EOS = 0
@@ -51,11 +59,13 @@ def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> Promp
     return open_prompts(config, Letters(), 64)
 
 
-def rewarded(name: str, answer: str, completion: str) -> float:
-    config = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
-    reward_fn = load_reward_fn(config, Letters())
-    assert reward_fn is not None
-    return reward_fn(Prompt("1", [1], "default", answer), [*Letters().encode(completion), EOS])
+def rewarded(name: str, answer: str, completion: str) -> Reward:
+    prompts = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
+    source = reward_source(prompts, Letters())
+    assert source is not None
+    assert source.decode is not None
+    text = source.decode([*Letters().encode(completion), EOS])
+    return load_rewards(source.prompts)(Prompt("1", [1], "default", answer), text)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +85,54 @@ def rewarded(name: str, answer: str, completion: str) -> float:
     ],
 )
 def test_an_answer_is_right_or_wrong(name: str, answer: str, right: str, wrong: str) -> None:
-    assert rewarded(name, answer, right) == 1.0
-    assert rewarded(name, answer, wrong) == 0.0
+    assert rewarded(name, answer, right).value == 1.0
+    assert rewarded(name, answer, wrong).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("1/2", r"so it is $\frac{2}{4}$", r"so it is $\frac{1}{3}$"),
+        (r"\boxed{(x+1)^2}", r"thus \boxed{x^2+2x+1}", r"thus \boxed{x^2+2x}"),
+        ("72", r"the answer is \boxed{72}", r"72 at first, then \boxed{71}"),
+    ],
+)
+def test_math_verify_compares_final_answers(answer: str, right: str, wrong: str) -> None:
+    pytest.importorskip("math_verify")
+    assert rewarded("math", answer, right).value == 1.0
+    assert rewarded("math", answer, wrong).value == 0.0
+    assert rewarded("math", answer, right).answer != rewarded("math", answer, wrong).answer
+
+
+def test_math_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'onpolicy-distill\[math\]'"):
+        rewarded("math", "1", "1")
+
+
+def test_equal_answers_have_equal_names_and_functions_without_answers_have_none() -> None:
+    names = [rewarded("number", "72", said).answer for said in ("72", "it is 72.00", "1 or 7")]
+    assert names == ["72", "72", "7"]
+    assert rewarded("number", "72", "none").answer is None
+    assert rewarded("exact", "a", " b ").answer == "b"
+    assert rewarded("contains", "a", "b").answer is None
+    assert rewarded(f"{__name__}:with_answer", "72", "xy") == Reward(1.0, "yx")
 
 
 def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "gold": i + 1} for i in range(30)]
     split = open_rows(tmp_path, rows, answer_field="gold", reward_fn="number")
-    assert split.reward_fn is not None
+    assert split.rewards is not None
+    reward_fn = load_rewards(split.rewards.prompts)
     for prompt in (split.train[0], split.held_out[0]):
         right = int(prompt.text.split("+")[0]) + 1
-        assert split.reward_fn(prompt, Letters().encode(f"{right}")) == 1.0
-        assert split.reward_fn(prompt, Letters().encode(f"{right}0")) == 0.0
-    assert open_rows(tmp_path, rows, answer_field="gold").reward_fn is None
+        assert reward_fn(prompt, f"{right}").value == 1.0
+        assert reward_fn(prompt, f"{right}0").value == 0.0
+    assert open_rows(tmp_path, rows, answer_field="gold").rewards is None
+
+
+def with_answer(prompt: Prompt, completion: str) -> tuple[bool, str]:
+    return True, completion[::-1]
 
 
 def length_of_answer(prompt: Prompt, completion: str) -> float:
@@ -116,11 +161,8 @@ def only_short(prompt: Prompt, completion: str) -> bool:
     return True
 
 
-def test_a_function_of_the_users_reads_prompt_and_completion(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "gold": "abc"}]
-    split = open_rows(tmp_path, rows, answer_field="gold", reward_fn=f"{__name__}:length_of_answer")
-    assert split.reward_fn is not None
-    assert split.reward_fn(split.train[0], Letters().encode("xy")) == 2.5
+def test_a_function_of_the_users_reads_prompt_and_completion() -> None:
+    assert rewarded(f"{__name__}:length_of_answer", "abc", "xy").value == 2.5
 
 
 def half(prompt: Prompt, completion: str) -> np.float32:
@@ -128,29 +170,33 @@ def half(prompt: Prompt, completion: str) -> np.float32:
 
 
 def test_a_number_of_numpys_is_a_number() -> None:
-    assert rewarded(f"{__name__}:half", "x", "y") == 0.5
+    assert rewarded(f"{__name__}:half", "x", "y").value == 0.5
 
 
 @pytest.mark.parametrize(
-    ("reward_fn", "message"),
+    ("reward_fn", "error", "message"),
     [
-        ("number", r"compares with a reference answer: name its field in prompts\.answer_field"),
-        ("closest", r"'closest' cannot be loaded .*say exact, contains, number, or"),
-        ("no_such_module:reward_fn", r"cannot be loaded \(ModuleNotFoundError"),
-        (f"{__name__}:missing", r"cannot be loaded \(AttributeError"),
-        (f"{__name__}:EOS", r"EOS is a int and cannot be called"),
-        (f"{__name__}:none", r"gave None for prompt 1.*a bool or a finite number"),
-        (f"{__name__}:not_a_number", r"gave nan for prompt 1"),
-        (f"{__name__}:one_argument", r"raised TypeError"),
-        (f"{__name__}:later", r"gave <coroutine"),
+        ("closest", ConfigError, r"'closest' cannot be loaded .*say exact, contains, number, math, or"),
+        ("no_such_module:reward_fn", ConfigError, r"cannot be loaded \(ModuleNotFoundError"),
+        (f"{__name__}:missing", ConfigError, r"cannot be loaded \(AttributeError"),
+        (f"{__name__}:EOS", ConfigError, r"EOS is a int and cannot be called"),
+        (f"{__name__}:none", DataError, r"gave None for prompt 1.*a bool or a finite number"),
+        (f"{__name__}:not_a_number", DataError, r"gave nan for prompt 1"),
+        (f"{__name__}:one_argument", DataError, r"raised TypeError"),
+        (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_a_reward_function_that_cannot_be_used_is_refused_with_the_prompts(
-    tmp_path: Path, reward_fn: str, message: str
+def test_a_reward_function_that_cannot_be_used_is_named(
+    reward_fn: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_rows(tmp_path, [{"prompt": "a"}], reward_fn=reward_fn)
+    with pytest.raises(error, match=message):
+        rewarded(reward_fn, "a", "")
+
+
+def test_a_built_in_function_needs_an_answer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a reference answer: name its field in prompts\.answer"):
+        open_rows(tmp_path, [{"prompt": "a"}], reward_fn="number")
 
 
 def test_a_reward_function_that_fails_later_is_named_with_its_input() -> None:
@@ -171,3 +217,83 @@ def test_an_answer_that_nothing_can_equal_is_named_by_file_and_line(
     rows = [{"prompt": "a", "gold": "1"}, {"prompt": "b", "gold": gold}]
     with pytest.raises(DataError, match=message):
         open_rows(tmp_path, rows, answer_field="gold", reward_fn=reward_fn)
+
+
+# --- worker processes
+
+OF_MINE = """
+import os, sys, time
+def reward_fn(prompt, completion):
+    print("noise on stdout")
+    if prompt.answer == "hang":
+        time.sleep(1000)
+    if prompt.answer == "exit":
+        os._exit(7)
+    if prompt.answer == "once":
+        marker = prompt.text
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(7)
+    if prompt.answer == "raise":
+        raise KeyError("no idea")
+    return os.getpid(), completion
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+    (tmp_path / "of_mine.py").write_text(OF_MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    prompts = JsonlPrompts(
+        type="jsonl", path=Path("p"), reward_fn="of_mine:reward_fn", reward_timeout_seconds=5.0
+    )
+    source = reward_source(prompts, letter_tokenizer())
+    assert source is not None
+    made = RewardPool(source)
+    yield made
+    made.close()
+
+
+def asking(answer: str, text: str = "") -> Prompt:
+    return Prompt("7", [1], "default", answer, text)
+
+
+async def test_user_code_runs_in_other_processes_and_what_it_prints_is_no_answer(pool: RewardPool) -> None:
+    found = await asyncio.gather(*(pool.reward(asking("pid"), [3 + i, EOS_ID]) for i in range(20)))
+    assert {one.answer for one in found} == {LETTERS[i] for i in range(20)}
+    workers = {int(one.value) for one in found}
+    assert os.getpid() not in workers
+    assert 1 <= len(workers) <= MOST_WORKERS
+    pool.close()
+    assert not any(psutil.pid_exists(worker) for worker in workers)
+
+
+async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_on(pool: RewardPool) -> None:
+    await pool.reward(asking("pid"), [3])
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"more than 5 s for prompt 7, completion of 2 tokens and was killed"):
+        await pool.reward(asking("hang"), [3, EOS_ID])
+    assert time.monotonic() - began < 30
+    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more(
+    pool: RewardPool, tmp_path: Path
+) -> None:
+    assert (await pool.reward(asking("once", str(tmp_path / "marker")), [5])).answer == LETTERS[2]
+    with pytest.raises(DataError, match=r"the process of the reward function ended with status 7, twice"):
+        await pool.reward(asking("exit"), [5])
+    with pytest.raises(DataError, match=r"'of_mine:reward_fn' raised KeyError \('no idea'\) for prompt 7"):
+        await pool.reward(asking("raise"), [5])
+
+
+def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -> None:
+    with pytest.raises(ConfigError, match=r"raised KeyError .*\(tried with a completion of no tokens\)"):
+        pool.check(asking("raise"))
+
+
+def test_a_function_that_cannot_be_loaded_is_refused_from_its_process() -> None:
+    source = reward_source(TaskPrompts(type="task", task="no_such_task"), letter_tokenizer())
+    assert source is not None
+    with pytest.raises(ConfigError, match=r"prompts\.task 'no_such_task' cannot be loaded"):
+        RewardPool(source).check(asking("pid"))

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_memory import MemoryPrompts, MemoryTeacher
+from in_memory import MemoryPrompts, MemoryRewards, MemoryTeacher
 from small_config import make_config
 from virtual_time import LONG
 
-from distill.events import ErrorBudget, Events, RolloutRejected, RolloutScored
+from distill.events import CompletionRewarded, ErrorBudget, Events, RolloutRejected, RolloutScored
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
+from distill.rollout.rewarding import Rewarding
 from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
@@ -71,7 +72,7 @@ class Bench:
         given = {"route": lambda source: "t", **more}
         parts = Components({}, teachers, prompts=prompts, journal=None, want=want, **given)  # type: ignore[arg-type]
         config = make_config(buffer={"score_batch": batch, "scores": scores})
-        scoring = Scoring(parts, config.buffer, validator, budget, events)
+        scoring = Scoring(parts, config.buffer, validator, events)
         self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)
         self.scoring.linger = linger
 
@@ -184,12 +185,19 @@ async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
     assert (bench.rollouts[0].topk_ids is not None) == (topk > 0 and not kept)
 
 
-async def test_a_task_rewards_each_completion() -> None:
-    bench = Bench(
-        {"t": MemoryTeacher()}, reward_fn=lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2
-    )
-    await bench.score(completed(0), completed(1, length=4))
-    assert {one.id: one.reward for one in bench.rollouts} == {"p0": 2.5, "p1": 4.5}
+async def test_every_completion_is_rewarded_before_it_is_scored() -> None:
+    events, found = Events(), list[Rollout]()
+    rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
+    events.on(CompletionRewarded, lambda event: found.append(event.rollout))
+    rewarding = Rewarding(rewards, ErrorBudget(8, events), events)
+    task = asyncio.create_task(rewarding.run())
+    rewarding.put(completed(0))
+    rewarding.put(completed(1, length=4))
+    await asyncio.sleep(LONG)
+    task.cancel()
+    assert {one.id: one.reward for one in found} == {"p0": 2.5, "p1": 4.5}
+    Rewarding(None, ErrorBudget(8, events), events).put(completed(2))
+    assert (found[-1].id, found[-1].reward) == ("p2", None)
 
 
 async def test_one_refused_sequence_does_not_cost_the_others() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from distill import tasks
 from distill.loading import validate
+from distill.prompts.rewards import load_rewards
 from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
@@ -154,15 +155,15 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         task[7]
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
         task.held_out(8)
-    reward_fn = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).reward_fn
-    assert reward_fn is not None
+    source = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).rewards
+    assert source is not None
+    reward_fn = load_rewards(source.prompts)
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
     with pytest.raises(
         DataError, match=passes + r" raised KeyError \('passes'\) for prompt 0:4:1, completion \[5"
     ):
         reward_fn(Prompt("0:4:1", [1]), [5])
     monkeypatch.setattr(Broken, "passes", lambda *_: None)
-    reward_fn = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).reward_fn
-    assert reward_fn is not None
+    reward_fn = load_rewards(source.prompts)
     with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a finite number"):
         reward_fn(Prompt("0:4:1", [1]), [5])

@@ -1,0 +1,322 @@
+"""Evaluates versions: completions by a replica, scores by the teachers, one forward pass of the student.
+
+    complete(version)   replica ─▶ completions ─▶ files
+    evaluate(version)   files ─▶ rewards (worker processes)
+                              ─▶ teacher's hidden states or log-probabilities ─┐
+                              ─▶ student's hidden states, fp32, here ──────────┴─▶ reverse KL
+
+No teacher is loaded; the student is, for the length of an evaluation. `evaluate` after `complete` of the same
+version, also in another process of the same run; each at most once at a time, the two side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from distill.config import HELD_OUT, EvaluationConfig, RunConfig
+from distill.evaluation import statistics
+from distill.evaluation.completions import (
+    Completion,
+    Generation,
+    file_of,
+    read_completions,
+    remove_old,
+    write_completions,
+)
+from distill.evaluation.models import device_of, load_student
+from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, tensor_of, total
+from distill.evaluation.sets import PromptSet, open_sets
+from distill.prompts.reward_pool import RewardPool
+from distill.prompts.sources import open_prompts
+from distill.rollout.replica_client import ReplicaEngine
+from sync.errors import DataError, RemoteError, Unreachable, WireError
+from sync.subscribe import Subscriber
+from sync.tokenizers import load_tokenizer, vocab_size
+from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    EvalReport,
+    Scored,
+    ScoreSequence,
+    SetReport,
+    UpdateRequest,
+    Version,
+    Want,
+    checks,
+    pack,
+    unpack,
+)
+from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
+from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.router import Router
+
+log = logging.getLogger(__name__)
+HIDDEN_BYTES: Final = 1 << 28
+"""Of the hidden states of one request to a teacher, and of the student's beside it."""
+SCORE_SECONDS: Final = 3600.0
+"""Within which a teacher that is busy with the run's rollouts, or restarting, must answer one request."""
+UP_SECONDS: Final = 600.0
+"""Within which the evaluator's own replica must be up, after a restart too."""
+
+
+class Evaluator:
+    """Made once for a run; reads tokenizer and prompts when it is made (ConfigError, DataError)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        weights: Subscriber,
+        teachers: Mapping[str, TeacherClient],
+        connect: Callable[[str], ReplicaEngine],
+    ) -> None:
+        """`connect`: a client of the replica at a URL. Step 0 is the student that `config` names."""
+        self._config, self._weights, self._teachers, self._connect = config, weights, teachers, connect
+        self._settings = config.evaluation or EvaluationConfig()
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)
+        self._tokenizer = load_tokenizer(config.student)
+        self._vocab = vocab_size(self._tokenizer)
+        self._sets = open_sets(config, open_prompts(config, self._tokenizer), self._tokenizer)
+        self._route = Router(config.teachers).route
+        own = self._settings.replica
+        self._own = connect(own.urls[0]) if own is not None else None
+        self._pools: dict[str, RewardPool] = {}
+        """By set; kept for the next evaluation, since workers take a second to start."""
+        self._spent: dict[Version, float] = {}
+
+    def close(self) -> None:
+        """End the reward workers."""
+        for pool in self._pools.values():
+            pool.close()
+
+    # --- completions --------------------------------------------------------------------------------------
+
+    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+        """Generate what is not on disk yet."""
+        began, rollout, version = time.monotonic(), self._config.rollout, request.version
+        size = rollout.request_size
+        generation = Generation(size, max(1, rollout.max_in_flight // size), self._vocab)
+        replica = self._own or self._connect(request.replica or "")
+        try:
+            if self._own is not None:
+                await self._bring(self._own, version)
+            for name in (HELD_OUT, *request.sets):
+                path, wanted = file_of(self._config.run_dir, version, name), self._sets[name]
+                if not path.is_file():
+                    found = await generation.run(replica, version, wanted)
+                    await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
+        except Unreachable as error:
+            return CompletionsReply(version=version, lost=str(error))
+        finally:
+            if replica is not self._own:
+                await replica.aclose()
+        self._spent = {version: time.monotonic() - began}
+        return CompletionsReply(version=version)
+
+    async def _bring(self, replica: ReplicaEngine, version: Version) -> None:
+        """Bring the evaluator's own replica to `version`, once it is up."""
+        until = time.monotonic() + UP_SECONDS
+        while not await replica.alive():
+            if time.monotonic() > until:
+                raise Unreachable(f"{replica.url}, evaluation.replica, was not up for {UP_SECONDS:.0f} s")
+            await asyncio.sleep(1.0)
+        held = (await replica.state()).version
+        if version.step > 0 or (held is not None and held.step > 0):
+            await replica.update(UpdateRequest(version=version), self._config.weights.timeout_seconds)
+
+    # --- evaluation ---------------------------------------------------------------------------------------
+
+    async def evaluate(self, version: Version) -> EvalReport:
+        """The report of a version whose completions are on disk. Raises DistillError."""
+        began, run_dir = time.monotonic(), self._config.run_dir
+        path = file_of(run_dir, version, HELD_OUT)
+        if not path.is_file():
+            raise RemoteError(f"the completions of {version} are not in {path}: request them first")
+        found = await asyncio.to_thread(lambda: list(read_completions(path)))
+        wanted, interval, rate = self._sets[HELD_OUT], None, None
+        rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, found))
+        try:
+            value, error = total(await self._reverse_kl(version, found))
+            compared = time.monotonic()
+        finally:
+            await asyncio.wait([rewarding])
+        rewarding.result()
+        if wanted.rewards is not None:
+            passed = statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), 1)
+            rate, interval = passed.value, (passed.low, passed.high)
+        sets = {
+            name: await self._set_report(name, file_of(run_dir, version, name))
+            for name in self._sets
+            if name != HELD_OUT and file_of(run_dir, version, name).is_file()
+        }
+        await asyncio.to_thread(remove_old, run_dir)
+        generated, ended = self._spent.get(version, 0.0), time.monotonic()
+        parts_of = generated, compared - began, ended - compared
+        log.info("%s: completions %.1f s, reverse KL %.1f s, rewards and sets %.1f s", version, *parts_of)
+        return EvalReport(
+            version=version,
+            reverse_kl=value,
+            reverse_kl_error=error,
+            pass_rate=rate,
+            pass_rate_interval=interval,
+            completions=len(found),
+            tokens=sum(len(one.token_ids) for one in found),
+            truncated=sum(one.finish_reason == "length" for one in found) / len(found),
+            seconds=ended - began + generated,
+            sets=sets,
+        )
+
+    async def _set_report(self, name: str, path: Path) -> SetReport:
+        found = await asyncio.to_thread(lambda: list(read_completions(path)))
+        await self._reward(name, path, found)
+        wanted = self._sets[name]
+        k = wanted.completions
+        votes = None
+        if any(one.answer is not None for one in found):
+            rows = [found[start : start + k] for start in range(0, len(found), k)]
+            votes = [
+                statistics.majority([o.answer for o in row], [(o.reward or 0.0) > 0 for o in row])
+                for row in rows
+            ]
+        return SetReport(
+            prompts=len(wanted.prompts),
+            completions=len(found),
+            tokens=sum(len(one.token_ids) for one in found),
+            truncated=sum(one.finish_reason == "length" for one in found) / len(found),
+            failed=sum(one.error is not None for one in found),
+            pass_at_1=statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), k),
+            average=statistics.mean(_per_prompt(found, wanted, lambda one: one.reward or 0.0)),
+            majority=None if votes is None else statistics.share(np.array(votes), 1),
+        )
+
+    async def _reward(self, name: str, path: Path, found: list[Completion]) -> None:
+        """Fill rewards in, and write them beside the texts; nothing where the run has none.
+
+        Raises DataError when the function fails for `guard.bad_answers` completions in a row, or for all.
+        """
+        wanted = self._sets[name]
+        if wanted.rewards is None:
+            return
+        pool = self._pools[name] = self._pools.get(name) or RewardPool(wanted.rewards)
+        in_a_row, most = 0, self._config.guard.bad_answers
+        work = [pool.reward(wanted.prompts[one.index], one.token_ids) for one in found]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            for one, task in zip(found, tasks, strict=True):
+                try:
+                    one.reward, one.answer = await task
+                    in_a_row = 0
+                except DataError as error:
+                    one.error, in_a_row = str(error), in_a_row + 1
+                    if in_a_row >= min(most, len(found)):
+                        raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
+
+    # --- reverse KL ---------------------------------------------------------------------------------------
+
+    def _load_student(self, version: Version) -> TransformersEngine:
+        source, settings = self._config.student, self._settings
+        folder = self._weights.folder(version) if version.step > 0 else None
+        model = load_student(source, folder, settings.device)
+        limits = TeacherConfig(path=source.path, batch_tokens=settings.batch_tokens)
+        return TransformersEngine(model, self._vocab, limits)
+
+    async def _reverse_kl(self, version: Version, found: list[Completion]) -> list[ReverseKL]:
+        student = await asyncio.to_thread(self._load_student, version)
+        prompts = self._sets[HELD_OUT].prompts
+        by_teacher: dict[str, list[Item]] = {}
+        for one in found:
+            prompt = np.array(prompts[one.index].token_ids, np.int32)
+            item = Item(np.concatenate([prompt, one.token_ids]), len(prompt))
+            by_teacher.setdefault(self._route(prompts[one.index].source), []).append(item)
+        return [await self._compare(student, name, items) for name, items in by_teacher.items()]
+
+    async def _compare(self, student: TransformersEngine, name: str, items: list[Item]) -> ReverseKL:
+        """Compare the student with one teacher on completions that are routed to it."""
+        teacher = self._teachers[name]
+        info = await teacher.first_info()
+        follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
+        kl = ReverseKL("hidden" in info.can and not follows)
+        want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
+        device = device_of(self._settings.device)
+        own = head_of(student.head(), device)
+        other = head_of(await teacher.head(), device) if kl.is_exact else own
+        width = max(info.hidden_size, student.engine_info.hidden_size)
+        for numbers, part in parts(items, HIDDEN_BYTES // (4 * width)):
+            sequences = [
+                ScoreSequence(str(i), pack(item.token_ids_L), item.first) for i, item in enumerate(part)
+            ]
+            answers, mine = await asyncio.gather(
+                teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
+            )
+            size = info.hidden_size if kl.is_exact else None
+            scored = [
+                _usable(name, answer, item, want, self._vocab, size)
+                for answer, item in zip(answers, part, strict=True)
+            ]
+            if kl.is_exact:
+                assert mine.hidden_CH is not None, "it was asked for"
+                mine_NH = torch.from_numpy(mine.hidden_CH).to(device)
+                theirs = [one.hidden for one in scored if one.hidden is not None]
+                theirs_NH = torch.cat([tensor_of(one, device) for one in theirs])
+                values_N = await asyncio.to_thread(exact, own, mine_NH, other, theirs_NH)
+            else:
+                values_N = mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+            ends = np.cumsum([item.positions for item in part])[:-1]
+            for number, values in zip(numbers, np.split(values_N, ends), strict=True):
+                kl.add(number, float(values.astype(np.float64).sum()), len(values))
+        return kl
+
+
+def parts(items: Sequence[Item], positions: int) -> Iterator[tuple[list[int], list[Item]]]:
+    """Work of at most `positions` scored positions at a time, shortest sequences first, and whose it is.
+
+    A completion with more is split: a sequence that ends where a part ends has the same scores up to there.
+    """
+    numbers: list[int] = []
+    part: list[Item] = []
+    left = positions
+    for number in sorted(range(len(items)), key=lambda i: len(items[i].token_ids_L)):
+        item = items[number]
+        first, length = item.first, len(item.token_ids_L)
+        while first < length:
+            if left == 0 or (part and length - first > left and length - first <= positions):
+                yield numbers, part
+                numbers, part, left = [], [], positions
+            end = min(length, first + left)
+            numbers.append(number)
+            part.append(replace(item, token_ids_L=item.token_ids_L[:end], first=first))
+            first, left = end, left - (end - first)
+    if part:
+        yield numbers, part
+
+
+def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_size: int | None) -> Scored:
+    """Raises RemoteError for a refusal, WireError for scores that cannot be used."""
+    if not isinstance(answer, Scored):
+        raise RemoteError(f"teacher {name} refuses a completion of the evaluation: {answer.error}")
+    if problem := checks.scored(answer, item.positions, 0, want, vocab, hidden_size):
+        raise WireError(f"a score of teacher {name} cannot be used: {problem}")
+    return answer
+
+
+def _per_prompt(
+    found: Sequence[Completion], wanted: PromptSet, value: Callable[[Completion], float]
+) -> np.ndarray:
+    """f8 [P]: mean of each prompt's completions, which stand together."""
+    return np.array([value(one) for one in found], float).reshape(-1, wanted.completions).mean(1)

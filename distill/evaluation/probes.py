@@ -1,0 +1,101 @@
+"""The evaluator's part of the preflight: reference values of plain fp32 forward passes.
+
+A teacher is loaded for it, one at a time, where 4 bytes for each of its parameters fit into SHARE of the free
+memory beside the student. A larger one is not: its log-probabilities are compared with nothing, and the
+objective is tried on the distributions that its service gives, where it gives hidden states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import psutil
+import torch
+
+from distill.config import EvaluationConfig, RunConfig
+from distill.evaluation.models import device_of, load_model
+from distill.evaluation.reference import LanguageModel, TeacherProbe, log_probs, probe_teacher, scores_of
+from distill.evaluation.reverse_kl import head_of, tensor_of
+from sync.errors import ConfigError, RemoteError
+from sync.settings import ModelSource
+from sync.tokenizers import load_tokenizer, vocab_size
+from sync.wire import ProbeReply, ProbeRequest, Scored, ScoreSequence, Want
+from teacher_service.client import TeacherClient
+from teacher_service.engines.head import find_head
+
+SHARE: Final = 0.5
+"""Of the free memory of the evaluator's device that a probed teacher may take."""
+GIB: Final = 1 << 30
+
+
+async def probe(
+    config: RunConfig, teachers: Mapping[str, TeacherClient], request: ProbeRequest
+) -> ProbeReply:
+    """Reply of an evaluator. Raises ConfigError for a teacher that it was started without."""
+    if unknown := request.teachers.keys() - config.teachers.keys():
+        raise ConfigError(
+            f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
+        )
+    vocab, temperature = vocab_size(load_tokenizer(config.student)), config.rollout.temperature
+    setting = (config.evaluation or EvaluationConfig()).device
+    student = await asyncio.to_thread(_loaded, config.student, vocab, setting)
+
+    def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> TeacherProbe:
+        teacher = _loaded(source, vocab, setting)
+        return TeacherProbe([log_probs(teacher, one) for one in sequences], None)
+
+    found = {}
+    for name, sequences in request.teachers.items():
+        source, device = config.teachers[name], device_of(setting)
+        if (reason := await asyncio.to_thread(too_large, source, free_bytes(device))) is None:
+            known = await asyncio.to_thread(plain, source, sequences)
+        else:
+            known = TeacherProbe(await _served(teachers[name], sequences, device), reason)
+        found[name] = await asyncio.to_thread(
+            probe_teacher, sequences, known, student, config.objective, temperature
+        )
+    own = [scores_of(one, log_probs(student, one, temperature)) for one in request.student]
+    return ProbeReply(student=own, teachers=found)
+
+
+def _loaded(source: ModelSource, vocab: int, device: Any) -> LanguageModel:
+    model = load_model(source, device)
+    return LanguageModel(model, find_head(model, vocab))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def too_large(source: ModelSource, free: int) -> str | None:
+    """Why a model is not loaded beside `free` bytes; None: it is small enough."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trusted = {"trust_remote_code": source.trust_remote_code}
+    shape = AutoConfig.from_pretrained(source.path, revision=source.revision, **trusted)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(shape, **trusted).num_parameters()
+    if 4 * parameters <= SHARE * free:
+        return None
+    return (
+        f"{parameters / 1e9:.2f} B parameters take {4 * parameters / GIB:.1f} GiB in fp32, and "
+        f"{SHARE:.0%} of the evaluator's {free / GIB:.1f} GiB of free memory is {SHARE * free / GIB:.1f}"
+    )
+
+
+async def _served(
+    teacher: TeacherClient, sequences: Sequence[ScoreSequence], device: torch.device
+) -> list[torch.Tensor] | None:
+    """fp32 [T, V] of each sequence, from hidden states and head; None: the teacher gives none."""
+    if "hidden" not in (await teacher.first_info()).can:
+        return None
+    head, found = head_of(await teacher.head(), device), []
+    for answer in await teacher.score(sequences, Want(hidden=True)):
+        if not isinstance(answer, Scored) or answer.hidden is None:
+            raise RemoteError(f"teacher {teacher.name} refuses a probe: {answer}"[:500])
+        hidden_TH = tensor_of(answer.hidden, device).to(head.weight_VH.dtype)
+        found.append(head.logits(hidden_TH).log_softmax(-1))
+    return found

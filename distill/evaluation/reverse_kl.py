@@ -1,0 +1,94 @@
+"""The metric `reverse_kl`: KL(p‖q) of student p and teacher q, averaged over completion tokens.
+
+Completions are sampled from p at temperature 1, so
+
+    exact       Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary at each token, fp32; it needs the
+                hidden states and the head of both
+    estimate    log p(y) − log q(y) of the sampled token y: the same mean in expectation. With x_i the sum
+                over the n_i tokens of completion i of m, and r = Σx / Σn, the standard error of r is
+                sqrt(m/(m−1) · Σ (x_i − r·n_i)²) / Σn: completions are independent, their tokens are not
+
+Rows of a model beyond the tokenizer's vocabulary do not exist for it.
+
+Letters in shapes: N tokens of several completions, M completions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sync import wire
+from sync.wire import unpack
+from teacher_service.engines.head import OutputHead
+
+CHUNK = 1024
+"""Positions whose full-vocabulary distributions are in memory at once."""
+
+
+def tensor_of(array: wire.Array, device: torch.device) -> Tensor:
+    """A tensor of an array of hidden states or head: bf16 or fp32."""
+    values = torch.from_numpy(unpack(array).copy())
+    return (values.view(torch.bfloat16) if array.dtype == "bf16" else values).to(device)
+
+
+def head_of(head: wire.Head | None, device: torch.device) -> OutputHead:
+    """The head of an engine with hidden states, as it is sent."""
+    assert head is not None, "engines with hidden states have a head"
+    weight_VH = tensor_of(head.weight, device)
+    bias_V = None if head.bias is None else tensor_of(head.bias, device).float()
+    return OutputHead(
+        weight_VH if weight_VH.is_cuda else weight_VH.float(), bias_V, head.scale, head.soft_cap
+    )
+
+
+@torch.inference_mode()
+def exact(
+    student: OutputHead, student_NH: Tensor, teacher: OutputHead, teacher_NH: Tensor, chunk: int = CHUNK
+) -> np.ndarray:
+    """f4 [N]: the divergence at each position, from both models' hidden states."""
+    parts = []
+    for own_NH, other_NH in zip(student_NH.split(chunk), teacher_NH.split(chunk), strict=True):
+        logp_NV = student.logits(own_NH.to(student.weight_VH.dtype)).log_softmax(-1)
+        logq_NV = teacher.logits(other_NH.to(teacher.weight_VH.dtype)).log_softmax(-1)
+        parts.append((logp_NV.exp() * (logp_NV - logq_NV)).sum(-1).cpu().numpy())
+    return np.concatenate(parts)
+
+
+@dataclass
+class ReverseKL:
+    """Sums over the completions that one teacher scored."""
+
+    is_exact: bool
+    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Completion → sum of the divergence, or of log p − log q, over its tokens, and their number."""
+
+    def add(self, completion: int, value: float, tokens: int) -> None:
+        """Add the sum over some tokens of a completion."""
+        before, count = self.sums.get(completion, (0.0, 0))
+        self.sums[completion] = before + value, count + tokens
+
+    @property
+    def variance(self) -> float:
+        """Of the sum over all completions; 0 where it is exact."""
+        if self.is_exact or not self.sums:
+            return 0.0
+        x_M, n_M = np.array(list(self.sums.values())).T
+        if len(x_M) == 1:
+            return float(x_M[0] ** 2)  # nothing to compare it with
+        rest_M = x_M - n_M * (x_M.sum() / max(1, n_M.sum()))
+        return float(len(x_M) / (len(x_M) - 1) * (rest_M**2).sum())
+
+
+def total(parts: list[ReverseKL]) -> tuple[float, float | None]:
+    """Mean over the tokens of all teachers, and its standard error; None: it is exact."""
+    all_sums = [one for part in parts for one in part.sums.values()]
+    tokens = max(1, sum(count for _, count in all_sums))
+    value = math.fsum(x for x, _ in all_sums) / tokens
+    if all(part.is_exact for part in parts):
+        return value, None
+    return value, math.sqrt(sum(part.variance for part in parts)) / tokens

@@ -1,0 +1,94 @@
+"""The sets of prompts that a version is evaluated on: the held-out split, and the named ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from distill import tasks
+from distill.config import HELD_OUT, EvaluationConfig, EvaluationSet, JsonlPrompts, RunConfig, TaskPrompts
+from distill.prompts.reward_pool import RewardPool
+from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
+from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.sources import (
+    NOTHING_HELD_OUT,
+    PromptSplit,
+    TableSource,
+    TaskSource,
+    longest_sequence,
+)
+from distill.prompts.stream import Prompt
+from sync.errors import ConfigError, DataError
+from sync.wire import Sampling
+
+TASK_PROMPTS = 512
+"""Prompts of a task where a set names no number."""
+
+
+class PromptSet(NamedTuple):
+    """Prompts, and how their completions are sampled and rewarded."""
+
+    prompts: list[Prompt]
+    completions: int
+    """Of each prompt."""
+    sampling: Sampling
+    rewards: RewardSource | None
+    """None: the held-out prompts of a run without rewards."""
+
+
+def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str, PromptSet]:
+    """Every set by name, the held-out one first.
+
+    Raises ConfigError or DataError, naming the set, for prompts that cannot be used.
+    """
+    if not split.held_out:
+        raise ConfigError(NOTHING_HELD_OUT)
+    rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
+    sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
+    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards)}
+    for name, one in settings.sets.items():
+        sampling = Sampling(
+            max_tokens=one.max_tokens or rollout.max_tokens,
+            temperature=one.temperature,
+            top_p=one.top_p,
+            stop_token_ids=rollout.stop_token_ids,
+        )
+        try:
+            prompts, rewards = _open(config, one, longest_sequence(config) - sampling.max_tokens, tokenizer)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"evaluation.sets.{name}: {error}") from error
+        found[name] = PromptSet(prompts, one.completions, sampling, rewards)
+    return found
+
+
+def _open(
+    config: RunConfig, one: EvaluationSet, longest: int, tokenizer: Any
+) -> tuple[list[Prompt], RewardSource]:
+    source = one.source
+    if (rewards := reward_source(source, tokenizer)) is None:
+        raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
+    if isinstance(source, TaskPrompts):
+        made = tasks.load(source.task, source.options)
+        task = TaskSource(source.task, made, config.run.seed, tokenizer.encode)
+        prompts = [task.held_out(index) for index in range(one.prompts or TASK_PROMPTS)]
+    else:
+        reader = RowReader(source, row_encoder(tokenizer, source), longest)
+        rows = jsonl_rows(source.path) if isinstance(source, JsonlPrompts) else dataset_rows(source)
+        table = TableSource(reader.prompts(rows))
+        prompts = [table[row] for row in islice(range(len(table)), one.prompts)]
+    if not prompts:
+        raise DataError("0 prompts were found: check the path and the field")
+    if (most := max(len(prompt.token_ids) for prompt in prompts)) > longest:
+        raise DataError(
+            f"a prompt has {most} tokens and {longest} are left beside max_tokens: lower max_tokens"
+        )
+    return prompts, rewards
+
+
+def check_rewards(sets: Mapping[str, PromptSet]) -> None:
+    """Try each named set's function, where it is the user's. Raises ConfigError."""
+    for name, one in sets.items():
+        own = one.rewards and getattr(one.rewards.prompts, "reward_fn", None) not in (None, *BUILT_IN)
+        if own and one.rewards and name != HELD_OUT:
+            RewardPool(one.rewards).check(one.prompts[0])

@@ -1,0 +1,68 @@
+"""`distill evaluate`: a model folder evaluated without a run, by servers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distill.config import EvaluationConfig, RunConfig
+from distill.launch.roles import Ports, plan_servers, token_of
+from distill.launch.run import REHEARSAL_GRACE_SECONDS, claim_of, connect, disconnect, temporary
+from distill.launch.supervise import Supervisor
+from distill.preflight.checks import check
+from sync.errors import ConfigError, Unreachable
+from sync.wire import CompletionsRequest, EvalReport, Version
+
+
+def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | None) -> dict[str, Any]:
+    """Evaluate `model` (None: the configuration's student): what `distill evaluate` prints.
+
+    Starts one replica, the evaluator and every teacher without `urls`, and stops them. `completions`: a new
+    folder for what was generated. Raises ConfigError when `model` is no model folder.
+    """
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
+    settings = config.evaluation or EvaluationConfig()
+    here = settings.placement.model_copy(update={"urls": []})
+    settings = settings.model_copy(update={"replica": None, "placement": here})
+    config = config.model_copy(update={"evaluation": settings})
+    config = check(config).config
+    placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
+    whole = {
+        "student": config.student.model_copy(update=placed),
+        "trainer": config.trainer.model_copy(update={"lora": None}),
+    }
+    config = config.model_copy(update=whole)
+    with temporary(config) as moved, Ports() as ports:
+        report = asyncio.run(_evaluated(moved, ports))
+        if completions is not None:
+            shutil.copytree(moved.run_dir / "evaluations" / str(report.version), completions)
+    figures = msgspec.to_builtins(report)
+    for name in ("schema", "type", "version"):
+        figures.pop(name, None)
+    return {"model": config.student.path} | figures
+
+
+async def _evaluated(config: RunConfig, ports: Ports) -> EvalReport:
+    token, version = token_of(config), Version(0, 0)
+    plan = plan_servers(config, token, ports)
+    supervisor = Supervisor(plan.children, config.run_dir / "logs", restarts=0)
+    servers = connect(config, plan, token, claim_of(config))
+    evaluator, settings = servers.evaluator, config.evaluation or EvaluationConfig()
+    assert evaluator is not None, "the plan has one"
+    try:
+        await supervisor.start()
+        await supervisor.ready(config.run.start_seconds)
+        (url,) = plan.replicas.values()
+        names = list(settings.sets)
+        request = CompletionsRequest(version=version, replica=url, sets=names)
+        if (lost := (await evaluator.complete(request)).lost) is not None:
+            raise Unreachable(lost)
+        return await evaluator.evaluate(version)
+    finally:
+        await disconnect(servers)
+        await supervisor.stop(REHEARSAL_GRACE_SECONDS)

@@ -1,0 +1,248 @@
+"""A pool of reward workers: rewards without user code in this process, each within a time limit.
+
+    reward() ─▶ queue ─▶ a thread for each worker: up to BATCH completions a frame, an outcome for each
+                         time limit, or its process died ─▶ killed; the rest goes to another one
+
+A worker that died by itself, by whatever hand, is replaced and its completion tried once more; one that
+exceeded the limit costs its completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import BinaryIO, Final, cast
+
+import msgspec
+import numpy as np
+
+from distill.prompts.reward_worker import Outcome, Task, receive, send
+from distill.prompts.rewards import Reward, RewardSource
+from distill.prompts.stream import Prompt
+from sync.errors import ConfigError, DataError, how_it_ended
+
+START_SECONDS: Final = 120.0
+"""Until a worker has loaded its function."""
+BATCH: Final = 32
+"""Completions of one frame."""
+WATCH_SECONDS: Final = 0.25
+"""Between two looks for a worker that is late."""
+EXIT_SECONDS: Final = 5.0
+"""Until a worker that has closed its pipe has ended."""
+MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Outcome)
+
+
+class _Died(Exception):
+    """The worker's process has ended; the text says how."""
+
+
+class _Worker:
+    """One process; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, "-m", "distill.prompts.reward_worker"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        self._tasks = cast(BinaryIO, self._process.stdin)
+        self._outcomes = cast(BinaryIO, self._process.stdout)
+        self._deadline, self._expired = math.inf, False
+
+    def send(self, body: bytes) -> None:
+        """Write one frame; what comes of it is in the outcomes."""
+        with contextlib.suppress(OSError):
+            send(self._tasks, body)
+
+    def outcome(self, seconds: float) -> Outcome:
+        """The next outcome. Raises TimeoutError or _Died; the worker is closed then."""
+        self._deadline = time.monotonic() + seconds
+        found = receive(self._outcomes)
+        self._deadline = math.inf
+        if found is not None:
+            return _decoder.decode(found)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        self.close()
+        if self._expired:
+            raise TimeoutError
+        raise _Died(how_it_ended(self._process.returncode))
+
+    def end_if_late(self) -> None:
+        """Kill the process if an outcome is overdue; from any thread."""
+        if time.monotonic() > self._deadline:
+            self._expired = True
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process from any thread, whatever it does."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process; by the thread that uses it."""
+        self.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):  # what could not be written is of no use
+            self._tasks.close()
+        self._outcomes.close()
+
+
+@dataclass
+class _Job:
+    prompt: Prompt
+    ids: list[int]
+    found: Future[Reward] = field(default_factory=Future)
+    died: str = ""
+    """How the worker ended that had it."""
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt.id}, completion of {len(self.ids)} tokens"
+
+
+class RewardPool:
+    """Rewards by the workers of one `source`; `reward` at any time from one event loop, `close` once.
+
+    At most `MOST_WORKERS` processes; the first starts with the first completion. Completions are decoded
+    here, in threads, so that no worker needs a tokenizer.
+    """
+
+    def __init__(self, source: RewardSource) -> None:
+        self._source, self._seconds = source, source.seconds
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._workers: set[_Worker] = set()
+        self._closed = threading.Event()
+
+    async def reward(self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> Reward:
+        """Reward of a completion. Raises DataError when its function fails or takes too long."""
+        return await asyncio.wrap_future(self._put(prompt, np.asarray(token_ids).tolist()))
+
+    def check(self, prompt: Prompt) -> None:
+        """Try the function on an empty completion. Raises ConfigError when it fails."""
+        try:
+            self._put(prompt, []).result()
+        except DataError as error:
+            raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Kill the workers; what is not rewarded yet is cancelled."""
+        self._closed.set()
+        for worker in list(self._workers):
+            worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _put(self, prompt: Prompt, ids: list[int]) -> Future[Reward]:
+        if not self._threads:
+            self._start_thread(self._watch)
+        job = _Job(prompt, ids)
+        self._jobs.put(job)
+        if len(self._threads) == 1 or (self._jobs.qsize() > BATCH and len(self._threads) <= MOST_WORKERS):
+            self._start_thread(self._serve)
+        return job.found
+
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, name="rewards", daemon=True))
+        self._threads[-1].start()
+
+    # --- in threads
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_SECONDS):
+            for worker in list(self._workers):
+                worker.end_if_late()
+
+    def _serve(self) -> None:
+        """Reward with one worker at a time, until the pool is closed."""
+        worker: _Worker | None = None
+        while (job := self._jobs.get()) is not None:
+            batch = deque([job])
+            while len(batch) < BATCH and (more := self._next()) is not None:
+                batch.append(more)
+            batch = deque(one for one in batch if one.found.set_running_or_notify_cancel())
+            while batch and not self._closed.is_set():
+                worker = self._some(worker, batch)
+            for one in batch:
+                one.found.set_exception(DataError(f"the reward function was stopped before {one}"))
+        if worker is not None:
+            worker.close()
+
+    def _next(self) -> _Job | None:
+        """A job that waits; None: there is none, or the pool is closed."""
+        with contextlib.suppress(queue.Empty):
+            if (job := self._jobs.get_nowait()) is not None:
+                return job
+            self._jobs.put(None)
+        return None
+
+    def _some(self, worker: _Worker | None, batch: deque[_Job]) -> _Worker | None:
+        """Take from `batch` what is rewarded or failed; the worker, None: it is gone."""
+        try:
+            worker = worker or self._started()
+            tasks = [Task(job.prompt, self._source.read(job.prompt, job.ids)) for job in batch]
+            worker.send(_encoder.encode(tasks))
+            while batch:
+                outcome = worker.outcome(self._seconds)
+                _settle(batch.popleft(), outcome)
+            return worker
+        except TimeoutError:
+            job = batch.popleft()
+            late = f"took more than {self._seconds:g} s for {job} and was killed: make it faster, or raise"
+            job.found.set_exception(DataError(f"the reward function {late} reward_timeout_seconds"))
+        except _Died as error:
+            if batch[0].died:
+                job = batch.popleft()
+                how = f"the process of the reward function {error}, twice, for {job}"
+                job.found.set_exception(DataError(how))
+            else:
+                batch[0].died = str(error)
+        except ConfigError as error:
+            while batch:
+                batch.popleft().found.set_exception(error)
+        if worker is not None:
+            self._workers.discard(worker)
+        return None
+
+    def _started(self) -> _Worker:
+        """A new worker. Raises ConfigError when its function cannot be loaded."""
+        worker = _Worker()
+        self._workers.add(worker)
+        try:
+            worker.send(self._source.prompts.model_dump_json().encode())
+            loaded = worker.outcome(START_SECONDS)
+        except (TimeoutError, _Died) as error:
+            how = str(error) or f"was not ready after {START_SECONDS:g} s"
+            raise ConfigError(f"the process of the reward function {how} while it was starting") from None
+        if loaded.error is not None:
+            worker.close()
+            raise ConfigError(loaded.error)
+        return worker
+
+
+def _settle(job: _Job, outcome: Outcome) -> None:
+    if outcome.error is None:
+        job.found.set_result(Reward(outcome.value, outcome.answer))
+    else:
+        job.found.set_exception(DataError(outcome.error))

@@ -1,0 +1,61 @@
+"""A replica held at one version for an evaluation.
+
+    serving ─▶ held: it gets no new prompts and swaps no weights
+            ─▶ drained, if it must go back: completions never mix a version with an earlier one
+            ─▶ at the version, until the block ends ─▶ serving, and brought to the newest version
+
+What it has in flight goes on beside the evaluation. The other replicas go on; with one replica rollouts wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from distill.aio import unless
+from distill.rollout.replica_pool import Replica, ReplicaPool
+from sync.errors import Unreachable
+from sync.wire import Version
+
+
+@asynccontextmanager
+async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIterator[Replica]:
+    """A serving replica that holds exactly `version`, or for step 0 the model folder, while the block runs.
+
+    Raises Unreachable when none serves within `seconds`, or when it is lost before it is there; RemoteError
+    when the version cannot be loaded. The caller watches `Replica.lost`.
+    """
+    replica = await _choose(pool, version, seconds)
+    replica.held = True
+    try:
+        await unless(replica.lost, replica.busy.acquire(), replica.name)  # an update under way ends first
+        try:
+            if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
+                await unless(replica.lost, _bring(pool, replica, version), replica.name)
+            yield replica
+        finally:
+            replica.busy.release()
+    finally:
+        replica.held = False
+        pool.published()
+        pool.changed.wake()
+
+
+async def _choose(pool: ReplicaPool, version: Version, seconds: float) -> Replica:
+    """The serving replica that need not go back, with the fewest completions in flight."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while True:
+        able = [replica for replica in pool.serving() if not replica.held]
+        if able:
+            return min(able, key=lambda replica: (pool.is_ahead(replica, version), replica.in_flight))
+        if (left := deadline - loop.time()) <= 0:
+            raise Unreachable(f"no replica serves that could generate with {version}: see their logs")
+        await pool.changed.wait(min(left, pool.retry_seconds))
+
+
+async def _bring(pool: ReplicaPool, replica: Replica, version: Version) -> None:
+    while replica.in_flight and pool.is_ahead(replica, version):
+        await pool.changed.wait()
+    await pool.update_locked(replica, pool.request_for(version))

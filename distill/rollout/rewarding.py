@@ -1,0 +1,54 @@
+"""Rewards of completions, before they are scored."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from distill.aio import Signal
+from distill.events import CompletionRewarded, ErrorBudget, Events
+from distill.interfaces import Rewards
+from distill.run_log.records import Rollout
+from sync.errors import DistillError
+from sync.wire import unpack
+
+
+class Rewarding:
+    """Completed rollouts in, CompletionRewarded out. `run()` for the whole length of the run; `put` any time.
+
+    The capacity rule bounds what is in it. A rollout whose reward function fails is rejected.
+    """
+
+    def __init__(self, rewards: Rewards | None, budget: ErrorBudget, events: Events) -> None:
+        """`rewards` None: rollouts pass as they are."""
+        self._rewards, self._budget, self._events = rewards, budget, events
+        self._waiting: list[Rollout] = []
+        self._arrived = Signal()
+
+    def put(self, rollout: Rollout) -> None:
+        """Reward a rollout."""
+        if self._rewards is None:
+            self._events.emit(CompletionRewarded(rollout))
+            return
+        self._waiting.append(rollout)
+        self._arrived.wake()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                waiting, self._waiting = self._waiting, []
+                for rollout in waiting:
+                    group.create_task(self._reward(rollout))
+                await self._arrived.wait()
+
+    async def _reward(self, rollout: Rollout) -> None:
+        assert self._rewards is not None, "put passes the rollout on"
+        try:
+            found = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
+        except DistillError as error:
+            self._budget.function_failed("the reward_fn", rollout, error)
+            return
+        self._budget.good("the reward_fn")
+        self._events.emit(CompletionRewarded(replace(rollout, reward=found.value)))

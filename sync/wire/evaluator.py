@@ -1,0 +1,115 @@
+"""Controller ↔ evaluator: completions, evaluations, and the preflight's reference values."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sync.wire.base import Amount, Array, Count, Message, Number, Share, Version
+from sync.wire.servers import ScoreSequence
+
+
+class CompletionsRequest(Message, frozen=True):
+    """Generate the completions of an evaluation and keep them on disk. Controller → evaluator."""
+
+    version: Version
+    replica: str | None = None
+    """URL of a replica that is held at `version`; None: the evaluator has one of its own."""
+    sets: list[str] = []
+    """Named sets to complete, besides the held-out prompts."""
+
+
+class CompletionsReply(Message, frozen=True):
+    """Evaluator → controller, when all completions are on disk, or no more will come."""
+
+    version: Version
+    lost: str | None = None
+    """What became of the replica before all were there; None: they are complete."""
+
+
+class EvalRequest(Message, frozen=True):
+    """Evaluate the completions of a version that CompletionsRequest made. Controller → evaluator."""
+
+    version: Version
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over prompts, with its 95 % confidence interval (`distill.evaluation.statistics`)."""
+
+    value: Number
+    low: Number
+    high: Number
+
+
+class SetReport(msgspec.Struct, frozen=True):
+    """Figures of one named set."""
+
+    prompts: Count
+    completions: Count
+    """Of all prompts together."""
+    tokens: Count
+    truncated: Share
+    """Share of completions that ended at the token limit."""
+    failed: Count
+    """Completions whose reward function failed: they count as reward 0."""
+    pass_at_1: Estimate
+    """Share of completions with a reward above 0, averaged per prompt."""
+    average: Estimate
+    """avg@k: mean reward of a prompt's k completions."""
+    majority: Estimate | None
+    """maj@k: share of prompts whose most frequent answer passes; None: the reward function names none."""
+
+
+class EvalReport(Message, frozen=True):
+    """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
+
+    version: Version
+    reverse_kl: Number
+    """Nats per token, of the student's own temperature-1 completions, with EOS: over the full vocabulary
+    where the teacher gives hidden states, else the mean of log p − log q. Rounding and sampling may take it
+    below 0."""
+    pass_rate: Share | None
+    """Share of held-out completions with a reward above 0; None: the run has no reward function."""
+    completions: Count
+    tokens: Count
+    truncated: Share
+    """Share of completions that ended at the token limit."""
+    seconds: Amount
+    reverse_kl_error: Amount | None = None
+    """Standard error of an estimated reverse_kl, over completions; None: it is exact for them."""
+    pass_rate_interval: tuple[Share, Share] | None = None
+    """95 % confidence interval; None: no pass rate."""
+    sets: dict[str, SetReport] = {}
+    """Named sets that were evaluated with this version."""
+
+
+class ProbeRequest(Message, frozen=True):
+    """Preflight → evaluator: run plain forward passes over these sequences; `gather_ids` are ignored."""
+
+    student: list[ScoreSequence]
+    """Completions of the student itself; may be empty."""
+    teachers: dict[str, list[ScoreSequence]]
+    """Teacher's name → the sequences that it scored."""
+
+
+class ReferenceScores(msgspec.Struct, frozen=True):
+    """One teacher's scores by a plain forward pass, and the run's objective on them."""
+
+    logprob: list[Array] | None
+    """f4 [T] for each sequence: log q(y_t), temperature 1; None: the teacher was not loaded"""
+    not_shown: str | None
+    """Why the teacher was not loaded; None: it was."""
+    self_loss: float | None
+    """|loss| per token with the student in the teacher's place; None: the objective is `sft`."""
+    self_gradient: float | None
+    """Norm of the gradient in the logits, per token, of the same."""
+    teacher_gradient: float | None
+    """Norm of how much that gradient changes when the teacher takes its place; None also: its distributions
+    are not known."""
+
+
+class ProbeReply(Message, frozen=True):
+    """Evaluator → preflight: figures of fp32 forward passes of the folders that the configuration names."""
+
+    student: list[Array]
+    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
+    teachers: dict[str, ReferenceScores]
