@@ -196,6 +196,12 @@ class SpoiledTeacher(MemoryTeacher):
         )
         return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
 
+    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
+        """Kept bodies are damaged on their way to a rank; what is scored again is not."""
+        answer, spoiler = super().once(path, body, timeout, model), self.spoiler
+        lies = body is None and spoiler.rng.random() < spoiler.share
+        return spoiler._damaged(answer, "Kept") if lies else answer
+
 
 class SpoiledEvaluator(MemoryEvaluator):
     """Reports."""
