@@ -1,8 +1,9 @@
-"""How fast a teacher scores tokens: our service, a stock vLLM server and a plain forward pass in one run.
+"""How fast a teacher scores tokens: our service on either engine, a stock vLLM server, a plain forward pass.
 
-All see the same sequences of the same model with the same number of threads, in turns; every figure is the
-median of `repeats` turns, in scored positions per second of wall time, from token ids to arrays. Then
-malformed requests and a flood, which come from the tests of a source checkout.
+All see the same sequences of one model, in turns, with one thread each and all on the same core, so that
+none gains by more processes. A figure is the median of `repeats` turns, in scored positions per second,
+from token ids to arrays: of wall time, and of processor time over all processes, which other work on the
+machine disturbs less. Then malformed requests and a flood, which come from the tests of a source checkout.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+import httpx
 import numpy as np
+import psutil
 
 from distill.bench.kill_target import role_processes
 from distill.bench.runner import Figures, Work, interleaved, of_tests, serving
@@ -28,21 +32,19 @@ from distill.launch.supervise import ChildSpec
 from sync import wire
 from sync.replica.plugin import PLUGIN
 from teacher_service.client import TeacherClient
-from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.base import Item
 
 QUEUE_TOKENS: Final = 1 << 18
-VLLM_FLAGS: Final = (
-    "--enforce-eager",
-    "--distributed-executor-backend=uni",
-    "--gpu-memory-utilization=0.2",
-    "--max-logprobs=64",
-    "--dtype=float32",
-)
+STOCK_SERVER: Final = "sync.replica.plugin"
+"""vLLM's API server, unchanged, on a port that is held for it."""
+ENGINE_ARGS: Final = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "gpu_memory_utilization": 0.2,
+}
 VLLM_ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": PLUGIN,
 }
 PROMPT_TOKENS: Final = 8
@@ -64,51 +66,97 @@ class Setting(NamedTuple):
     flood_factor: int = 20
     """Times the bound of the queue; 0: no flood."""
     vllm: bool = True
-    """Whether there is a stock server to compare with."""
+    """Whether engine "vllm" and a stock server take part."""
 
 
 def run(model: str, **setting: Any) -> Figures:
-    """Figures by contender, and what a fuzzer and a flood found.
+    """Figures by contender, their ratios, and what a fuzzer and a flood found.
 
     `setting`: fields of `Setting`. Raises DistillError when a server does not come up.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    it = Setting(model, **setting)
+    it, cores = Setting(model, **setting), os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
-        children = [_teacher(it, Path(folder), ports), *([_vllm(it, ports)] if it.vllm else [])]
+        children = [_teacher("transformers", it, Path(folder), ports)]
+        if it.vllm:
+            children += [_teacher("vllm", it, Path(folder), ports), _stock_server(it, ports)]
         stack = AsyncExitStack()
         try:
             loop.run(stack.enter_async_context(serving(children, Path(folder))))
-            urls = [child.url or "" for child in children]
-            client = TeacherClient("bench", urls[:1], request_tokens=QUEUE_TOKENS // 2)
-            loop.run(stack.enter_async_context(client))
-            found = {"setting": it._asdict(), "figures": _speeds(it, loop, client, urls)}
-            return found | loop.run(_attacked(it, client, urls[0]))
+            _pin({min(cores)})
+            urls = {child.name: child.url or "" for child in children}
+            found = {"setting": it._asdict(), "load": os.getloadavg(), **_speeds(it, loop, stack, urls)}
+            return found | loop.run(_attacked(it, urls["transformers"]))
         finally:
+            _pin(cores)
             loop.run(stack.aclose())
 
 
-def _speeds(setting: Setting, loop: asyncio.Runner, client: TeacherClient, urls: list[str]) -> Figures:
-    vocab_size = loop.run(client.info()).vocab_size
-    k, items = min(setting.topk, vocab_size), _items(setting, vocab_size)
-    turns = {"plain forward": _plain(setting, items, vocab_size)}
-    turns |= _service(loop, client, items, k, vocab_size)
-    if urls[1:]:
-        turns |= _stock(urls[1], setting, items, k, vocab_size)
-    positions = sum(item.positions for item in items)
+def _family() -> list[psutil.Process]:
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def _pin(cores: set[int]) -> None:
+    """Let every thread of this process and of its descendants run on `cores` alone."""
+    for thread in (thread.id for process in _family() for thread in process.threads()):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, cores)
+
+
+def _cpu_seconds() -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in _family())
+
+
+def _speeds(setting: Setting, loop: asyncio.Runner, stack: AsyncExitStack, urls: dict[str, str]) -> Figures:
+    turns: dict[str, Turn] = {}
+    for engine in (name for name in ("transformers", "vllm") if name in urls):
+        client = TeacherClient(engine, [urls[engine]], request_tokens=QUEUE_TOKENS // 2)
+        loop.run(stack.enter_async_context(client))
+        vocab_size = loop.run(client.info()).vocab_size
+        k, items = min(setting.topk, vocab_size), _items(setting, vocab_size)
+        turns |= _service(engine, loop, client, items, k, vocab_size)
+    turns["plain forward"] = _plain(setting, items, vocab_size)
+    if "stock" in urls:
+        turns |= _stock(urls["stock"], items, k)
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
-    taken = interleaved({name: Work(turn) for name, turn in turns.items()}, setting.repeats)
-    return {
+    used: dict[str, list[float]] = {name: [] for name in turns}
+
+    def timed(name: str) -> None:
+        before = _cpu_seconds()
+        turns[name]()
+        used[name].append(_cpu_seconds() - before)
+
+    taken = interleaved({name: Work(partial(timed, name)) for name in turns}, setting.repeats)
+    positions = sum(item.positions for item in items)
+    figures = {
         name: {
-            "positions_per_second": positions / median(seconds),
+            "positions_per_second": positions / median(taken[name]),
+            "positions_per_cpu_second": positions / max(median(used[name]), 1e-9),
             "bytes_per_position": received[name] / positions,
         }
-        for name, seconds in taken.items()
+        for name in turns
+    }
+    return {"figures": figures, "ratios": {} if "vllm" not in urls else _ratios(taken, used, k)}
+
+
+def _ratios(taken: dict[str, list[float]], used: dict[str, list[float]], k: int) -> Figures:
+    """Speed of engine "vllm" over another's, the median over rounds, by wall and by processor time."""
+    pairs = [("vllm sampled", "plain forward"), ("vllm sampled", "stock sampled")]
+    pairs += [(f"vllm topk {k}", "plain forward"), (f"vllm topk {k}", f"stock topk {k}")]
+    return {
+        f"{ours} / {other}": {
+            clock: median(b / max(a, 1e-9) for a, b in zip(of[ours], of[other], strict=True))
+            for clock, of in (("wall", taken), ("cpu", used))
+        }
+        for ours, other in pairs
     }
 
 
-async def _attacked(setting: Setting, client: TeacherClient, url: str) -> Figures:
-    fuzz, info, found = of_tests("fuzz"), await client.info(), {}
+async def _attacked(setting: Setting, url: str) -> Figures:
+    async with TeacherClient("transformers", [url]) as client:
+        info = await client.info()
+    fuzz, found = of_tests("fuzz"), {}
     item = _items(setting, info.vocab_size)[0]
     prompt = wire.TeacherPrompt("0", wire.pack(item.token_ids_L[:PROMPT_TOKENS]), 0)
     good = {
@@ -122,7 +170,7 @@ async def _attacked(setting: Setting, client: TeacherClient, url: str) -> Figure
         found[name] = asdict(report) | {"clean": report.clean}
     if setting.flood_factor:
         length = min(info.max_length, PROMPT_TOKENS + setting.completion)
-        (process,) = role_processes(os.getpid())["teacher"]
+        (process,) = role_processes(os.getpid())["transformers"]
         report = await fuzz.flood(url, process.pid, QUEUE_TOKENS, length, setting.flood_factor)
         found["flood"] = asdict(report)
     return found
@@ -148,7 +196,7 @@ def _sequences(items: list[Item], k: int, vocab_size: int) -> list[wire.ScoreSeq
 
 
 def _service(
-    loop: asyncio.Runner, client: TeacherClient, items: list[Item], k: int, vocab_size: int
+    engine: str, loop: asyncio.Runner, client: TeacherClient, items: list[Item], k: int, vocab_size: int
 ) -> dict[str, Turn]:
     def turn(want: wire.Want, gather: int = 0) -> Turn:
         sequences = _sequences(items, gather, vocab_size)
@@ -161,69 +209,90 @@ def _service(
         return score
 
     return {
-        "service sampled": turn(wire.Want()),
-        f"service topk {k}": turn(wire.Want(topk=k)),
-        f"service gather {k}": turn(wire.Want(), k),
-        "service entropy": turn(wire.Want(entropy=True)),
-        "service hidden": turn(wire.Want(hidden=True)),
+        f"{engine} sampled": turn(wire.Want()),
+        f"{engine} topk {k}": turn(wire.Want(topk=k)),
+        f"{engine} gather {k}": turn(wire.Want(), k),
+        f"{engine} entropy": turn(wire.Want(entropy=True)),
+        f"{engine} hidden": turn(wire.Want(hidden=True)),
     }
 
 
 def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
-    """One padded batch through the whole model, full logits, log-softmax, the sampled token's value."""
+    """The whole model in batches with little padding, full logits, log-softmax, the sampled token's value."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from teacher_service.engines.transformers import padded_ids
+    from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
-    ids = torch.from_numpy(padded_ids(items))
+    groups = rectangles([len(item.token_ids_L) for item in items], QUEUE_TOKENS, PASS_TOKENS["cpu"])
+    batches = [torch.from_numpy(padded_ids([items[i] for i in rows])) for rows in groups]
 
     def turn() -> int:
         with torch.inference_mode():
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocab_size]
-            logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).numpy()
+            for ids in batches:
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocab_size]
+                logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).numpy()
         return 0
 
     return turn
 
 
-def _stock(url: str, setting: Setting, items: list[Item], k: int, vocab_size: int) -> dict[str, Turn]:
-    """vLLM's own route, one request with every prompt, its JSON turned into arrays as our engine does it."""
-    from teacher_service.engines.vllm import VllmServer
+def _stock(url: str, items: list[Item], k: int) -> dict[str, Turn]:
+    """vLLM's own route: one request with every prompt, its JSON turned into arrays of what was asked for."""
+    http = httpx.Client(base_url=url, timeout=600, trust_env=False)
 
-    engine = VllmServer(TeacherConfig(path=setting.model, engine="vllm", engine_url=url), vocab_size)
+    def turn(k: int) -> Turn:
+        body = {
+            "model": http.get("/v1/models").json()["data"][0]["id"],
+            "prompt": [item.token_ids_L.tolist() for item in items],
+            "max_tokens": 1,
+            "prompt_logprobs": k,
+        }
 
-    def turn(options: ScoreOptions) -> Turn:
         def score() -> int:
-            before = engine.received_bytes
-            engine.score(items, options)
-            return engine.received_bytes - before
+            answer = http.post("/v1/completions", json=body).raise_for_status()
+            choices = sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
+            _read_tables(items, [choice["prompt_logprobs"] for choice in choices], k)
+            return len(answer.content)
 
         return score
 
-    return {"vLLM sampled": turn(ScoreOptions()), f"vLLM topk {k}": turn(ScoreOptions(topk=k))}
+    return {"stock sampled": turn(0), f"stock topk {k}": turn(k)}
+
+
+def _read_tables(items: list[Item], tables: list[Any], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities [C] and the k most likely ids and theirs [C, K, 2], from a dict for each position."""
+    logprobs, top = [], []
+    for item, table in zip(items, tables, strict=True):
+        for token, entry in zip(item.token_ids_L[item.first :].tolist(), table[item.first :], strict=True):
+            logprobs.append(entry[str(token)]["logprob"])
+            rows = sorted((e["rank"], int(i), e["logprob"]) for i, e in entry.items() if e["rank"] <= k)
+            top.append([row[1:] for row in rows[:k]])
+    return np.array(logprobs, np.float32), np.array(top, np.float32)
 
 
 # --- servers ----------------------------------------------------------------------------------------------
 
 
-def _teacher(setting: Setting, folder: Path, ports: Ports) -> ChildSpec:
-    config = folder / "teacher.json"
+def _teacher(engine: str, setting: Setting, folder: Path, ports: Ports) -> ChildSpec:
+    config = folder / f"{engine}.json"
     fields = {"path": setting.model, "threads": 1, "dtype": "float32", "queue_tokens": QUEUE_TOKENS}
+    fields |= {"engine": engine, "engine_args": ENGINE_ARGS if engine == "vllm" else {}}
     config.write_text(json.dumps(fields))
-    return _server("teacher", ports, {}, "teacher_service", "--config", str(config), "--name", "bench")
+    return _server(engine, ports, "teacher_service", "--config", str(config), "--name", engine)
 
 
-def _vllm(setting: Setting, ports: Ports) -> ChildSpec:
+def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
     length = PROMPT_TOKENS + setting.completion + 1
-    words = [*VLLM_FLAGS, f"--model={setting.model}", f"--max-model-len={length}"]
-    return _server("vllm", ports, VLLM_ENVIRONMENT, "vllm.entrypoints.openai.api_server", *words)
+    flags = ["--enforce-eager", "--distributed-executor-backend=uni", "--gpu-memory-utilization=0.2"]
+    flags += ["--max-logprobs=64", "--dtype=float32", f"--model={setting.model}", f"--max-model-len={length}"]
+    return _server("stock", ports, STOCK_SERVER, *flags)
 
 
-def _server(name: str, ports: Ports, environment: dict[str, str], *words: str) -> ChildSpec:
+def _server(name: str, ports: Ports, *words: str) -> ChildSpec:
     port = ports.take("127.0.0.1", 0, f"{name}.port")
     command = [sys.executable, "-P", "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
-    env = {**environment, "OMP_NUM_THREADS": "1"}
+    env = {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     return ChildSpec(name, command, env, url=f"http://127.0.0.1:{port}")
