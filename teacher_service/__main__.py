@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -86,7 +87,12 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
 
 
 def _leave(*_: object) -> None:
-    """End at once, without waiting for threads that load a model or read a version."""
+    """End at once, with all processes of the engine; threads that load or read are not waited for."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     logging.shutdown()
     os._exit(0)
 

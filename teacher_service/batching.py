@@ -1,20 +1,22 @@
 """Dynamic batching: sequences of all callers share forward passes, up to a token budget each.
 
     submit ──▶ queue ─┬─▶ items   (≤ batch_tokens, one ScoreOptions)     ──▶ one call    ─┐ engine
-                      └─▶ prompts (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ thread
+                      └─▶ prompts (≤ batch_tokens, one GenerationParams) ──▶ many slices ─┘ threads
 
-The queue is bounded in tokens. One call runs at a time, in one worker thread, so the event loop
-stays free; a batch of scores waits for one slice of generation at most, and the other way round. A batch
-starts with the oldest item. Work whose caller is gone, or whose deadline has passed, is not computed.
+The queue is bounded in tokens. Calls run in worker threads, so the event loop stays free. With an engine of
+concurrency 1 one call runs at a time: a batch of scores waits for one slice of generation at most, and the
+other way round. Otherwise so many batches of each kind overlap, and one of prompts takes all that wait. A
+batch starts with the oldest item. Work whose caller is gone, or whose deadline has passed, is not computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +36,7 @@ RETRY_AFTER_SECONDS: Final = 0.5
 STUCK_SECONDS: Final = 1800.0
 """Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
-"""How long the call under way is waited for at the end."""
+"""How long the calls under way are waited for at the end."""
 SLICE_SECONDS: Final = 0.1
 """Time slice of generation before queued scores may run; at least one step."""
 
@@ -54,7 +56,7 @@ class Metrics:
         self.refused = counter("teacher_refused_sequences", "Sequences and prompts refused one by one")
         self.tokens = counter("teacher_tokens", "Tokens of scored sequences, prompt and completion")
         self.generated = counter("teacher_generated_tokens", "Completion tokens generated")
-        self.busy = counter("teacher_busy_seconds", "Time the engine computed")
+        self.busy = counter("teacher_busy_seconds", "Duration of the engine's calls, those at once added up")
         self.held_tokens = Gauge("teacher_held_tokens", "Tokens not yet answered", registry=self.registry)
         self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=self.registry)
 
@@ -88,59 +90,70 @@ class Batcher:
 
     def __init__(self, engine: base.Engine, batch_tokens: int, queue_tokens: int, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
-        self._batch_tokens, self._queue_tokens = batch_tokens, queue_tokens
+        self._queue_tokens = queue_tokens
         self._waiting: dict[_Queued, None] = {}
         """The oldest first."""
         self._added = asyncio.Event()
         self._held = 0
         """Tokens of requests that are queued or not yet answered."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._began: float | None = None
-        """time.monotonic() at which the engine was called; None: it is idle."""
+        self._concurrency = engine.engine_info.concurrency
+        overlaps = self._concurrency > 1
+        threads = 2 * self._concurrency if overlaps else 1  # both kinds beside each other, or in turns
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engine")
+        self._most_tokens = {Item: batch_tokens, EnginePrompt: queue_tokens if overlaps else batch_tokens}
+        self._calls: dict[Future[Any], float] = {}
+        """Calls of the engine under way → time.monotonic() at which each began."""
+        self._ended: base.EngineEnded | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to compute; needs a running event loop."""
-        serving = self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)
+        serving = []
+        for _ in range(self._concurrency):
+            serving += [self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)]
         self._tasks = [asyncio.create_task(one) for one in serving]
 
     @property
     def healthy(self) -> bool:
         """Whether batches are computed, each call within STUCK_SECONDS."""
-        began = self._began
-        stuck = began is not None and time.monotonic() - began > STUCK_SECONDS
-        return bool(self._tasks) and not any(task.done() for task in self._tasks) and not stuck
+        began = min(list(self._calls.values()), default=math.inf)
+        stuck = time.monotonic() - began > STUCK_SECONDS
+        working = bool(self._tasks) and not any(task.done() for task in self._tasks)
+        return working and not stuck and self._ended is None
 
     async def stop(self) -> bool:
-        """Compute no more, and wait STOP_SECONDS for the call under way; whether it has ended."""
+        """Compute no more, and wait STOP_SECONDS for the calls under way; whether they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        idle = asyncio.wrap_future(self._thread.submit(lambda: None))
-        ended, _ = await asyncio.wait({idle}, timeout=STOP_SECONDS)
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        return bool(ended)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return not (await asyncio.to_thread(wait, [*self._calls], STOP_SECONDS)).not_done
 
     async def in_engine_thread(self, function: Callable[[], A]) -> A:
-        """Run `function` between two calls of the engine."""
+        """Run `function` as a call of the engine."""
 
         def call() -> A:
-            began = self._began = time.monotonic()
+            began = time.monotonic()
             try:
                 return function()
             finally:
-                self._began = None
                 self._metrics.busy.inc(time.monotonic() - began)
 
-        return await asyncio.wrap_future(self._thread.submit(call))
+        future = self._threads.submit(call)
+        self._calls[future] = time.monotonic()
+        future.add_done_callback(self._calls.pop)
+        return await asyncio.wrap_future(future)
 
     @contextmanager
     def submit(self, work: Sequence[Work]) -> Iterator[list[asyncio.Future[Outcome]]]:
         """Queue `work` for as long as the context lasts; yields a future for each.
 
         Its tokens count against `queue_tokens` until the end of the context, so that neither queued sequences
-        nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room.
+        nor answers that are not yet sent can grow beyond the bound. Raises Overloaded when there is no room,
+        EngineEnded when nothing will be computed any more.
         """
+        if self._ended is not None:
+            raise self._ended
         tokens = sum(one.tokens for one in work)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
@@ -165,7 +178,7 @@ class Batcher:
         self._metrics.held_tokens.set(self._held)
 
     async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
-        """The oldest work of a kind and what follows it with the same options, up to `batch_tokens`.
+        """The oldest work of a kind and what follows it with the same options, up to `_most_tokens`.
 
         At least one, whatever its tokens; waits for it.
         """
@@ -176,7 +189,7 @@ class Batcher:
         for queued in self._waiting:
             if queued.work.options == first.work.options:
                 tokens += queued.work.tokens
-                if batch and tokens > self._batch_tokens:
+                if batch and tokens > self._most_tokens[kind]:
                     break
                 batch.append(queued)
         for queued in batch:
@@ -195,6 +208,7 @@ class Batcher:
                 outcomes = await isolate(batch, run, _failed, never=(Unreachable,))
             except Unreachable as error:
                 outcomes = [error] * len(batch)
+                self._ended = error if isinstance(error, base.EngineEnded) else self._ended
             for queued, outcome in zip(batch, outcomes, strict=True):
                 if not queued.outcome.done():
                     queued.outcome.set_result(outcome)

@@ -14,16 +14,18 @@ class TeacherConfig(ModelSource, Placement):
     """One teacher; several replicas when `replicas` > 1 or several urls are given."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """transformers: everything. vllm: for teachers that need its parallelism; no entropy, hidden states or
-    temperature other than 1."""
+    """transformers: everything, one layer after the other on its devices. vllm: every score, at full speed on
+    one or many GPUs; completions by another server, at `generate_url`."""
     engine_url: Url | None = None
-    """A vLLM server that runs already, for engine "vllm"; None: in this process."""
+    """A vLLM server with the pooling runner, for engine "vllm"; None: vLLM is started with the teacher."""
+    generate_url: Url | None = None
+    """A vLLM server of the same model that generates, for engine "vllm" with objective.on_policy < 1."""
     replicas: int = Field(1, ge=1)
     """Processes started on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights; auto: as they are stored."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
+    """auto: the GPUs that the process sees, if any; engine "transformers" spreads its layers over all."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
     max_length: int | None = Field(None, ge=2)
@@ -37,7 +39,7 @@ class TeacherConfig(ModelSource, Placement):
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
     engine_args: dict[str, Any] = {}
-    """Any argument of vLLM's engine, for engine "vllm"."""
+    """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}."""
     threads: int | None = Field(None, ge=1)
     """torch's threads; None: its default."""
     idle_unload_seconds: float | None = Field(None, gt=0)

@@ -156,7 +156,7 @@ def _others(config: RunConfig) -> Iterator[str]:
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:
-    temperature = teacher_temperature(config.objective, config.rollout.temperature)
+    share = config.objective.on_policy
     for name, teacher in config.teachers.items():
         check_following(config, name)
         if config.evaluation is not None and teacher.prompt_transform is not None:
@@ -164,11 +164,11 @@ def _teachers(config: RunConfig) -> Iterator[str]:
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
                 "set evaluation = false"
             )
-        if teacher.engine != "transformers" and temperature != 1:
+        if share < 1 and teacher.engine == "vllm" and teacher.generate_url is None:
             yield (
-                f'objective.teacher_temperature is "rollout" at temperature {temperature:g}, and engine '
-                f"{teacher.engine!r} of teacher {name!r} gives log-probabilities at 1 alone, from which no "
-                'others follow: set engine = "transformers", or teacher_temperature = "one"'
+                f"objective.on_policy is {share:g}, and vLLM, which scores for teacher {name!r}, cannot "
+                f"generate beside that: set teachers.{name}.generate_url to a vLLM server of {teacher.path}, "
+                'engine = "transformers", or on_policy = 1'
             )
     if unknown := config.objective.teacher_coefficients.keys() - config.teachers.keys():
         yield (

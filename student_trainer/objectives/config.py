@@ -43,8 +43,8 @@ class Mixing(Settings):
     task: TaskReward | None = None
     """None: the divergence alone."""
     on_policy: float = Field(1.0, ge=0, le=1)
-    """Share of the rollouts that the student generates. The teacher generates the others (teacher engine
-    "transformers" or "vllm"), and they are learned by cross-entropy."""
+    """Share of the rollouts that the student generates. The teacher generates the others (with engine "vllm":
+    its generate_url), and they are learned by cross-entropy."""
     teacher_temperature: Literal["one", "rollout"] = "one"
     """Temperature of the teacher's distribution; the student's is taken at rollout.temperature. one: the
     teacher's own distribution, which the student then matches when it is sampled at rollout.temperature.

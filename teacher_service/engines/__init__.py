@@ -22,9 +22,9 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
             f"this is {config.engine!r}, and exclude each other: remove one or both"
         )
     if config.engine == "vllm":
-        from teacher_service.engines.vllm import InProcess, VllmServer
+        from teacher_service.engines import vllm
 
-        return (InProcess if config.engine_url is None else VllmServer)(config, vocab_size)
+        return vllm.load(config, vocab_size)
     from sync.settings import ReplicaConfig
     from sync.subscribe import Subscriber
     from teacher_service.engines.gpu_slots import GpuSlot

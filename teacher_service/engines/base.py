@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from sync.errors import Unreachable
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
@@ -117,10 +118,17 @@ class EngineInfo:
     revision: str | None = None
     max_topk: int = MAX_TOPK
     """Most ids per position; for a whole vocabulary there are hidden states."""
+    concurrency: int = 1
+    """Batches of scores, and as many of completions, that may overlap, each in a thread of its own; 1: one
+    call at a time, of either kind."""
+
+
+class EngineEnded(Unreachable):
+    """What computes is gone for good: this process must be restarted."""
 
 
 class Engine(Protocol):
-    """One teacher. All methods are called from one worker thread, never at the same time."""
+    """One teacher, called from as many threads as `engine_info.concurrency` allows."""
 
     engine_info: EngineInfo
 

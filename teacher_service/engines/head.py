@@ -7,13 +7,17 @@ Letters in shapes: C scored positions, c of one chunk, K ids per position, H hid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sync.errors import ConfigError
-from teacher_service.engines.base import ScoreOptions
+from sync.wire import Head, pack
+from teacher_service.config import TeacherConfig
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,85 @@ class OutputHead:
             logits_CV = logits_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits_CV
 
+    def placed(self, device: torch.device) -> OutputHead:
+        """The same head where it is to be applied; on a CPU with a float32 weight."""
+        weight_VH = self.weight_VH.to(device)
+        if not weight_VH.is_cuda:
+            weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
+        bias_V = None if self.bias_V is None else self.bias_V.to(device).float()
+        return OutputHead(weight_VH, bias_V, self.scale, self.soft_cap)
+
+    def message(self, teacher: str, dtype: torch.dtype) -> Head:
+        """Wire form; `dtype`: of the model, whose precision the weight keeps."""
+        half = dtype == torch.bfloat16
+        weight_VH = self.weight_VH.to(torch.bfloat16 if half else torch.float32)
+        return Head(
+            teacher=teacher,
+            weight=pack(to_numpy(weight_VH), "bf16" if half else "f4"),
+            bias=None if self.bias_V is None else pack(to_numpy(self.bias_V)),
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """bfloat16 as uint16 bits, float16 as float32, anything else as it is."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    elif tensor.dtype == torch.float16:
+        tensor = tensor.float()
+    return tensor.cpu().numpy()
+
 
 # --- finding the head -------------------------------------------------------------------------------------
 
 
-def find_head(model: Any, vocab_size: int) -> OutputHead:
-    """The head of a causal language model of transformers, cut to `vocab_size` rows.
+class CheckpointHead(NamedTuple):
+    """What is known of a model from its head alone."""
+
+    head: OutputHead
+    dtype: torch.dtype
+    """Of the model."""
+    rows: int
+    """Of the model; `head` has those below the tokenizer's size."""
+
+
+def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> CheckpointHead:
+    """The head of the checkpoint at `config.path`, on `device`.
+
+    transformers loads the model without its layers: embedding, final norm and head are left, with names, ties
+    and precision as in the whole model, and `find_head` verifies the formula on them. Raises ConfigError.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # every weight of a layer would be reported as unexpected
+    try:
+        settings = AutoConfig.from_pretrained(config.path, **source)
+        text = settings.get_text_config()
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+        for part in (settings, text):
+            vars(part).pop("quantization_config", None)  # the layers'
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path, config=settings, dtype=config.dtype, **source
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"the output head of {config.path!r} cannot be read: {error}; the checkpoint must be readable "
+            "here, also when a server computes"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    head = find_head(model.eval(), vocab_size, device)
+    return CheckpointHead(head, model.dtype, len(model.get_output_embeddings().weight))
+
+
+def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -> OutputHead:
+    """The head of a causal language model of transformers, cut to `vocab_size` rows, on `device` if given.
 
     Its scale is measured against the model's own logits and then taken exactly from the model's config.
     Raises ConfigError when the model's logits are not reproduced.
@@ -53,24 +130,23 @@ def find_head(model: Any, vocab_size: int) -> OutputHead:
     linear = model.get_output_embeddings()
     if linear is None or not hasattr(linear, "weight"):
         raise ConfigError(
-            f"{type(model).__name__} has no output embedding: the transformers engine needs a causal "
-            'language model with a linear head; use engine = "vllm" for this one'
+            f"{type(model).__name__} has no output embedding: a teacher is a causal language model with a "
+            "linear head, choose another"
         )
     config = model.config.get_text_config()
     caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
     cap = next((float(value) for value in caps if value is not None), None)
     bias = getattr(linear, "bias", None)
     plain = OutputHead(linear.weight.detach(), None if bias is None else bias.detach())
-    hidden_CH, expected_CV = _probe(model, min(vocab_size, linear.weight.shape[0]))
+    hidden_CH, expected_CV = (
+        part.to(linear.weight.device) for part in _probe(model, min(vocab_size, linear.weight.shape[0]))
+    )
     scale = _scale(plain.logits(hidden_CH), expected_CV, cap, config)
     head = OutputHead(plain.weight_VH, plain.bias_V, scale, cap)
     _verify(head.logits(hidden_CH), expected_CV, type(model).__name__, linear.weight.dtype)
-    keep = slice(0, vocab_size)
-    weight_VH = plain.weight_VH[keep]
-    if not weight_VH.is_cuda:
-        weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
-    bias_V = None if plain.bias_V is None else plain.bias_V[keep].float()
-    return OutputHead(weight_VH, bias_V, scale, cap)
+    bias_V = None if plain.bias_V is None else plain.bias_V[:vocab_size]
+    cut = OutputHead(plain.weight_VH[:vocab_size], bias_V, scale, cap)
+    return cut.placed(device or cut.weight_VH.device)
 
 
 @torch.inference_mode()
@@ -104,11 +180,30 @@ def _verify(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: 
     if not worst <= allowed:
         raise ConfigError(
             f"the head of {name} is not reproduced: logits differ by {worst:.3g}, allowed {allowed:.3g}; "
-            'heads may be linear with bias, scale and soft cap; use engine = "vllm" for this one'
+            "heads may be linear with bias, scale and soft cap, choose another model"
         )
 
 
 # --- scores -----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def score_items(
+    head: OutputHead, hidden_CH: torch.Tensor, items: Sequence[Item], options: ScoreOptions, chunk: int
+) -> EngineScores:
+    """Scores of a batch from the hidden states of its scored positions, item after item, on any device."""
+
+    def ids(parts: Sequence[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device, non_blocking=True)
+
+    device = head.weight_VH.device
+    hidden_CH = hidden_CH.to(device, non_blocking=True)
+    targets_C = ids([item.token_ids_L[item.first :] for item in items])
+    wanted_CK = ids([item.gather_ids_TK for item in items]) if options.gather else None
+    scores = score_hidden(head, hidden_CH, targets_C, wanted_CK, options, chunk)
+    if options.hidden:
+        scores["hidden_CH"] = hidden_CH
+    return EngineScores(**{name: to_numpy(value) for name, value in scores.items()})
 
 
 def score_hidden(

@@ -1,4 +1,7 @@
-"""A teacher in this process: any causal language model of transformers, on a CPU or one CUDA device.
+"""A teacher in this process: any causal language model of transformers, on a CPU or on CUDA devices.
+
+Several devices share the layers (device_map = "auto"): they hold a model that one cannot, and compute one
+after the other. Engine "vllm" computes on all at once.
 
 The base model gives last hidden states after the final norm; the head is applied here, in chunks, and only at
 scored positions. Attention is causal and padding is on the right, so no mask is needed.
@@ -10,18 +13,18 @@ batch, K ids per position, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from sync.errors import ConfigError
-from sync.wire import Head, pack
+from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineInfo, EngineScores, Item, ScoreOptions
-from teacher_service.engines.head import find_head, score_hidden
+from teacher_service.engines.head import find_head, score_items
 from teacher_service.engines.sampling import generate
 
 PASS_TOKENS: Final = {"cpu": 64, "cuda": 4096}
@@ -57,40 +60,21 @@ class TransformersEngine:
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
         hidden_of: dict[int, torch.Tensor] = {}
         for rows in groups:
-            ids_BW = padded_ids([items[i] for i in rows])
-            hidden_BWH = self._decoder(input_ids=self._tensor(ids_BW), use_cache=False).last_hidden_state
+            ids_BW = torch.from_numpy(padded_ids([items[i] for i in rows]))
+            ids_BW = ids_BW.to(self._model.device, non_blocking=True)
+            hidden_BWH = self._decoder(input_ids=ids_BW, use_cache=False).last_hidden_state
             for row, i in enumerate(rows):  # the state one place before a token predicts it
                 last = len(items[i].token_ids_L) - 1
                 hidden_of[i] = hidden_BWH[row, items[i].first - 1 : last].clone()
         hidden_CH = torch.cat([hidden_of[i] for i in range(len(items))])
-        targets_C = self._ids([item.token_ids_L[item.first :] for item in items])
-        wanted_CK = self._ids([item.gather_ids_TK for item in items]) if options.gather else None
-        scores = score_hidden(self._head, hidden_CH, targets_C, wanted_CK, options, self._head_chunk)
-        if options.hidden:
-            scores["hidden_CH"] = hidden_CH
-        return EngineScores(**{name: _to_numpy(value) for name, value in scores.items()})
-
-    def _ids(self, parts: Sequence[Any]) -> torch.Tensor:
-        return self._tensor(np.concatenate(parts).astype(np.int64))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+        return score_items(self._head, hidden_CH, items, options, self._head_chunk)
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         ends = sorted({*_end_ids(self._model), *params.stop_token_ids})
         return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
 
     def head(self) -> Head | None:
-        head = self._head
-        half = self._model.dtype == torch.bfloat16
-        weight_VH = head.weight_VH.to(torch.bfloat16 if half else torch.float32)
-        return Head(
-            teacher=self.engine_info.model,
-            weight=pack(_to_numpy(weight_VH), "bf16" if half else "f4"),
-            bias=None if head.bias_V is None else pack(_to_numpy(head.bias_V)),
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-        )
+        return self._head.message(self.engine_info.model, self._model.dtype)
 
     def close(self) -> None:
         del self._model, self._decoder, self._head
@@ -153,15 +137,6 @@ def _max_length(config: Any, wanted: int | None) -> int:
     return int(length)
 
 
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """bfloat16 as uint16 bits, float16 as float32, anything else as it is."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    elif tensor.dtype == torch.float16:
-        tensor = tensor.float()
-    return tensor.cpu().numpy()
-
-
 def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> TransformersEngine:
     """Engine of a TeacherConfig. Raises ConfigError when it cannot be loaded or served.
 
@@ -172,7 +147,8 @@ def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> T
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = _device(config.device)
+    device = find_device(config.device)
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -180,17 +156,32 @@ def load(config: TeacherConfig, vocab_size: int, leave_files: bool = False) -> T
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
             attn_implementation=config.attention,
+            device_map="auto" if several else None,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"teacher model {config.path!r} cannot be loaded: {error}") from error
-    model = model.to(device)
+    if several:
+        check_fits(config.path, model.hf_device_map)
+    else:
+        model = model.to(device)
     if leave_files and device.type == "cpu":
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     return TransformersEngine(model, vocab_size, config)
 
 
-def _device(name: str) -> torch.device:
+def check_fits(path: str, device_map: Mapping[str, Any]) -> None:
+    """Raise ConfigError when parts of a model were placed outside of its GPUs, where a pass takes minutes."""
+    elsewhere = [part for part, device in device_map.items() if str(device) in ("cpu", "disk")]
+    if elsewhere:
+        raise ConfigError(
+            f"teacher model {path!r} does not fit on its {torch.cuda.device_count()} GPUs: {len(elsewhere)} "
+            f"parts such as {elsewhere[0]} are left over; give it more devices, or a smaller dtype"
+        )
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a TeacherConfig's `device`, the first of several. Raises ConfigError without CUDA."""
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ConfigError('device = "cuda", but torch sees no CUDA device here: use "cpu" or "auto"')

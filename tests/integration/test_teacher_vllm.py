@@ -1,4 +1,5 @@
-"""vLLM as a teacher: a stock server by URL, and inside the teacher process."""
+"""vLLM as a teacher, against engine "transformers" on the same checkpoints: started with the teacher, on two
+tensor-parallel workers, with experts and on two data-parallel engines, and by URL of stock servers."""
 
 from __future__ import annotations
 
@@ -10,184 +11,279 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import transformers
 from ports import free_port
-from teacher_completions import END, MAX_TOKENS, STOP, check_completions_score_alike
+from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vllm_replica import AMX
 
 from distill.bench import teacher as bench
 from sync.client import Peer
 from sync.errors import RemoteError
 from sync.replica.plugin import PLUGIN
-from sync.wire import Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from sync.wire import Scored, ScoreSequence, Want, pack, unpack
 from teacher_service.batching import split
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
-from teacher_service.engines.base import (
-    EnginePrompt,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-)
+from teacher_service.engines.base import Engine, EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
 
 pytestmark = pytest.mark.engine
-VOCAB = 32
+VOCAB, PADDED, LONGEST = 32, 40, 128
+TOLERANCE = 5e-5
+"""Nats, and hidden units: fp32 rounding of another order of sums."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": PLUGIN,
 }
+ENGINE_ARGS = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 64}
+"""Steps of 64 tokens: longer sequences are prefilled in parts."""
+UNI = {"distributed_executor_backend": "uni"}
+SERVER_FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--distributed-executor-backend=uni",
+    "--gpu-memory-utilization=0.2",
+)
+POOLS = ("--runner=pooling", "--convert=embed", '--pooler-config={"task": "token_embed"}')
+MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+
+
+def save_model(path: Path, kind: str, **more: Any) -> Path:
+    """A random model with rows beyond its tokenizer, which is saved beside it."""
+    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=PADDED,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        **more,
+    )
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 and its tokenizer."""
-    path = tmp_path_factory.mktemp("teacher")
-    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
-
-
-def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=os.environ | ENVIRONMENT, stdout=file, stderr=file
-        )
-
-
-async def up(url: str, process: subprocess.Popen[bytes]) -> None:
-    async with Peer(url) as peer:
-        async with asyncio.timeout(300):
-            while not await peer.alive():
-                assert process.poll() is None
-                await asyncio.sleep(0.1)
+    return save_model(tmp_path_factory.mktemp("teacher"), "Qwen3")
 
 
 @pytest.fixture(scope="module")
-def urls(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A stock vLLM server, and a teacher process with vLLM inside."""
-    tmp, ports = tmp_path_factory.mktemp("logs"), (free_port(), free_port())
-    found = (f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}")
-    args = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}
-    config = tmp / "teacher.json"
-    config.write_text(
-        json.dumps({"path": str(folder), "dtype": "float32", "engine": "vllm", "engine_args": args})
-    )
-    flags = "--dtype float32 --enforce-eager --distributed-executor-backend uni --gpu-memory-utilization 0.2"
-    server = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(ports[0])]
-    teacher = ["teacher_service", "--config", str(config), "--name", "v", "--port", str(ports[1])]
-    processes = [start(tmp / "server.log", *server, *flags.split()), start(tmp / "teacher.log", *teacher)]
-    try:
-        for url, process in zip(found, processes, strict=True):
-            asyncio.run(up(url, process))
-        yield found
-    finally:
-        for process in processes:
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("experts"), "Qwen3Moe", **MoE)
+
+
+class Processes:
+    """Servers, and teacher processes that use them; all are stopped together."""
+
+    def __init__(self, tmp: Path) -> None:
+        self._tmp, self._started = tmp, list[tuple[str, subprocess.Popen[bytes]]]()
+
+    def start(self, *words: str) -> str:
+        """URL of a module that is started with the port as its last argument."""
+        port, log = free_port(), self._tmp / f"{len(self._started)}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words, "--port", str(port)],
+                env=os.environ | ENVIRONMENT,
+                stdout=file,
+                stderr=file,
+            )
+        self._started.append((f"http://127.0.0.1:{port}", process))
+        return self._started[-1][0]
+
+    def server(self, folder: Path, *flags: str) -> str:
+        module = "vllm.entrypoints.openai.api_server"
+        return self.start(module, "--model", str(folder), *SERVER_FLAGS, *flags)
+
+    def teacher(self, folder: Path, **config: Any) -> str:
+        path = self._tmp / f"{len(self._started)}.json"
+        path.write_text(json.dumps({"path": str(folder), "dtype": "float32", "engine": "vllm", **config}))
+        return self.start("teacher_service", "--config", str(path), "--name", "v")
+
+    async def up(self) -> None:
+        for url, process in self._started:
+            async with Peer(url) as peer:
+                async with asyncio.timeout(600):
+                    while not await peer.alive():
+                        assert process.poll() is None, url
+                        await asyncio.sleep(0.1)
+
+    def stop(self) -> None:
+        alive = [process for _, process in reversed(self._started) if process.poll() is None]
+        family = [child for one in alive for child in psutil.Process(one.pid).children(recursive=True)]
+        for process in alive:
             process.send_signal(signal.SIGTERM)
-        for process in processes:
+        for process in alive:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+        for orphan in psutil.wait_procs(family, 10)[1]:
+            orphan.kill()
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> tuple[list[ScoreSequence], list[np.ndarray]]:
-    """Sequences, and float64 [T, V] log-probabilities of each by a plain forward pass."""
+def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Two stock servers, one that generates and one that pools, and two teachers.
+
+    The teacher of two workers completes prompts through the server that generates.
+    """
+    processes = Processes(tmp_path_factory.mktemp("processes"))
+    try:
+        found = {
+            "generates": processes.server(folder, "--no-enable-chunked-prefill"),
+            "pools": processes.server(folder, "--max-num-batched-tokens=64", "--max-num-seqs=32", *POOLS),
+            "experts": processes.teacher(experts, engine_args=ENGINE_ARGS | UNI),
+        }
+        asyncio.run(processes.up())
+        found["workers"] = processes.teacher(
+            folder, engine_args=ENGINE_ARGS | {"tensor-parallel-size": 2}, generate_url=found["generates"]
+        )
+        asyncio.run(processes.up())
+        yield found
+    finally:
+        processes.stop()
+
+
+# --- scores -----------------------------------------------------------------------------------------------
+
+
+def sequences(k: int) -> tuple[list[ScoreSequence], list[Item]]:
+    """Of all lengths up to the longest, with k ids to gather at each position, some of them -1."""
     rng = np.random.default_rng(0)
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options, truth = [], []
-    for i in range(8):
-        ids = rng.integers(0, VOCAB, int(rng.integers(5, 40))).astype(np.int32)
-        options.append(ScoreSequence(str(i), pack(ids), 3))
-        with torch.inference_mode():
-            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, 2:-1]
-        truth.append(logits.double().log_softmax(-1).numpy())
-    return options, truth
+    wire, items = [], []
+    for length in (LONGEST, *rng.integers(3, LONGEST, 15)):
+        first, ids = int(rng.integers(1, length)), rng.integers(0, VOCAB, length).astype(np.int32)
+        gather = rng.integers(-1, VOCAB, (length - first, k)).astype(np.int32)
+        items.append(Item(ids, first, gather if k else None))
+        wire.append(ScoreSequence(str(len(wire)), pack(ids), first, pack(gather) if k else None))
+    return wire, items
 
 
-def check(
-    expected: tuple[list[ScoreSequence], list[np.ndarray]], k: int, results: list[Scored | ScoreRefused]
+def check(result: Any, expected: EngineScores) -> None:
+    """Within TOLERANCE, and for top-k and gathered ones within the half precision of the wire."""
+    assert isinstance(result, Scored)
+    truth = scored(result.id, expected, "f4")
+    for name in ("logprob", "topk_ids", "topk_logprob", "tail", "gathered", "entropy", "hidden"):
+        got, want = getattr(result, name), getattr(truth, name)
+        assert (got is None) == (want is None), name
+        if got is not None:
+            relative = 1e-3 if got.dtype == "f2" else 0
+            np.testing.assert_allclose(unpack(got), unpack(want), rtol=relative, atol=TOLERANCE, err_msg=name)
+
+
+KINDS = {
+    "sampled": (Want(), 0),
+    "topk": (Want(topk=5, entropy=True), 0),
+    "student_topk": (Want(), 3),
+    "full": (Want(hidden=True), 0),
+    "at another temperature": (Want(topk=5, temperature=0.7), 3),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, experts: Path) -> dict[str, Engine]:
+    """Engine "transformers" by the URL whose teacher has the same model."""
+    dense, mixture = (build(TeacherConfig(path=str(path)), VOCAB) for path in (folder, experts))
+    return {"workers": dense, "pools": dense, "experts": mixture}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["workers", "experts"])
+async def test_scores_of_two_workers_and_of_experts_equal_those_of_transformers(
+    urls: dict[str, str], plain: dict[str, Engine], where: str, kind: str
 ) -> None:
-    for sequence, logp, result in zip(*expected, results, strict=True):
-        assert isinstance(result, Scored)
-        ids = unpack(sequence.token_ids)
-        np.testing.assert_allclose(unpack(result.logprob), logp[np.arange(len(ids) - 3), ids[3:]], atol=1e-4)
-        if k:
-            assert result.topk_ids is not None
-            np.testing.assert_array_equal(unpack(result.topk_ids), np.argsort(-logp, axis=1)[:, :k])
+    (want, k), truth = KINDS[kind], plain[where]
+    wire, items = sequences(k)
+    options = ScoreOptions(want.topk, k, want.entropy, want.hidden, want.temperature)
+    expected = split(truth.score(items, options), [item.positions for item in items])
+    async with TeacherClient("v", [urls[where]]) as client:
+        results = await client.score(wire, want)
+        for result, scores in zip(results, expected, strict=True):
+            check(result, scores)
+        if kind == "full":
+            head = truth.head()
+            assert head is not None
+            np.testing.assert_array_equal(unpack((await client.head()).weight), unpack(head.weight))
 
 
-async def test_vllm_inside_the_process_equals_a_plain_forward_pass(
-    urls: tuple[str, str], expected: tuple[list[ScoreSequence], list[np.ndarray]]
+async def test_requests_that_overlap_get_their_own_scores(
+    urls: dict[str, str], plain: dict[str, Engine]
 ) -> None:
-    async with TeacherClient("v", [urls[1]]) as client:
-        check(expected, 5, await client.score(expected[0], Want(topk=5)))
-        if "gather" not in (await client.info()).can:
-            gather = ScoreSequence("a", pack(np.zeros(3, np.int32)), 2, pack(np.zeros((1, 2), np.int32)))
-            with pytest.raises(RemoteError, match="cannot give 'gather'"):
-                await client.score([gather])
+    wire, items = sequences(0)
+    expected = split(plain["workers"].score(items, ScoreOptions(topk=2)), [item.positions for item in items])
+    async with TeacherClient("v", [urls["workers"]]) as client:
+        answers = await asyncio.gather(*(client.score([one], Want(topk=2)) for one in wire * 4))
+    for (result,), scores in zip(answers, expected * 4, strict=True):
+        check(result, scores)
 
 
-async def test_vllm_inside_the_process_generates_what_it_then_scores_alike(urls: tuple[str, str]) -> None:
-    async with TeacherClient("v", [urls[1]]) as client:
+async def test_data_parallel_engines_share_the_sequences_of_a_batch(
+    folder: Path, plain: dict[str, Engine], tmp_path: Path
+) -> None:
+    processes = Processes(tmp_path)
+    try:
+        url = processes.teacher(folder, engine_args=ENGINE_ARGS | UNI | {"data_parallel_size": 2})
+        await processes.up()
+        wire, items = sequences(0)
+        expected = split(plain["workers"].score(items, ScoreOptions(5)), [item.positions for item in items])
+        async with TeacherClient("v", [url]) as client:
+            for result, scores in zip(await client.score(wire, Want(topk=5)), expected, strict=True):
+                check(result, scores)
+    finally:
+        processes.stop()
+
+
+def test_scores_of_a_stock_server_by_url_equal_those_of_transformers(
+    urls: dict[str, str], plain: dict[str, Engine], folder: Path
+) -> None:
+    config = TeacherConfig(path=str(folder), dtype="float32", engine="vllm", engine_url=urls["pools"])
+    teacher = build(config, VOCAB)
+    assert teacher.engine_info.max_length == LONGEST
+    _, items = sequences(3)
+    options = ScoreOptions(5, 3, True, True, 0.7)
+    got, expected = (engine.score(items, options) for engine in (teacher, plain["pools"]))
+    for name in EngineScores.__slots__:
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), atol=TOLERANCE, err_msg=name)
+    teacher.close()
+
+
+# --- completions ------------------------------------------------------------------------------------------
+
+
+async def test_completions_of_the_generating_server_have_the_scores_of_the_teacher(
+    urls: dict[str, str],
+) -> None:
+    async with TeacherClient("v", [urls["workers"]]) as client:
         await check_completions_score_alike(client, VOCAB)
+    async with TeacherClient("v", [urls["experts"]]) as client:
+        with pytest.raises(RemoteError, match="cannot give 'generate'"):
+            await check_completions_score_alike(client, VOCAB)
 
 
-def test_a_stock_server_by_url_generates_with_the_log_probabilities_that_it_scores(
-    urls: tuple[str, str],
-) -> None:
-    config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})
-    teacher = build(config, VOCAB)
-    engine_prompts = [EnginePrompt(np.array([5 + i, 6], np.int32), seed=i) for i in range(6)]
-    *_, texts = teacher.generate(engine_prompts, GenerationParams(MAX_TOKENS, 1.0, (STOP,)))
-    items = [
-        Item(np.concatenate([engine_prompt.token_ids_P, text.token_ids_T]), 2)
-        for engine_prompt, text in zip(engine_prompts, texts, strict=True)
-    ]
-    scores = teacher.score(items, ScoreOptions())
-    np.testing.assert_allclose(
-        np.concatenate([text.logprob_T for text in texts]), scores.logprob_C, atol=1e-4
-    )
-    assert [text.ended for text in texts] == [text.token_ids_T[-1] in (END, STOP) for text in texts]
-    teacher.close()
-
-
-def test_a_stock_server_by_url_equals_a_plain_forward_pass(
-    urls: tuple[str, str], expected: tuple[list[ScoreSequence], list[np.ndarray]]
-) -> None:
-    config = TeacherConfig.model_validate({"path": "toy", "engine": "vllm", "engine_url": urls[0]})
-    teacher = build(config, VOCAB)
-    assert "topk" in teacher.engine_info.can
-    items = [Item(unpack(sequence.token_ids), sequence.start) for sequence in expected[0]]
-    outcomes = split(teacher.score(items, ScoreOptions(topk=5)), [item.positions for item in items])
-    check(expected, 5, [scored(str(i), outcome, "f4") for i, outcome in enumerate(outcomes)])
-    teacher.close()
+# --- the processor, and the bench -------------------------------------------------------------------------
 
 
 def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: Path) -> None:
@@ -217,7 +313,7 @@ def test_the_bench_measures_the_service_and_sends_it_nonsense(folder: Path) -> N
     found = bench.run(
         str(folder), rollouts=4, completion=16, topk=4, repeats=1, malformed=200, flood_factor=0, vllm=False
     )
-    assert {"plain forward", "service topk 4"} <= found["figures"].keys()
+    assert {"plain forward", "transformers topk 4"} <= found["figures"].keys()
     assert all(figure["positions_per_second"] > 0 for figure in found["figures"].values())
     assert found["malformed"]["clean"]
     assert found["malformed_to_write"]["clean"]

@@ -339,11 +339,12 @@ def test_a_coefficient_for_no_teacher_is_refused(distill: Distill) -> None:
     assert "objective.teacher_coefficients names math, the teachers are sorter: use their names" in message
 
 
-def test_a_teacher_that_cannot_be_at_the_rollouts_temperature_is_refused(distill: Distill) -> None:
-    asked = "rollout.temperature=0.7", "objective.type=sampled", "objective.teacher_temperature=rollout"
-    message = distill(*asked, "teachers.sorter.engine=vllm")
-    assert "teacher_temperature is \"rollout\" at temperature 0.7, and engine 'vllm'" in message
-    assert "ready to run" in distill(*asked, name="preflight", status=0)
+def test_a_teacher_that_cannot_generate_its_share_is_refused(distill: Distill) -> None:
+    asked = "objective.on_policy=0.5", "teachers.sorter.engine=vllm"
+    message = distill(*asked)
+    assert "on_policy is 0.5, and vLLM, which scores for teacher 'sorter', cannot generate" in message
+    served = "teachers.sorter.generate_url=http://127.0.0.1:9"
+    assert "ready to run" in distill(*asked, served, name="preflight", status=0)
 
 
 def test_an_optimum_that_is_not_the_teacher_is_warned_of(

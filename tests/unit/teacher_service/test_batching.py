@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from teacher_service import batching
 from teacher_service.batching import Batcher, Metrics, Outcome, Work, split
 from teacher_service.engines.base import (
     EngineCompletion,
+    EngineEnded,
     EnginePrompt,
     EngineScores,
     GenerationParams,
@@ -188,6 +190,46 @@ async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
         await request.done()
     assert all(isinstance(outcome, Unreachable) for outcome in request.outcomes)
     assert len(engine.batches) == 1
+
+
+async def test_an_engine_that_overlaps_batches_gets_as_many_at_once_as_it_takes() -> None:
+    engine = RecordingEngine()
+    engine.engine_info = dataclasses.replace(engine.engine_info, concurrency=2)
+    async with running(engine, batch_tokens=4) as batcher:
+        await busy(batcher, engine)
+        engine.begun.clear()
+        request = submit(batcher, [item(3), item(4), item(2)])
+        assert await asyncio.to_thread(engine.begun.wait, 10)
+        assert [lengths for _, lengths in engine.batches] == [[2], [3]]
+        assert len(batcher._waiting) == 2
+        engine.gate.set()
+        await request.done()
+    assert sorted(lengths for _, lengths in engine.batches) == [[2], [2], [3], [4]]
+
+
+async def test_an_engine_that_has_ended_is_not_healthy_and_says_so_to_every_caller() -> None:
+    engine = RecordingEngine(EngineEnded("gone for good"))
+    async with running(engine) as batcher:
+        assert batcher.healthy
+        request = submit(batcher, [item(3, POISON)])
+        await request.done()
+        assert isinstance(request.outcomes[0], EngineEnded)
+        assert not batcher.healthy
+        with pytest.raises(EngineEnded, match="gone for good"):
+            submit(batcher, [item(3)])
+
+
+async def test_completions_and_scores_of_an_engine_that_overlaps_do_not_wait_for_each_other() -> None:
+    engine = SteppingEngine()
+    engine.engine_info = dataclasses.replace(engine.engine_info, concurrency=2)
+    async with running(engine, batch_tokens=1) as batcher:
+        completed = submit_prompts(batcher, 1, 2, 3)
+        assert await asyncio.to_thread(engine.stepped.wait, 10)
+        assert not batcher._waiting, "all prompts are in one batch, whatever batch_tokens"
+        held = await busy(batcher, engine)
+        engine.finish.set()
+        await completed.done()
+        assert not held.futures[0].done()
 
 
 async def test_the_event_loop_is_free_while_the_engine_computes() -> None:

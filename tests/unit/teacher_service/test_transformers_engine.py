@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -35,7 +36,7 @@ from teacher_service.engines.base import (
 )
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.sampling import inverse
-from teacher_service.engines.transformers import TransformersEngine, load
+from teacher_service.engines.transformers import TransformersEngine, check_fits, load
 
 VOCAB = 37
 """Ids of the tokenizer; the model has PADDED rows."""
@@ -278,6 +279,52 @@ def test_a_teacher_that_left_its_files_does_not_change_with_them(
     weights[:] = 0
     weights.flush()
     np.testing.assert_array_equal(engine.score(items, ScoreOptions()).logprob_C, before)
+
+
+# --- several devices --------------------------------------------------------------------------------------
+
+
+class Placed:
+    """What `from_pretrained` returns where no GPU is: it has recorded where the parts went."""
+
+    def __init__(self, device_map: dict[str, Any]) -> None:
+        self.hf_device_map = device_map
+
+
+def test_a_model_is_spread_over_all_devices_that_the_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(path: str, **options: Any) -> Placed:
+        asked.update(options)
+        return Placed({"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    with pytest.raises(
+        ConfigError, match="'m' does not fit on its 2 GPUs: 1 parts such as lm_head are left over"
+    ):
+        load(TeacherConfig(path="m"), VOCAB)
+    assert asked["device_map"] == "auto"
+    check_fits("m", {"model.embed_tokens": 0, "model.layers.1": 1, "lm_head": "cuda:1"})
+
+
+def test_scores_do_not_depend_on_where_the_parts_of_a_model_are(qwen: Any, tmp_path: Path) -> None:
+    """Weights of the layers are on disk and come to the CPU for each pass: accelerate's hooks, as on GPUs."""
+    qwen.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        device_map=places | {"model.layers.0": "cpu", "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+    )
+    assert spread.model.layers[1].mlp.up_proj.weight.is_meta
+    engine = TransformersEngine(spread, VOCAB)
+    check_against_plain(qwen, engine)
+    completions_of(engine, [EnginePrompt(np.array([3, 1], np.int32), 0)], GenerationParams(4, 1.0, ()))
+
+
+# --- completions ------------------------------------------------------------------------------------------
 
 
 def completions_of(

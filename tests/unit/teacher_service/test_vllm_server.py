@@ -1,10 +1,7 @@
-"""The engine of a vLLM server, against a hand-written one that answers from a table."""
+"""Engine "vllm" over servers, against hand-written ones that answer from a table."""
 
 from __future__ import annotations
 
-import base64
-import io
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +9,29 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from table_engine import TableEngine, random_table
 
 from sync.errors import ConfigError, DataError, Unreachable
+from sync.wire import unpack
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.vllm import VllmServer
+from teacher_service.engines.base import (
+    EngineCompletion,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
+from teacher_service.engines.head import OutputHead
+from teacher_service.engines.vllm import VllmEngine, engine_args
+from teacher_service.engines.vllm_server import ServedCompletions, ServedStates
 
 V = 11
 TABLE = random_table(V)
 TRUTH = TableEngine(TABLE)
-CONFIG = TeacherConfig(path="m", engine="vllm", engine_url="http://teacher")
+HEAD = OutputHead(torch.from_numpy(TABLE.T.copy()), None)
+CONFIG = TeacherConfig(path="org/m", engine="vllm", engine_url="http://teacher")
 ITEMS = [
     Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
     Item(np.array([10, 0], np.int32), 1, np.array([[7, 7]], np.int32)),
@@ -30,11 +39,12 @@ ITEMS = [
 
 
 class Server:
-    """A vLLM server: prompt_logprobs up to `max_logprobs`, gathering when told so."""
+    """A vLLM server of the model "m": hidden states are one-hot, completions are `completion`."""
 
-    def __init__(self, max_logprobs: int = 8, gather: bool = True):
-        self.max_logprobs, self.gather = max_logprobs, gather
-        self.fail = 0
+    def __init__(self, name: str = "m", length: int = 32) -> None:
+        self.card = {"id": name, "root": name, "max_model_len": length}
+        self.fail, self.pools, self.dropped = 0, True, 0
+        self.completion: dict[str, Any] = {"token_ids": [3, 5, 0], "finish_reason": "stop"}
         self.bodies: list[dict[str, Any]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -42,61 +52,30 @@ class Server:
             self.fail -= 1
             return httpx.Response(503, text="loading")
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "served", "max_model_len": 33}]})
+            return httpx.Response(200, json={"data": [self.card]})
         body = json.loads(request.content)
         self.bodies.append(body)
         if request.url.path == "/v1/completions":
-            return self._completions(body)
-        return self._generate(body)
-
-    def _completions(self, body: dict[str, Any]) -> httpx.Response:
-        k = body.get("prompt_logprobs", -1)
-        if k > self.max_logprobs:
-            return httpx.Response(
-                400, json={"error": {"message": f"greater than max allowed: {self.max_logprobs}"}}
-            )
-        choices = [self._choice(i, ids, k) for i, ids in enumerate(body["prompt"])]
-        return httpx.Response(200, json={"choices": choices[::-1]})
-
-    def _choice(self, index: int, ids: list[int], k: int) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index}
-        if k >= 0:
-            choice["prompt_logprobs"] = [None, *(_table(a, b, k) for a, b in itertools.pairwise(ids))]
-        return choice
-
-    def _generate(self, body: dict[str, Any]) -> httpx.Response:
-        if not self.gather:
-            return httpx.Response(
-                400, json={"error": "prompt_logprob_token_ids requires the V2 model runner"}
-            )
-        options = body["sampling_params"]
-        ids, start = body["token_ids"], options["prompt_logprob_start"]
-        rows = [
-            [float("-inf") if v < 0 else TABLE[ids[start + i], v] for v in row]
-            for i, row in enumerate(options["prompt_logprob_token_ids"])
-        ]
-        assert len(rows) == len(ids) - 1 - start
-        file = io.BytesIO()
-        np.save(file, np.array(rows, np.float32))
-        text = base64.b64encode(file.getvalue()).decode()
-        return httpx.Response(200, json={"prompt_token_id_logprobs": text})
+            return httpx.Response(200, json={"choices": [self.completion]})
+        if request.url.path != "/pooling" or not self.pools:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        tokens = torch.tensor([token for ids in body["input"] for token in ids])
+        states = torch.eye(V)[tokens[self.dropped :]]
+        states = states.to(getattr(torch, body["embed_dtype"]))
+        return httpx.Response(200, content=bytes(states.flatten().view(torch.uint8).numpy()))
 
 
-def _table(previous: int, token: int, k: int) -> dict[str, dict[str, float]]:
-    order = np.argsort(-TABLE[previous])
-    rank = {int(v): r + 1 for r, v in enumerate(order)}
-    return {
-        str(v): {"logprob": float(TABLE[previous, v]), "rank": rank[v]} for v in {token, *order[:k].tolist()}
-    }
+def states(server: Callable[..., Any], config: TeacherConfig = CONFIG, width: int = V) -> ServedStates:
+    return ServedStates("http://teacher", config, torch.float32, width, httpx.MockTransport(server))
 
 
-def connected(
-    handler: Callable[[httpx.Request], httpx.Response],
-    config: TeacherConfig = CONFIG,
-    vocab_size: int = V,
-) -> VllmServer:
-    transport = httpx.MockTransport(handler)
-    return VllmServer(config, vocab_size, transport)
+def completions(server: Callable[..., Any]) -> ServedCompletions:
+    return ServedCompletions("http://generator", CONFIG, range(V, V + 2), httpx.MockTransport(server))
+
+
+def connected(server: Server, generator: Server | None = None) -> VllmEngine:
+    other = None if generator is None else completions(generator)
+    return VllmEngine(CONFIG, HEAD, torch.float32, states(server), other)
 
 
 def same(got: EngineScores, expected: EngineScores) -> None:
@@ -104,48 +83,52 @@ def same(got: EngineScores, expected: EngineScores) -> None:
         one, other = getattr(got, name), getattr(expected, name)
         assert (one is None) == (other is None), name
         if one is not None:
-            np.testing.assert_allclose(one, other, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(one, other, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
-    "options", [ScoreOptions(), ScoreOptions(topk=3), ScoreOptions(topk=8, gather=2), ScoreOptions(gather=2)]
+    "options",
+    [
+        ScoreOptions(),
+        ScoreOptions(topk=3),
+        ScoreOptions(topk=V, gather=2, temperature=0.7),
+        ScoreOptions(gather=2, entropy=True, hidden=True),
+    ],
 )
-def test_a_vllm_server_gives_the_tables_scores(options: ScoreOptions) -> None:
+def test_hidden_states_of_a_server_give_the_tables_scores(options: ScoreOptions) -> None:
     engine = connected(Server())
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
-    assert engine.head() is None
+    head = engine.head()
+    assert head is not None
+    np.testing.assert_array_equal(unpack(head.weight), TABLE.T)
     engine.close()
 
 
-def test_a_vllm_teacher_offers_only_what_the_server_accepts() -> None:
-    full, old = (connected(Server(n, gather)) for n, gather in ((8, True), (0, False)))
-    assert (full.engine_info.can, full.engine_info.max_topk, full.engine_info.max_length) == (
-        ("topk", "gather", "prompt", "generate"),
-        8,
-        32,
-    )
-    assert (old.engine_info.can, old.engine_info.max_topk) == (("prompt", "generate"), 0)
-
-
-def test_rows_of_the_model_beyond_the_tokenizer_are_refused_instead_of_sent_to_the_trainer() -> None:
-    engine = connected(Server(), vocab_size=V - 1)
-    item = Item(np.array([1, 2, 3], np.int32), 1)
-    assert (np.argsort(-TABLE[[1, 2]])[:, :8] == V - 1).any()
-    with pytest.raises(DataError, match="holds id 10, a row of the model that the tokenizer with its 10 ids"):
-        engine.score([item], ScoreOptions(topk=8))
-    assert engine.score([item], ScoreOptions()).topk_ids_CK is None
-
-
-def test_scores_are_asked_at_temperature_one_and_as_token_ids() -> None:
+def test_states_are_asked_for_as_token_ids_and_bytes_without_normalisation() -> None:
     server = Server()
     connected(server).score(ITEMS, ScoreOptions())
     assert server.bodies[-1] == {
-        "model": "served",
-        "prompt": [[1, 2, 3, 4], [10, 0]],
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "prompt_logprobs": 0,
+        "model": "m",
+        "input": [[1, 2, 3, 4], [10, 0]],
+        "task": "token_embed",
+        "use_activation": False,
+        "encoding_format": "bytes_only",
+        "embed_dtype": "float32",
+        "endianness": "little",
     }
+
+
+def test_bfloat16_states_arrive_as_their_bits() -> None:
+    served = ServedStates("http://teacher", CONFIG, torch.bfloat16, V, httpx.MockTransport(Server()))
+    assert torch.equal(served.read(ITEMS), torch.eye(V, dtype=torch.bfloat16)[[2, 3, 10]])
+    assert served.received_bytes == (2 + 6) * V * 2
+
+
+def test_what_a_teacher_gives_follows_from_the_servers_it_has() -> None:
+    info = connected(Server()).engine_info
+    assert info.can == ("topk", "gather", "entropy", "hidden", "prompt", "temperature")
+    assert (info.vocab_size, info.hidden_size, info.max_length, info.dtype) == (V, V, 32, "float32")
+    assert "generate" in connected(Server(), Server()).engine_info.can
 
 
 def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence() -> None:
@@ -163,17 +146,112 @@ def test_a_server_that_is_still_starting_is_waited_for() -> None:
     same(connected(server).score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
 
 
-def test_a_length_beyond_the_servers_is_refused() -> None:
-    config = CONFIG.model_copy(update={"max_length": 33})
-    with pytest.raises(ConfigError, match="max_length = 33, but the server takes 32"):
-        connected(Server(), config)
+def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"serves 'other', not 'org/m'.*--served-model-name org/m"):
+        states(Server("other"))
+    with pytest.raises(ConfigError, match="max_length = 33, but the server at http://teacher takes 32"):
+        states(Server(), CONFIG.model_copy(update={"max_length": 33}))
+    generates = Server()
+    generates.pools = False
+    with pytest.raises(ConfigError, match=r"gives no hidden states .*404.*--runner pooling --convert embed"):
+        states(generates)
+    with pytest.raises(ConfigError, match="2 tokens of 28 bytes were expected, 88 bytes came back"):
+        states(Server(), width=7)
+    with pytest.raises(ConfigError, match="lists no model of vLLM"):
+        states(lambda _: httpx.Response(200, json={"data": []}))
 
 
-def test_answers_for_other_tokens_are_not_taken_for_scores() -> None:
-    def retokenised(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return Server()(request)
-        return httpx.Response(200, json={"choices": [{"index": 0, "prompt_logprobs": [None] * 9}]})
+def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
+    server = Server()
+    engine = connected(server)
+    server.dropped = 1
+    with pytest.raises(DataError, match="leaves tokens out"):
+        engine.score(ITEMS, ScoreOptions())
 
-    with pytest.raises(DataError, match="re-tokenises"):
-        connected(retokenised).score(ITEMS[:1], ScoreOptions())
+
+# --- completions ------------------------------------------------------------------------------------------
+
+PROMPTS = [EnginePrompt(np.array([1, 2], np.int32), 7), EnginePrompt(np.array([4], np.int32), 8)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scoring(
+    temperature: float,
+) -> None:
+    generator = Server()
+    engine = connected(Server(), generator)
+    *_, texts = engine.generate(PROMPTS, GenerationParams(3, temperature, (0,)))
+    assert texts is not None
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert isinstance(text, EngineCompletion)
+        whole = Item(
+            np.concatenate([prompt.token_ids_P, [3, 5, 0]]).astype(np.int32), len(prompt.token_ids_P)
+        )
+        expected = TRUTH.score([whole], ScoreOptions(temperature=temperature)).logprob_C
+        np.testing.assert_allclose(text.logprob_T, expected, atol=1e-6)
+        np.testing.assert_array_equal(text.token_ids_T, [3, 5, 0])
+        assert text.ended
+    asked = {body["seed"]: body for body in generator.bodies}
+    assert asked[7] == {
+        "model": "m",
+        "prompt": [1, 2],
+        "max_tokens": 3,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 7,
+        "stop_token_ids": [0],
+        "logit_bias": {"11": -100, "12": -100},
+        "return_token_ids": True,
+    }
+    assert asked.keys() == {7, 8}
+    engine.close()
+
+
+def test_a_generated_id_without_a_token_is_refused_before_it_is_scored() -> None:
+    generator = Server()
+    generator.completion = {"token_ids": [3, V], "finish_reason": "length"}
+    with pytest.raises(DataError, match=f"id {V} was generated, a row of the model that the tokenizer"):
+        list(connected(Server(), generator).generate(PROMPTS, GenerationParams(3, 1.0, ())))
+
+
+def test_a_generating_server_without_token_ids_or_with_less_room_is_refused() -> None:
+    silent = Server()
+    silent.completion = {"text": "x", "finish_reason": "stop"}
+    with pytest.raises(DataError, match="returns no token_ids"):
+        list(connected(Server(), silent).generate(PROMPTS, GenerationParams(3, 1.0, ())))
+    with pytest.raises(ConfigError, match="generate_url takes 16 tokens, and 32 are scored"):
+        connected(Server(), Server(length=16))
+
+
+# --- vLLM's own arguments ---------------------------------------------------------------------------------
+
+
+def test_engine_args_reach_vllm_as_they_are_beside_those_of_the_teacher() -> None:
+    given = {"tensor-parallel-size": 2, "hf_overrides": {"rope_theta": 1.0}, "gpu_memory_utilization": 0.5}
+    config = TeacherConfig(path="m", engine="vllm", max_length=64, engine_args=given)
+    assert engine_args(config, torch.bfloat16) == {
+        "model": "m",
+        "revision": None,
+        "trust_remote_code": False,
+        "dtype": "bfloat16",
+        "max_model_len": 64,
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler_config": {"task": "token_embed", "use_activation": False},
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "hf_overrides": {"head_dtype": "model", "rope_theta": 1.0},
+    }
+
+
+@pytest.mark.parametrize("name", ["enable-prefix-caching", "runner", "dtype"])
+def test_engine_args_that_a_teacher_sets_itself_are_refused_by_name(name: str) -> None:
+    config = TeacherConfig(path="m", engine="vllm", engine_args={name: True})
+    with pytest.raises(ConfigError, match=f"engine_args sets {name.replace('-', '_')}, which follow"):
+        engine_args(config, torch.float32)
