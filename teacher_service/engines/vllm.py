@@ -17,6 +17,7 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -35,6 +36,8 @@ from teacher_service.engines.vllm_server import ServedCompletions, ServedStates
 CONCURRENCY: Final = 3
 """Batches at once: one is computed by vLLM, one waits there so that it never idles, one is under the head."""
 SCORES: Final = tuple(name for name in base.CAPABILITIES if name != "generate")
+COMPLETIONS_AT_ONCE: Final = 64
+POLL_SECONDS: Final = 0.02
 SHUTDOWN_SECONDS: Final = 5.0
 DEFAULTS: Final = {
     "gpu_memory_utilization": 0.85,  # of the rest, the head and its logits take a few GB of the first GPU
@@ -73,6 +76,8 @@ class VllmEngine(base.Engine):
         self._states, self._completions = states, completions
         self._head, self._dtype, self._head_chunk = head, dtype, config.head_chunk
         self._scoring = threading.Lock()
+        self._threads = ThreadPoolExecutor(COMPLETIONS_AT_ONCE, thread_name_prefix="completion")
+        self._rescoring = threading.Semaphore(CONCURRENCY)  # bounds the hidden states in memory
         if completions is not None and completions.max_length < states.max_length:
             raise ConfigError(
                 f"generate_url takes {completions.max_length} tokens, and {states.max_length} are scored: "
@@ -98,28 +103,33 @@ class VllmEngine(base.Engine):
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; a step is a poll of the server's answers."""
+        futures = [self._threads.submit(self._complete, prompt, params) for prompt in prompts]
+        try:
+            while wait(futures, timeout=POLL_SECONDS).not_done:
+                yield None
+            yield [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _complete(self, prompt: base.EnginePrompt, params: base.GenerationParams) -> EngineCompletion:
         assert self._completions is not None, 'the service checks for "generate"'
-        texts = yield from self._completions.steps(prompts, params)
-        if (largest := max(int(ids_T.max()) for ids_T, _ in texts)) >= self.engine_info.vocab_size:
+        ids_T, ended = self._completions.complete(prompt, params)
+        if (largest := int(ids_T.max())) >= self.engine_info.vocab_size:
             raise DataError(
                 f"id {largest} was generated, a row of the model that the tokenizer with its "
                 f"{self.engine_info.vocab_size} ids does not have: try again, or use another model"
             )
-        items = [
-            Item(np.concatenate([prompt.token_ids_P, ids_T]), len(prompt.token_ids_P))
-            for prompt, (ids_T, _) in zip(prompts, texts, strict=True)
-        ]
-        logprob_C = self.score(items, base.ScoreOptions(temperature=params.temperature)).logprob_C
-        parts = np.split(logprob_C, np.cumsum([item.positions for item in items])[:-1])
-        yield [
-            EngineCompletion(ids_T, logprob_T, ended)
-            for (ids_T, ended), logprob_T in zip(texts, parts, strict=True)
-        ]
+        whole = Item(np.concatenate([prompt.token_ids_P, ids_T]), len(prompt.token_ids_P))
+        with self._rescoring:
+            scores = self.score([whole], base.ScoreOptions(temperature=params.temperature))
+        return EngineCompletion(ids_T, scores.logprob_C, ended)
 
     def head(self) -> Head | None:
         return self._head.message(self.engine_info.model, self._dtype)
 
     def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._states.close()
         if self._completions is not None:
             self._completions.close()

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -36,8 +35,6 @@ TIMEOUT_SECONDS: Final = 600.0
 START_SECONDS: Final = 60.0
 """How long a server that is still starting is waited for."""
 POOLING_FLAGS: Final = """--runner pooling --convert embed --pooler-config '{"task": "token_embed"}'"""
-COMPLETIONS_AT_ONCE: Final = 64
-POLL_SECONDS: Final = 0.02
 
 
 class VllmServer:
@@ -159,24 +156,13 @@ class ServedCompletions:
         """`without_token`: rows of the model that are never sampled. Raises what VllmServer raises."""
         self._server = VllmServer(url, config, transport)
         self._bias = {str(row): -100 for row in without_token}
-        self._threads = ThreadPoolExecutor(COMPLETIONS_AT_ONCE, thread_name_prefix="completion")
         self.max_length = self._server.max_length
 
-    def steps(
-        self, prompts: Sequence[EnginePrompt], params: GenerationParams
-    ) -> Generator[None, None, list[tuple[np.ndarray, bool]]]:
-        """None after every poll; returns int32 token ids [T] of each completion and whether it has ended."""
-        futures = [self._threads.submit(self._complete, prompt, params) for prompt in prompts]
-        try:
-            while wait(futures, timeout=POLL_SECONDS).not_done:
-                yield None
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+    def complete(self, prompt: EnginePrompt, params: GenerationParams) -> tuple[np.ndarray, bool]:
+        """int32 token ids [T] of one completion, and whether it has ended.
 
-    def _complete(self, prompt: EnginePrompt, params: GenerationParams) -> tuple[np.ndarray, bool]:
-        """Nothing is left to the server's defaults: a model's generation config may cut the distribution."""
+        Nothing is left to the server's defaults: a model's generation config may cut the distribution.
+        """
         body = {
             "model": self._server.model,
             "prompt": prompt.token_ids_P.tolist(),
@@ -198,5 +184,4 @@ class ServedCompletions:
 
     def close(self) -> None:
         """Drop its connections."""
-        self._threads.shutdown()
         self._server.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
@@ -129,14 +130,18 @@ class Processes:
                         await asyncio.sleep(0.1)
 
     def stop(self) -> None:
-        for _, process in reversed(self._started):
+        alive = [process for _, process in reversed(self._started) if process.poll() is None]
+        family = [child for one in alive for child in psutil.Process(one.pid).children(recursive=True)]
+        for process in alive:
             process.send_signal(signal.SIGTERM)
-        for _, process in self._started:
+        for process in alive:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for orphan in psutil.wait_procs(family, 10)[1]:
+            orphan.kill()
 
 
 @pytest.fixture(scope="module")
