@@ -48,6 +48,7 @@ from sync.wire import (
     CompletionsRequest,
     EvalReport,
     Scored,
+    ScoreRefused,
     ScoreSequence,
     SetReport,
     UpdateRequest,
@@ -59,7 +60,7 @@ from sync.wire import (
 )
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.router import Router
 
@@ -278,8 +279,20 @@ class Evaluator:
         kl = ReverseKL("hidden" in info.can and not follows)
         want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = device_of(self._settings.device)
-        own = head_of(student.head(), device)
-        other = head_of(await teacher.head(), device) if kl.is_exact else own
+        own = await asyncio.to_thread(head_of, student.head(), device)
+        other = await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else own
+
+        def values_of(part: list[Item], answers: Sequence[Scored | ScoreRefused], mine: EngineScores) -> Any:
+            """f4 [N]: the divergence, or log p − log q, at every scored position."""
+            size = info.hidden_size if kl.is_exact else None
+            both = zip(answers, part, strict=True)
+            scored = [_usable(name, answer, item, want, self._vocab, size) for answer, item in both]
+            if not kl.is_exact:
+                return mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+            assert mine.hidden_CH is not None, "it was asked for"
+            theirs = [tensor_of(one.hidden, device) for one in scored if one.hidden is not None]
+            return exact(own, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
+
         width = max(info.hidden_size, student.engine_info.hidden_size)
         for numbers, part in parts(items, HIDDEN_BYTES // (4 * width)):
             sequences = [
@@ -288,19 +301,7 @@ class Evaluator:
             answers, mine = await asyncio.gather(
                 teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
             )
-            size = info.hidden_size if kl.is_exact else None
-            scored = [
-                _usable(name, answer, item, want, self._vocab, size)
-                for answer, item in zip(answers, part, strict=True)
-            ]
-            if kl.is_exact:
-                assert mine.hidden_CH is not None, "it was asked for"
-                mine_NH = torch.from_numpy(mine.hidden_CH).to(device)
-                theirs = [one.hidden for one in scored if one.hidden is not None]
-                theirs_NH = torch.cat([tensor_of(one, device) for one in theirs])
-                values_N = await asyncio.to_thread(exact, own, mine_NH, other, theirs_NH)
-            else:
-                values_N = mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+            values_N = await asyncio.to_thread(values_of, part, answers, mine)
             ends = np.cumsum([item.positions for item in part])[:-1]
             for number, values in zip(numbers, np.split(values_N, ends), strict=True):
                 kl.add(number, float(values.astype(np.float64).sum()), len(values))
