@@ -263,11 +263,11 @@ def evaluate(
 
     Example: distill evaluate configs/single_node.toml --model runs/NAME/final
     """
-    from distill.launch.evaluate import evaluate_folder
+    from distill.launch.evaluate import evaluate_folder, lines
 
     figures = evaluate_folder(load_config(config, overrides), model, completions)
-    for name, value in figures.items():
-        typer.echo(f"{name:<16} {value if not isinstance(value, float) else format(value, '.4f')}")
+    for line in lines(figures):
+        typer.echo(line)
     write_figures(json_file, figures)
 
 

@@ -12,16 +12,18 @@ version, also in another process of the same run; each at most once at a time, t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
+from distill.aio import cancel, until_stalled
 from distill.config import HELD_OUT, EvaluationConfig, RunConfig
 from distill.evaluation import statistics
 from distill.evaluation.completions import (
@@ -38,7 +40,7 @@ from distill.evaluation.sets import PromptSet, open_sets
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import open_prompts
 from distill.rollout.replica_client import ReplicaEngine
-from sync.errors import DataError, RemoteError, Unreachable, WireError
+from sync.errors import DataError, DistillError, RemoteError, Unreachable, WireError
 from sync.subscribe import Subscriber
 from sync.tokenizers import load_tokenizer, vocab_size
 from sync.wire import (
@@ -46,6 +48,7 @@ from sync.wire import (
     CompletionsRequest,
     EvalReport,
     Scored,
+    ScoreRefused,
     ScoreSequence,
     SetReport,
     UpdateRequest,
@@ -57,11 +60,12 @@ from sync.wire import (
 )
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.router import Router
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 HIDDEN_BYTES: Final = 1 << 28
 """Of the hidden states of one request to a teacher, and of the student's beside it."""
 SCORE_SECONDS: Final = 3600.0
@@ -114,7 +118,7 @@ class Evaluator:
             for name in (HELD_OUT, *request.sets):
                 path, wanted = file_of(self._config.run_dir, version, name), self._sets[name]
                 if not path.is_file():
-                    found = await generation.run(replica, version, wanted)
+                    found = await self._watched(replica, generation.run(replica, version, wanted))
                     await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
         except Unreachable as error:
             return CompletionsReply(version=version, lost=str(error))
@@ -123,6 +127,27 @@ class Evaluator:
                 await replica.aclose()
         self._spent = {version: time.monotonic() - began}
         return CompletionsReply(version=version)
+
+    async def _watched(self, replica: ReplicaEngine, work: Coroutine[Any, Any, T]) -> T:
+        """`work`. Raises Unreachable when its replica generates no token for the run's time limit."""
+        limit, seen = self._config.rollout.stall_timeout_seconds, -1
+
+        async def progresses() -> bool:
+            nonlocal seen
+            before = seen
+            with contextlib.suppress(DistillError):
+                seen = (await replica.state()).tokens or 0
+            return seen != before
+
+        task, stalled = asyncio.create_task(work), asyncio.create_task(until_stalled(progresses, limit))
+        try:
+            await asyncio.wait({task, stalled}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
+            raise Unreachable(f"{told}: it is hung")
+        finally:
+            await cancel([task, stalled])
 
     async def _bring(self, replica: ReplicaEngine, version: Version) -> None:
         """Bring the evaluator's own replica to `version`, once it is up."""
@@ -254,8 +279,20 @@ class Evaluator:
         kl = ReverseKL("hidden" in info.can and not follows)
         want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = device_of(self._settings.device)
-        own = head_of(student.head(), device)
-        other = head_of(await teacher.head(), device) if kl.is_exact else own
+        own = await asyncio.to_thread(head_of, student.head(), device)
+        other = await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else own
+
+        def values_of(part: list[Item], answers: Sequence[Scored | ScoreRefused], mine: EngineScores) -> Any:
+            """f4 [N]: the divergence, or log p − log q, at every scored position."""
+            size = info.hidden_size if kl.is_exact else None
+            both = zip(answers, part, strict=True)
+            scored = [_usable(name, answer, item, want, self._vocab, size) for answer, item in both]
+            if not kl.is_exact:
+                return mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+            assert mine.hidden_CH is not None, "it was asked for"
+            theirs = [tensor_of(one.hidden, device) for one in scored if one.hidden is not None]
+            return exact(own, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
+
         width = max(info.hidden_size, student.engine_info.hidden_size)
         for numbers, part in parts(items, HIDDEN_BYTES // (4 * width)):
             sequences = [
@@ -264,19 +301,7 @@ class Evaluator:
             answers, mine = await asyncio.gather(
                 teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
             )
-            size = info.hidden_size if kl.is_exact else None
-            scored = [
-                _usable(name, answer, item, want, self._vocab, size)
-                for answer, item in zip(answers, part, strict=True)
-            ]
-            if kl.is_exact:
-                assert mine.hidden_CH is not None, "it was asked for"
-                mine_NH = torch.from_numpy(mine.hidden_CH).to(device)
-                theirs = [one.hidden for one in scored if one.hidden is not None]
-                theirs_NH = torch.cat([tensor_of(one, device) for one in theirs])
-                values_N = await asyncio.to_thread(exact, own, mine_NH, other, theirs_NH)
-            else:
-                values_N = mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+            values_N = await asyncio.to_thread(values_of, part, answers, mine)
             ends = np.cumsum([item.positions for item in part])[:-1]
             for number, values in zip(numbers, np.split(values_N, ends), strict=True):
                 kl.add(number, float(values.astype(np.float64).sum()), len(values))

@@ -213,6 +213,7 @@ def main() -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s evaluator %(name)s: %(message)s",
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
     try:
         serve(read_settings(RunConfig, options.config), options.host, options.port)
     except DistillError as error:

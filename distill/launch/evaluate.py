@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | N
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
+    if completions is not None and completions.exists():
+        raise ConfigError(f"--completions {completions} exists: name a new folder")
     settings = config.evaluation or EvaluationConfig()
     here = settings.placement.model_copy(update={"urls": []})
     settings = settings.model_copy(update={"replica": None, "placement": here})
@@ -45,6 +48,19 @@ def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | N
     for name in ("schema", "type", "version"):
         figures.pop(name, None)
     return {"model": config.student.path} | figures
+
+
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What people read of them: a line per figure, and one per estimate of a named set."""
+    sets = figures["sets"]
+    for name, value in figures.items():
+        if name != "sets":
+            yield f"{name:<20} {value if not isinstance(value, float) else format(value, '.4f')}"
+    for name, one in sets.items():
+        for figure in ("pass_at_1", "average", "majority"):
+            if (found := one[figure]) is not None:
+                spread = f"{found['low']:.4f} to {found['high']:.4f}"
+                yield f"{f'{name} {figure}':<20} {found['value']:.4f}, 95 % interval {spread}"
 
 
 async def _evaluated(config: RunConfig, ports: Ports) -> EvalReport:

@@ -180,7 +180,8 @@ def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
 
 def evaluation_replica(config: RunConfig, place: Placement, ports: Ports) -> ChildSpec:
     """The replica that generates for evaluations alone: as the student's, in a place of its own."""
-    name, student_there = EVALUATION_REPLICA, config.student.model_copy(update=dict(place))
+    name, update = EVALUATION_REPLICA, {**dict(place), "env": {**config.student.env, **place.env}}
+    student_there = config.student.model_copy(update=update)
     port, settings = _port(place, 0, "evaluation.replica", ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
     argv, env = student.command(student_there, settings, 0, place.host, port)

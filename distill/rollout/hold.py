@@ -2,7 +2,7 @@
 
     serving ─▶ held: it gets no new prompts and swaps no weights
             ─▶ drained, if it must go back: completions never mix a version with an earlier one
-            ─▶ at the version, until the block ends ─▶ serving, and brought to the newest version
+            ─▶ at the version, until the block ends ─▶ brought to the newest version ─▶ serving
 
 What it has in flight goes on beside the evaluation. The other replicas go on; with one replica rollouts wait.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from distill.aio import unless
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from sync.errors import Unreachable
+from sync.errors import DistillError, Unreachable
 from sync.wire import Version
 
 
@@ -36,6 +36,8 @@ async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIter
             yield replica
         finally:
             replica.busy.release()
+        with suppress(DistillError):  # its own task retries
+            await unless(replica.lost, pool.catch_up_once(replica), replica.name)
     finally:
         replica.held = False
         pool.published()

@@ -328,6 +328,11 @@ class ReplicaPool:
             if not await self._published.wait(self.poll_seconds):
                 await self._check(replica)
 
+    async def catch_up_once(self, replica: Replica) -> None:
+        """Bring a replica to the version that is the newest now, if it holds another."""
+        if (target := self._due(replica)) is not None:
+            await self.update(replica, self.request_for(target))
+
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:

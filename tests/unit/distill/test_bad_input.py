@@ -114,6 +114,11 @@ def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, t
     assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
 
 
+def test_a_folder_for_completions_must_be_new(distill: Distill, tmp_path: Path) -> None:
+    said = distill(name="evaluate", more=("--completions", str(tmp_path)))
+    assert f"--completions {tmp_path} exists: name a new folder" in said
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Path, tmp_path: Path) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -307,6 +308,20 @@ async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) ->
     one = evaluator(models, Teacher(models / "teacher"), Short(models / "student"))
     reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
     assert reply.lost == "memory left 1 of 12 prompts unanswered"
+
+
+async def test_a_replica_that_generates_nothing_is_lost_after_the_time_limit(models: Path) -> None:
+    class Hung(Replica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            await asyncio.Event().wait()
+            yield  # type: ignore[misc]
+
+    one = evaluator(models, Teacher(models / "teacher"), Hung(models / "student"))
+    one._config = one._config.model_copy(
+        update={"rollout": one._config.rollout.model_copy(update={"stall_timeout_seconds": 0.4})}
+    )
+    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    assert reply.lost == "memory generated no token for rollout.stall_timeout_seconds = 0.4 s: it is hung"
 
 
 async def test_completions_on_disk_are_evaluated_by_another_process_and_not_generated_again(

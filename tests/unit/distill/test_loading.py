@@ -51,6 +51,18 @@ def problem(override: str) -> str:
             "my.toml: rollout.stragglers is not a known key: it is now called 'on_timeout'",
         ),
         ("weights.road=1", "my.toml: weights.road is not a known key: it is now called 'transport'"),
+        (
+            "evaluation.batch=64",
+            "my.toml: evaluation.batch is not a known key: it is now called 'batch_tokens'",
+        ),
+        (
+            'evaluation.sets.gsm8k={source={type="jsonl", path="x"}, tempreture=1}',
+            "my.toml: evaluation.sets.gsm8k.tempreture is not a known key: did you mean 'temperature'?",
+        ),
+        (
+            'evaluation.sets.gsm8k.source={type="jsonl", path="x", fild="q"}',
+            "my.toml: evaluation.sets.gsm8k.source.fild is not a known key: did you mean 'field'?",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, expected: str) -> None:
