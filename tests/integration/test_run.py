@@ -81,6 +81,7 @@ path = "{models}/{student}"
 [student.engine_args]
 max-model-len = 64
 max-num-seqs = 32
+num-gpu-blocks-override = 64
 enforce-eager = true
 [teachers.teacher]
 path = "{models}/teacher"

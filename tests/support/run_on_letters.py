@@ -20,7 +20,7 @@ grace_seconds = 30
 start_seconds = 240
 [student]
 path = "{folder}/student"
-engine_args = {{ max-model-len = 64, max-num-seqs = 32, enforce-eager = true }}
+engine_args = {{ max-model-len = 64, max-num-seqs = 32, num-gpu-blocks-override = 64, enforce-eager = true }}
 [teachers.only]
 path = "{folder}/teacher"
 threads = 1
