@@ -63,9 +63,8 @@ def rewarded(name: str, answer: str, completion: str) -> Reward:
     prompts = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
     source = reward_source(prompts, Letters())
     assert source is not None
-    assert source.decode is not None
-    text = source.decode([*Letters().encode(completion), EOS])
-    return load_rewards(source.prompts)(Prompt("1", [1], "default", answer), text)
+    prompt = Prompt("1", [1], "default", answer)
+    return load_rewards(source.prompts)(prompt, source.read(prompt, [*Letters().encode(completion), EOS]))
 
 
 @pytest.mark.parametrize(
