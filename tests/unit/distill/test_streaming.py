@@ -16,6 +16,7 @@ from distill.config import DatasetPrompts, RunConfig
 from distill.launch.run_folder import content
 from distill.prompts import streaming
 from distill.prompts.mixture import DRAWS, Mixture, by_weight
+from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, keep_position, open_prompts
 from distill.prompts.stream import Cursor, Prompt, PromptStream
@@ -263,16 +264,19 @@ def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_pat
     trained = [split.train[index] for index in range(1000)]
     assert held.isdisjoint(prompt.text for prompt in trained)
     assert data_sources(split) == {"math", "law"}
-    assert split.reward_fn is not None
+    rewards = split.rewards
+    assert rewards is not None
+    worker = load_rewards(rewards.prompts)
     of = {prompt.source: prompt for prompt in trained}
-    assert [split.reward_fn(of["math"], letters("7")), split.reward_fn(of["law"], letters("7"))] == [1.0, 0.0]
+    found = [worker(of[part], rewards.read(of[part], [*letters("7")])).value for part in ("math", "law")]
+    assert found == [1.0, 0.0]
 
 
 def test_a_part_of_a_mixture_may_be_streamed(tmp_path: Path, dataset: DatasetPrompts) -> None:
     part = dataset.model_dump() | {"reward_fn": None}
     config = mixed(tmp_path, parts={"more": part})
     split = opened_mixture(config)
-    assert split.reward_fn is None
+    assert split.rewards is None
     assert split.notes == ("prompts: completions have no reward, because more of prompts.parts has none",)
     parts = {
         name: {
