@@ -267,8 +267,17 @@ class Controller:
             self.pool.published()
 
     def _note_update(self, record: VersionApplied) -> None:
+        """It stages from the request on; the pause ends with the reply, and loading ends the pause."""
         end = time.time()
-        self.timeline.add(record.replica, "update", end - record.seconds, end, busy=False)
+        start = end - record.seconds
+        spans = {
+            "update": (start, end),
+            "stage": (start, start + record.stage_seconds),
+            "pause": (end - record.pause_seconds, end),
+            "apply": (end - record.apply_seconds, end),
+        }
+        for what, (first, last) in spans.items():
+            self.timeline.add(record.replica, what, first, last, busy=False)
 
     def _fail(self, problem: str) -> None:
         """Save a checkpoint and end with an error."""

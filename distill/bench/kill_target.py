@@ -80,13 +80,14 @@ class KillTarget:
     def kill(self, role: str, rng: random.Random) -> None:
         """Kill −9 the process of a role; of the trainer, one of its ranks."""
         process = rng.choice(self._role_processes()[role])
-        self._dead |= set(self._role_processes()[role])
+        self._note_dead(role)
         process.kill()
 
     def suspend(self, role: str, rng: random.Random) -> None:
         """SIGSTOP the process of a role for good, of the trainer one rank; of the deepspeed launcher all."""
         processes = self._named(role)
-        self._dead |= {*processes, *self._role_processes().get(role.removeprefix(ENGINE_OF), [])}
+        self._dead |= set(processes)
+        self._note_dead(role.removeprefix(ENGINE_OF))
         for process in processes if role == DEEPSPEED else [rng.choice(processes)]:
             process.suspend()
 
@@ -208,6 +209,11 @@ class KillTarget:
     def _role_processes(self) -> dict[str, list[psutil.Process]]:
         self._seen |= descendants(self._launcher.pid)
         return role_processes(self._launcher.pid)
+
+    def _note_dead(self, role: str) -> None:
+        """What is below a server too: when the server dies first, its guardian becomes the parent."""
+        for process in self._role_processes().get(role, []):
+            self._dead |= {process, *descendants(process.pid)}
 
     def _named(self, role: str) -> list[psutil.Process]:
         """Processes of a role, of a helper, or the launcher, which is the controller."""

@@ -29,7 +29,9 @@ from distill import tasks
 from distill.bench.kill_target import descendants, role_processes
 from distill.bench.local_evaluation import Limits, evaluate
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
-from distill.config import EvaluationConfig, RunConfig, TaskPrompts
+from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
+from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
 from distill.launch.run import claim_of
 from distill.loading import load_run_dir

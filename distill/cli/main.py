@@ -144,7 +144,8 @@ def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
         "tokens": use_of_tokens(summary),
         "waited": longest_waits(summary),
         "model": summary["model"],
-        "report": f"{config.run_dir / REPORT}, and report.png",
+        "report": config.run_dir / REPORT,
+        "picture": config.run_dir / "report.png",
         "figures": config.run_dir / "summary.json",
     }
     for name, line in lines.items():

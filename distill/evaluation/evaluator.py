@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from distill.aio import cancel, until_stalled
-from distill.config import HELD_OUT, EvaluationConfig, RunConfig
+from distill.config import RunConfig
+from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.evaluation import statistics
 from distill.evaluation.completions import (
     Completion,

@@ -14,7 +14,8 @@ from typing import Any, Final
 import psutil
 import torch
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import device_of, load_model
 from distill.evaluation.reference import LanguageModel, TeacherProbe, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of

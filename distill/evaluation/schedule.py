@@ -18,7 +18,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from distill.aio import Signal, cancel, unless, until_stalled
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline

@@ -7,7 +7,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from distill import tasks
-from distill.config import HELD_OUT, EvaluationConfig, EvaluationSet, JsonlPrompts, RunConfig, TaskPrompts
+from distill.config import RunConfig
+from distill.config.evaluation import HELD_OUT, EvaluationConfig, EvaluationSet
+from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
 from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder

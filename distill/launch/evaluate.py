@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from distill.config import EvaluationConfig, RunConfig
+from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.launch.roles import Ports, plan_servers, token_of
 from distill.launch.run import REHEARSAL_GRACE_SECONDS, claim_of, connect, disconnect, temporary
 from distill.launch.supervise import Supervisor

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from distill.metrics.plot import compare, draw
+from distill.metrics.plot import Run, compare, draw, read_run
 from distill.metrics.samples import Decoder, Sample, figures, read_samples, shaded
 from distill.metrics.summary import longest_waits, use_of_tokens
-from sync.errors import ConfigError, DataError
-from sync.jsonl import read_lines
+from sync.errors import ConfigError
 
 STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933 }
@@ -31,38 +30,14 @@ MOST_SAMPLES: Final = 3
 """Of the first and of the newest batch with samples."""
 
 
-class Run(NamedTuple):
-    """What a run's folder holds."""
-
-    folder: Path
-    summary: dict[str, Any]
-    """Empty while the run goes on."""
-    lines: list[dict[str, Any]]
-    """Of metrics.jsonl, without figures that are null."""
-    samples: list[Sample]
-
-
-def read_run(folder: Path) -> Run:
-    """Raises DataError for a folder without metrics."""
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
-    present = [{name: value for name, value in line.items() if value is not None} for line in lines]
-    return Run(folder, summary, present, read_samples(folder))
-
-
 def write_page(folders: Sequence[Path], target: Path) -> Path:
     """Write the page of these runs, and report.png of a single one. Raises DataError for another folder."""
     runs = [read_run(folder) for folder in folders]
     title = " · ".join(run.folder.name for run in runs)
     if len(runs) == 1:
-        picture = _image(draw(folders[0]).read_bytes(), "Quality, staleness and activity")
+        picture = _image(draw(runs[0]).read_bytes(), "Quality, staleness and activity")
     else:
-        picture = _image(
-            compare({run.folder.name: run.lines for run in runs}), "Reverse KL and pass rate of every run"
-        )
+        picture = _image(compare(runs), "Reverse KL and pass rate of every run")
     parts = [
         f"<h1>{escape(title)}</h1>",
         _table("", [run.folder.name for run in runs], _rows(runs)),
@@ -80,30 +55,36 @@ def write_page(folders: Sequence[Path], target: Path) -> Path:
 # --- figures ----------------------------------------------------------------------------------------------
 
 
+ROWS: Final = (
+    ("steps", "steps", ","),
+    ("reverse KL before, nats per token", "before.reverse_kl", ".3f"),
+    ("reverse KL after", "after.reverse_kl", ".3f"),
+    ("pass rate before", "before.pass_rate", ".1%"),
+    ("pass rate after", "after.pass_rate", ".1%"),
+    ("tokens trained on", "tokens.trained", ","),
+    ("seconds", "seconds.distill", ",.0f"),
+    ("mean age, versions", "staleness.mean", ".2f"),
+    ("bytes of a delta", "sync.bytes_delta", ",.0f"),
+    ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
+)
+"""Title, place in summary.json, form. A row without any figure is left out."""
+
+
 def _rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    def each(figure: Callable[[dict[str, Any]], Any], form: str = "") -> list[str]:
-        return [_form(_or_none(figure, run.summary), form) for run in runs]
-
-    rows = [
-        ("steps", each(lambda s: s["steps"])),
-        ("reverse KL before, nats per token", each(lambda s: s["before"]["reverse_kl"], ".3f")),
-        ("reverse KL after", each(lambda s: s["after"]["reverse_kl"], ".3f")),
-        ("pass rate before", each(lambda s: s["before"]["pass_rate"], ".1%")),
-        ("pass rate after", each(lambda s: s["after"]["pass_rate"], ".1%")),
-        ("tokens trained on", each(lambda s: s["tokens"]["trained"], ",")),
-        ("seconds", each(lambda s: s["seconds"]["distill"], ",.0f")),
-        ("mean age, versions", each(lambda s: s["staleness"]["mean"], ".2f")),
-        ("bytes of a delta", each(lambda s: s["sync"]["bytes_delta"], ",.0f")),
-        ("pause of a swap, ms", each(lambda s: 1e3 * s["sync"]["pause_seconds"], ".0f")),
+    found = {title: [_at(run.summary, place) for run in runs] for title, place, _ in ROWS}
+    forms = {title: form for title, _, form in ROWS}
+    return [
+        (title, [_form(value, forms[title]) for value in values])
+        for title, values in found.items()
+        if any(value is not None for value in values)
     ]
-    return [(name, cells) for name, cells in rows if any(cell != "–" for cell in cells)]
 
 
-def _or_none(figure: Callable[[dict[str, Any]], Any], summary: dict[str, Any]) -> Any:
-    try:
-        return figure(summary)
-    except (KeyError, TypeError):  # not shown by this run
-        return None
+def _at(summary: Any, place: str) -> Any:
+    """The value at a path of keys; None: this run does not show it."""
+    for key in place.split("."):
+        summary = (summary or {}).get(key)
+    return summary
 
 
 def _form(value: Any, form: str) -> str:
@@ -134,7 +115,7 @@ def _evaluations(run: Run) -> list[tuple[str, list[str]]]:
 
 def _samples(run: Run) -> Iterable[str]:
     """Of the first and of the newest batch that has samples."""
-    if not run.samples:
+    if not (found := read_samples(run.folder)):
         return
     try:
         decoder = Decoder(run.folder)
@@ -142,9 +123,8 @@ def _samples(run: Run) -> Iterable[str]:
         yield f"<p>samples cannot be shown as text: {escape(str(error))}</p>"
         return
     yield "<h2>Samples</h2><p>A token is shaded by log μ − log q: what the teacher finds unlikely.</p>"
-    versions = list(dict.fromkeys(one.version for one in run.samples))
-    for version in dict.fromkeys([versions[0], versions[-1]]):
-        for sample in [one for one in run.samples if one.version == version][:MOST_SAMPLES]:
+    for version in dict.fromkeys([found[0].version, found[-1].version]):
+        for sample in [one for one in found if one.version == version][:MOST_SAMPLES]:
             yield _sample(sample, decoder)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median_high
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.metrics.summary import use_of_tokens
 from sync.errors import DataError
@@ -41,30 +41,48 @@ WINDOW_SECONDS = 12.0
 Line = dict[str, Any]
 
 
-def draw(run_dir: Path) -> Path:
-    """Draw report.png from the run's own files. Raises DataError when there are none."""
+class Run(NamedTuple):
+    """The figures in a run's folder."""
+
+    folder: Path
+    summary: dict[str, Any]
+    """Empty while the run goes on."""
+    lines: list[Line]
+    """Of metrics.jsonl, without figures that are null because they are not finite."""
+
+
+def read_run(folder: Path) -> Run:
+    """Raises DataError for a folder without figures."""
+    lines = read_lines(folder / "metrics.jsonl")
+    if not lines:
+        raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    return Run(
+        folder,
+        summary,
+        [{name: value for name, value in line.items() if value is not None} for line in lines],
+    )
+
+
+def draw(run: Run) -> Path:
+    """Draw report.png of a run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = read_lines(run_dir / "metrics.jsonl")
-    if not lines:
-        raise DataError(f"{run_dir} holds no metrics.jsonl with figures: name the folder of a run")
-    path = run_dir / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}  # none while the run goes on
+    summary = run.summary
     figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
-    # a figure that is not finite is null in the file
-    finite = [{name: value for name, value in line.items() if value is not None} for line in lines]
-    draw_quality(figure.add_subplot(grid[0, 0]), finite)
-    draw_cost(figure.add_subplot(grid[0, 1]), finite)
-    draw_activity(figure.add_subplot(grid[1, :]), read_lines(run_dir / "timeline.jsonl"), summary)
+    draw_quality(figure.add_subplot(grid[0, 0]), run.lines)
+    draw_cost(figure.add_subplot(grid[0, 1]), run.lines)
+    draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl"), summary)
     title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
-    figure.suptitle(_title(run_dir.name, summary), **title)
+    figure.suptitle(_title(run.folder.name, summary), **title)
     if "tokens" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
-    path = run_dir / "report.png"
+    path = run.folder / "report.png"
     figure.savefig(path)
     pyplot.close(figure)
     return path
@@ -106,8 +124,8 @@ def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]
     return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
 
 
-def compare(runs: Mapping[str, Sequence[Line]]) -> bytes:
-    """PNG of the held-out and the training reverse KL, and of the pass rate, of every run by name."""
+def compare(runs: Sequence[Run]) -> bytes:
+    """PNG of the held-out and the training reverse KL, and of the pass rate, of every run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -116,10 +134,10 @@ def compare(runs: Mapping[str, Sequence[Line]]) -> bytes:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), dpi=130, layout="constrained")
     _dress(left, "Reverse KL on own completions, nats per token", "tokens trained on, thousands")
     _dress(right, "Pass rate, held out", "tokens trained on, thousands")
-    for (name, lines), color in zip(runs.items(), cycle(RUN_COLORS), strict=False):
-        left.plot(*_curve(lines, "reverse_kl"), color=color, alpha=0.3)
-        left.plot(*_curve(lines, "eval/reverse_kl"), "o-", color=color, label=name)
-        right.plot(*_curve(lines, "eval/pass_rate"), "s-", color=color, label=name)
+    for run, color in zip(runs, cycle(RUN_COLORS), strict=False):
+        left.plot(*_curve(run.lines, "reverse_kl"), color=color, alpha=0.3)
+        left.plot(*_curve(run.lines, "eval/reverse_kl"), "o-", color=color, label=run.folder.name)
+        right.plot(*_curve(run.lines, "eval/pass_rate"), "s-", color=color)
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=8)
     buffer = io.BytesIO()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -20,7 +19,6 @@ from sync.tokenizers import load_tokenizer
 from sync.wire import unpack
 
 SAMPLES = "samples.jsonl"
-Order = Literal["newest", "worst", "longest", "truncated"]
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
 """Styles of a token by log μ − log q, from this value in nats on."""
 
@@ -95,7 +93,7 @@ def _sample(version: str, rollout: Rollout, age: int) -> Sample:
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    return [round(float(value), 4) for value in values]
+    return list(values.astype("f8").round(4).tolist())
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -109,12 +107,16 @@ def read_samples(run_dir: Path) -> list[Sample]:
         raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
 
 
-def choose(samples: Sequence[Sample], order: Order, count: int) -> list[Sample]:
-    """The first `count` in this order."""
+def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
+    """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
     if order == "truncated":
-        samples = [one for one in samples if one.truncated]
-    by = {"worst": lambda one: one.reverse_kl, "longest": lambda one: len(one.tokens)}
-    return sorted(samples, key=by.get(order, lambda one: one.version), reverse=True)[:count]
+        samples, order = [one for one in samples if one.truncated], "newest"
+    key = {"newest": lambda one: one.version, "worst": lambda one: one.reverse_kl, "longest": _length}[order]
+    return sorted(samples, key=key, reverse=True)[:count]
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.tokens)
 
 
 class Decoder:

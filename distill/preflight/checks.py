@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from distill.buffer import rules
-from distill.config import MixturePrompts, RowPrompts, RunConfig
+from distill.config import RunConfig
+from distill.config.prompts import MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight import objective
 from distill.preflight.devices import check_devices

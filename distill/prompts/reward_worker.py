@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 from pydantic import TypeAdapter
 
-from distill.config import PromptsConfig
+from distill.config.prompts import PromptsConfig
 from distill.prompts.rewards import Completion, load_rewards
 from distill.prompts.stream import Prompt
 from sync.errors import DistillError

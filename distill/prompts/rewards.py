@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from distill import tasks
-from distill.config import MixturePrompts, PromptsConfig, SinglePrompts, TaskPrompts
+from distill.config.prompts import MixturePrompts, PromptsConfig, SinglePrompts, TaskPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 from teacher_service.router import load_function, own_code

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from jinja2 import TemplateError
 
-from distill.config import DatasetPrompts, JsonlPrompts
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from distill import tasks
-from distill.config import DatasetPrompts, JsonlPrompts, MixturePrompts, RunConfig, TaskPrompts
+from distill.config import RunConfig
+from distill.config.prompts import DatasetPrompts, JsonlPrompts, MixturePrompts, TaskPrompts
 from distill.prompts.mixture import Mixture, by_weight
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source

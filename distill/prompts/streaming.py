@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from distill.config import DatasetPrompts
+from distill.config.prompts import DatasetPrompts
 from distill.prompts.rows import Row, RowReader, open_dataset
 from distill.prompts.stream import Prompt
 from sync import durable

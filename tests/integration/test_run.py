@@ -35,6 +35,7 @@ from ports import free_port
 
 from distill.cli.weight_identity import prove
 from distill.config import StudentConfig
+from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
 from distill.run_log.audit import audit
@@ -470,6 +471,10 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     assert summary["staleness"]["max"] <= summary["staleness"]["limit"]
     for name in ("best/config.json", "report.png", "timeline.jsonl"):
         assert (run.run_dir / name).is_file(), name
+    page = (run.run_dir / "report.html").read_text()
+    assert [title for title, _, _ in ROWS if f"<td>{title}</td>" not in page and "pass" not in title] == []
+    spans = [json.loads(line) for line in (run.run_dir / "timeline.jsonl").read_text().splitlines()]
+    assert {"generate", "score", "train", "update", "stage", "pause", "apply"} <= {s["what"] for s in spans}
     checked = audit(run.run_dir)
     assert checked.ok, checked
     assert checked.trained == (reached + 2) * BATCH

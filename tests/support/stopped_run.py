@@ -24,6 +24,10 @@ class KillTarget(kill_target.KillTarget):
         guardian.kill()
         return len(survivors(below))
 
+    def below(self) -> set[psutil.Process]:
+        """Every process below the launcher."""
+        return descendants(self._launcher.pid)
+
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to every process of a role."""
         for process in self._role_processes()[role]:

@@ -14,7 +14,7 @@ from small_config import make_config
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
-from distill.config import EvaluationConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.schedule import LOST_REPLICAS, Evaluations, best, due_sets, exhausted
 from distill.events import ErrorBudget, Events
 from distill.metrics.timeline import Timeline

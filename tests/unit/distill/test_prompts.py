@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from distill.config import DatasetPrompts, JsonlPrompts
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rows import Encode, RowReader, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.sources import TableSource, TaskSource
 from distill.prompts.stream import Cursor, Prompt, PromptStream

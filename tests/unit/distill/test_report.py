@@ -11,16 +11,13 @@ from matplotlib.figure import Figure
 from small_config import make_config
 
 from distill.metrics.page import write_page
-from distill.metrics.plot import draw, draw_cost, middle_window
+from distill.metrics.plot import draw, draw_cost, middle_window, read_run
 from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace
 from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
-from distill.run_log.journal import Journal
-from distill.run_log.records import VersionApplied
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines
-from sync.wire import Version
 
 
 def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
@@ -41,7 +38,7 @@ def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_run_is_drawn_with_and_without_a_pass_rate(tmp_path: Path, passed: bool) -> None:
     write_run(tmp_path / "run", passed=passed)
-    path = draw(tmp_path / "run")
+    path = draw(read_run(tmp_path / "run"))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,12 +57,12 @@ def test_a_run_that_was_cut_short_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "run" / "timeline.jsonl").write_text("")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rever')
-    assert draw(tmp_path / "run").is_file()
+    assert draw(read_run(tmp_path / "run")).is_file()
 
 
 def test_a_folder_without_figures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="name the folder of a run"):
-        draw(tmp_path)
+        read_run(tmp_path)
 
 
 def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_path: Path) -> None:
@@ -110,7 +107,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_pic
     read = [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
     assert [line["loss"] for line in read[-4:-1]] == [None] * 3
     assert read[-2]["skipped"] == 1.0
-    assert draw(tmp_path / "run").is_file()
+    assert draw(read_run(tmp_path / "run")).is_file()
 
 
 def test_a_summary_describes_the_machine_of_its_figures() -> None:
@@ -162,7 +159,7 @@ def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> No
     )
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
-    assert draw(tmp_path / "run").is_file()
+    assert draw(read_run(tmp_path / "run")).is_file()
 
 
 def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None:
@@ -197,36 +194,21 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
         write_page([tmp_path], tmp_path / "compare.html")
 
 
-async def test_the_trace_has_every_span_and_divides_updates(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write_run(run, steps=2)
-    spans = JsonLines(run / "timeline.jsonl")
-    spans.write(Span("student-0", "update", 1.0, 1.5))
-    spans.close()
-    journal = Journal(run / "journal")
-    list(journal.replay())
-    journal.append(VersionApplied("student-0", Version(0, 1), 100, 0.25, 0.125, 0.0625, 0.5))
-    await journal.commit()
-    journal.close()
-    events = json.loads(write_trace(run).read_text())["traceEvents"]
-    found = [(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"]
+def test_the_trace_has_every_span_on_a_track_of_its_role_and_kind(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=2)
+    events = json.loads(write_trace(tmp_path / "run").read_text())["traceEvents"]
+    names = {(one["name"], one["pid"], one["tid"]): one["args"]["name"] for one in events if one["ph"] == "M"}
+    spans = [one for one in events if one["ph"] == "X"]
     origin = 0.6  # the first span begins there
-    expected = {
-        "update": (1.0, 0.5),
-        "stage": (1.0, 0.25),
-        "pause": (1.25, 0.125),
-        "apply": (1.3125, 0.0625),
-    }
-    for name, (start, seconds) in expected.items():
-        assert (name, pytest.approx(1e6 * (start - origin)), pytest.approx(1e6 * seconds)) in found
-    assert len([one for one in found if one[0] == "generate"]) == 2
-    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
-    assert names == {"trainer", "train", "student-0", "generate", "update"}
-    assert {one["name"] for one in events if one["ph"] == "C"} == {
-        "reverse_kl",
-        "staleness/mean",
-        "tokens/trained",
-    }
+    expected = {("student-0", "generate"): (0.6, 1.6, 0.5), ("trainer", "train"): (1.0, 2.0, 0.2)}
+    for (role, what), (first, second, seconds) in expected.items():
+        own = [one for one in spans if names["process_name", one["pid"], 0] == role]
+        assert {names["thread_name", one["pid"], one["tid"]] for one in own} == {what}
+        assert [one["ts"] for one in own] == pytest.approx([1e6 * (at - origin) for at in (first, second)])
+        assert [one["dur"] for one in own] == pytest.approx([1e6 * seconds] * 2)
+    assert len(spans) == 4
+    counters = {one["name"] for one in events if one["ph"] == "C"}
+    assert counters == {"reverse_kl", "staleness/mean", "tokens/trained"}
 
 
 def test_a_folder_without_spans_has_no_trace(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from distill.config import JsonlPrompts, TaskPrompts
+from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.loading import validate
 from distill.prompts import rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import shipped_models
 
-from distill.config import DatasetPrompts, JsonlPrompts, RunConfig
+from distill.config import RunConfig
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.launch.run import check_machine
 from distill.loading import load
 from distill.preflight import checks, devices, machine

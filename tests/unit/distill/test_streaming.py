@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from small_config import make_config
 
-from distill.config import DatasetPrompts, RunConfig
+from distill.config import RunConfig
+from distill.config.prompts import DatasetPrompts
 from distill.launch.run_folder import content
 from distill.prompts import streaming
 from distill.prompts.mixture import DRAWS, Mixture, by_weight

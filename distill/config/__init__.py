@@ -7,20 +7,18 @@ A section stands beside the code that reads it; this module holds the controller
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from distill.config.evaluation import EvaluationConfig
+from distill.config.prompts import PromptsConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.client import Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
-
-HELD_OUT: Final = "held_out"
-"""Name of the held-out prompts among the sets of an evaluation."""
 
 
 class RunConfigSection(Settings):
@@ -69,97 +67,6 @@ class StudentConfig(ModelSource, Placement):
         return {key.removeprefix("--").replace("_", "-"): value for key, value in self.engine_args.items()}
 
 
-class TaskPrompts(Settings):
-    """A task that generates prompts and computes rewards."""
-
-    type: Literal["task"]
-    task: str
-    """A module of distill.tasks by name, or any "package.module"."""
-    options: dict[str, Any] = {}
-    """Arguments of the task's constructor."""
-    reward_timeout_seconds: float = Field(10.0, gt=0)
-    """Time limit of the check of one completion; one that exceeds it costs the completion."""
-
-
-class RowPrompts(Settings):
-    """Prompts in rows of a file or dataset."""
-
-    field: str = "prompt"
-    """Field (column) of the prompt: a text, or a list of chat messages."""
-    source_field: str | None = None
-    """Field that names the data source, by which prompts are routed to teachers; None: "default" for all."""
-    answer_field: str | None = None
-    """Field of the reference answer, which `reward_fn` reads; None: there are none."""
-    reward_fn: str | None = None
-    """Reward of a completion, for `objective.task` and the pass rate; above 0 is a pass. "exact": 1 when it
-    equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
-    the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
-    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a pair
-    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text.
-    It runs in processes of its own. None: no reward and no pass rate."""
-    reward_timeout_seconds: float = Field(10.0, gt=0)
-    """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
-    template: Literal["chat", "plain"] = "chat"
-    """chat: apply the student's chat template, once. plain: take the text as it is."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template, such as {enable_thinking = false}; one that it does not read is
-    refused."""
-    system_prompt: str | None = None
-    """System message of prompts that begin with none."""
-    prompt_suffix: str = ""
-    """Text after each prompt, inside the user's last message."""
-    min_prompt_tokens: int = Field(1, ge=1)
-    """Shorter prompts, template included, are dropped and counted."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longer prompts are dropped and counted. None: a prompt that leaves no room for `rollout.max_tokens` is
-    refused."""
-
-
-class JsonlPrompts(RowPrompts):
-    """A file with one JSON object per line."""
-
-    type: Literal["jsonl"]
-    path: Path
-    """The file."""
-
-
-class DatasetPrompts(RowPrompts):
-    """A dataset that `datasets.load_dataset` loads."""
-
-    type: Literal["dataset"]
-    path: str
-    """A Hub id, or a folder of Parquet, JSON, CSV or Arrow files."""
-    name: str | None = None
-    """Configuration of the dataset; None: its only one."""
-    split: str = "train"
-    """Such as "train" or "train[:10%]"."""
-    revision: str | None = None
-    """Commit, tag or branch on the Hub."""
-    stream_rows: int | None = Field(None, ge=1)
-    """Stream the dataset: so many prompts are in memory, twice, and are shuffled among themselves. A row that
-    cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
-
-
-SinglePrompts = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
-
-
-class MixturePrompts(Settings):
-    """Several sources: each prompt is drawn from one of them at random, in proportion to the weights.
-
-    Each goes through its rows pass after pass, at its own pace.
-    """
-
-    type: Literal["mixture"]
-    parts: dict[str, SinglePrompts] = Field(min_length=1)
-    """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
-    they are routed to teachers; a part sets no `source_field`."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Name → share of the prompts, relative to the others; parts not named: 1."""
-
-
-PromptsConfig = Annotated[
-    TaskPrompts | JsonlPrompts | DatasetPrompts | MixturePrompts, Field(discriminator="type")
-]
 AtLimit = Literal["keep", "drop", "requeue"]
 
 
@@ -280,70 +187,6 @@ class GuardConfig(Settings):
     """Consecutive invalid answers of one server (a replica, a teacher's URL, the evaluator) before it is
     excluded; the run fails when the last of its kind is. Failures of a reward_fn or a prompt_transform are
     counted the same way."""
-
-
-class EvaluationSet(Settings):
-    """[evaluation.sets.NAME]: task quality on prompts of any source, which must have rewards."""
-
-    source: SinglePrompts
-    """The prompts, as in [prompts]; of a task, its held-out ones."""
-    every: int | None = Field(None, ge=0)
-    """Optimizer steps between evaluations, a multiple of `evaluation.every`; None: with every evaluation; 0:
-    only before and after the run."""
-    prompts: int | None = Field(None, ge=1)
-    """Most prompts, the first ones; None: all of a file or dataset, 512 of a task."""
-    completions: int = Field(1, ge=1)
-    """k of avg@k and maj@k: completions of each prompt."""
-    max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a completion; None: `rollout.max_tokens`."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Share of the probability mass that is sampled from."""
-
-
-class EvaluationConfig(Settings):
-    """[evaluation]: reverse KL, and the pass rate where there is a reward, on held-out prompts.
-
-    At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
-    """
-
-    every: int = Field(0, ge=0)
-    """Optimizer steps between evaluations; 0: only before and after the run."""
-    prompts: int = Field(512, ge=1)
-    """Held-out prompts, never trained on."""
-    sets: dict[str, EvaluationSet] = {}
-    """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
-    batch_tokens: int = Field(16384, ge=1)
-    """Padded tokens of one forward pass of the student."""
-    metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
-    """Metric that decides which version is the best."""
-    patience: int | None = Field(None, ge=1)
-    """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
-    replica: Placement | None = None
-    """Where a replica that generates for evaluations alone runs; None: one of the student's is held at the
-    version until it has generated the completions."""
-    placement: Placement = Placement()
-    """Where the evaluator runs."""
-    threads: int | None = Field(None, ge=1)
-    """torch's CPU threads; None: its default."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
-
-    @model_validator(mode="after")
-    def _check_sets(self) -> Self:
-        for name, one in self.sets.items():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == HELD_OUT:
-                raise ValueError(
-                    f"sets.{name}: not a name of a set: use letters, digits, '.', '_' and '-', and not "
-                    f"{HELD_OUT!r}, which stands for the held-out prompts"
-                )
-            if one.every and (self.every == 0 or one.every % self.every):
-                raise ValueError(
-                    f"sets.{name}.every is {one.every} and evaluations come every {self.every} steps: give a "
-                    "multiple of evaluation.every (0 there means only before and after the run)"
-                )
-        return self
 
 
 class PreflightConfig(Settings):

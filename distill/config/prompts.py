@@ -1,0 +1,103 @@
+"""[prompts]: where prompts and rewards come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sync.settings import Settings
+
+
+class TaskPrompts(Settings):
+    """A task that generates prompts and computes rewards."""
+
+    type: Literal["task"]
+    task: str
+    """A module of distill.tasks by name, or any "package.module"."""
+    options: dict[str, Any] = {}
+    """Arguments of the task's constructor."""
+    reward_timeout_seconds: float = Field(10.0, gt=0)
+    """Time limit of the check of one completion; one that exceeds it costs the completion."""
+
+
+class RowPrompts(Settings):
+    """Prompts in rows of a file or dataset."""
+
+    field: str = "prompt"
+    """Field (column) of the prompt: a text, or a list of chat messages."""
+    source_field: str | None = None
+    """Field that names the data source, by which prompts are routed to teachers; None: "default" for all."""
+    answer_field: str | None = None
+    """Field of the reference answer, which `reward_fn` reads; None: there are none."""
+    reward_fn: str | None = None
+    """Reward of a completion, for `objective.task` and the pass rate; above 0 is a pass. "exact": 1 when it
+    equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
+    the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
+    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a pair
+    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text.
+    It runs in processes of its own. None: no reward and no pass rate."""
+    reward_timeout_seconds: float = Field(10.0, gt=0)
+    """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: apply the student's chat template, once. plain: take the text as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as {enable_thinking = false}; one that it does not read is
+    refused."""
+    system_prompt: str | None = None
+    """System message of prompts that begin with none."""
+    prompt_suffix: str = ""
+    """Text after each prompt, inside the user's last message."""
+    min_prompt_tokens: int = Field(1, ge=1)
+    """Shorter prompts, template included, are dropped and counted."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are dropped and counted. None: a prompt that leaves no room for `rollout.max_tokens` is
+    refused."""
+
+
+class JsonlPrompts(RowPrompts):
+    """A file with one JSON object per line."""
+
+    type: Literal["jsonl"]
+    path: Path
+    """The file."""
+
+
+class DatasetPrompts(RowPrompts):
+    """A dataset that `datasets.load_dataset` loads."""
+
+    type: Literal["dataset"]
+    path: str
+    """A Hub id, or a folder of Parquet, JSON, CSV or Arrow files."""
+    name: str | None = None
+    """Configuration of the dataset; None: its only one."""
+    split: str = "train"
+    """Such as "train" or "train[:10%]"."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    stream_rows: int | None = Field(None, ge=1)
+    """Stream the dataset: so many prompts are in memory, twice, and are shuffled among themselves. A row that
+    cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
+
+
+SinglePrompts = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+
+
+class MixturePrompts(Settings):
+    """Several sources: each prompt is drawn from one of them at random, in proportion to the weights.
+
+    Each goes through its rows pass after pass, at its own pace.
+    """
+
+    type: Literal["mixture"]
+    parts: dict[str, SinglePrompts] = Field(min_length=1)
+    """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
+    they are routed to teachers; a part sets no `source_field`."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Name → share of the prompts, relative to the others; parts not named: 1."""
+
+
+PromptsConfig = Annotated[
+    TaskPrompts | JsonlPrompts | DatasetPrompts | MixturePrompts, Field(discriminator="type")
+]

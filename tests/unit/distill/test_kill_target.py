@@ -1,0 +1,36 @@
+"""Whose processes a killed role has: what it leaves to its guardian is not its successor."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from stopped_run import KillTarget
+
+from distill.launch.guardian import MODULE
+from sync.errors import DistillError
+
+LAUNCHER = f"""
+import os, subprocess, sys
+pipe, held = os.pipe()
+server = ["sh", "-c", "sleep 600 & exec sleep 601"]
+guardian = [sys.executable, "-m", "{MODULE}", "student-0", str(pipe), *server]
+subprocess.run(guardian, pass_fds=[pipe])
+"""
+
+
+def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_path: Path) -> None:
+    with KillTarget([sys.executable, "-c", LAUNCHER], tmp_path, timeout=2.0) as target:
+        target.start()
+        target.wait(lambda: any("600" in one.cmdline() for one in target.below()), "the server's engine")
+        server = next(iter(target.processes()))
+        guardian = psutil.Process(server.ppid())
+        guardian.send_signal(signal.SIGSTOP)
+        target.kill("student-0", random.Random(0))
+        target.wait(lambda: bool(target.processes() - {server}), "the guardian's adopting it")
+        with pytest.raises(DistillError, match="another student-0 is not there in time"):
+            target.wait_replaced("student-0")
