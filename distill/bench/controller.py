@@ -1,13 +1,15 @@
-"""What a controller spends on a token, for each kind of objective: processor time, and bytes of its journal.
+"""What a controller spends on a token: processor time, and bytes of its journal.
 
-Controller and journal are the real ones. Prompts, replicas, teacher and trainer are in memory, from the tests
-of a source checkout, and what they spend themselves is taken off; what the teacher sends is decoded from its
-bytes, as it is behind HTTP.
+`objectives`: for each kind of objective. `load`: with 512 replicas, 8 teachers and 64 ranks, over as many
+tokens as one million a second are in an hour. Controller and journal are the real ones. Prompts, replicas,
+teachers and trainer are in memory, from the tests of a source checkout, and what they spend themselves is
+taken off; what a teacher sends is decoded from its bytes, as it is behind HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import time
@@ -21,6 +23,9 @@ import numpy as np
 from blake3 import blake3
 
 from distill.bench.runner import Figures, markdown, of_tests
+from distill.bench.soak import Roles, Size
+from distill.bench.soak import part as soak_part
+from distill.bench.soak import table as soak_table
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components
@@ -60,6 +65,10 @@ class Shape(NamedTuple):
 SHAPES: Final = {"quickstart": Shape(128, 12, 128, 40), "wide": Shape(32, 2048, 4096, 4)}
 
 
+LOAD: Final = Size(rollouts=439_296, batch=1024, tokens=8192, width=0, checkpoint_every=8)
+"""3.6 G tokens."""
+
+
 class Apart:
     """Processor time of the roles that are not the controller."""
 
@@ -74,8 +83,8 @@ class Apart:
         self.seconds += time.thread_time() - began
 
 
-def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
-    """A replica whose completions are all the same, and a teacher that answers in bytes."""
+def servers(shape: Shape, apart: Apart) -> tuple[type[Any], type[Any]]:
+    """Replicas whose completions are all the same, and teachers that answer in bytes."""
     roles = of_tests("in_memory")
     ids, logprob = np.arange(shape.tokens, dtype="i4") % 50, np.full(shape.tokens, -1.0, "f4")
 
@@ -107,7 +116,7 @@ def servers(shape: Shape, apart: Apart) -> tuple[Any, Any]:
             await asyncio.sleep(0)
             return decode(body, wire.ScoreReply).results
 
-    return Replica(), Teacher()
+    return Replica, Teacher
 
 
 def configuration(folder: Path, shape: Shape, objective: str, scores: str) -> RunConfig:
@@ -132,7 +141,7 @@ async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Fi
     shutil.rmtree(folder, ignore_errors=True)
     config, apart, written = configuration(folder, shape, objective, scores), Apart(), 0
     roles = of_tests("in_memory")
-    replica, teacher = servers(shape, apart)
+    replica_type, teacher_type = servers(shape, apart)
 
     def write(file: int, data: memoryview) -> int:
         nonlocal written
@@ -140,8 +149,8 @@ async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Fi
         return count
 
     parts = Components(
-        replicas={"student-0": replica},
-        teachers={"t": teacher},
+        replicas={"student-0": replica_type()},
+        teachers={"t": teacher_type()},
         route=lambda source: "t",
         prompts=PromptStream(roles.MemoryPrompts(), 0),
         journal=Journal(folder / "journal", config.buffer.fsync, write=write),
@@ -156,6 +165,26 @@ async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Fi
     tokens = controller.run_log.state.counters.generated_tokens
     shutil.rmtree(folder)
     return {"ns": 1e9 * seconds / tokens, "journal_bytes": written / tokens, "tokens": tokens}
+
+
+def load(folder: Path, size: Size = LOAD, replicas: int = 512, teachers: int = 8, ranks: int = 64) -> Figures:
+    """What the controller of so many roles sustains, as `soak` measures it, without what the roles spend."""
+    apart, names = Apart(), [f"teacher-{i}" for i in range(teachers)]
+    replica, teacher = servers(Shape(size.batch, size.tokens, size.width, 0), apart)
+    roles = Roles(
+        {f"student-{i}": replica() for i in range(replicas)},
+        {name: teacher() for name in names},
+        of_tests("in_memory").MemoryPrompts(names),
+        ranks,
+    )
+    began, by_clock = time.process_time(), time.monotonic()
+    gc.freeze()  # as in a run
+    found = soak_part(folder, size, roles)
+    elapsed = time.monotonic() - by_clock - found["restart_seconds"] - found["audit_seconds"]
+    spent = found["usage"][-1]["cpu_seconds"] - began - apart.seconds
+    tokens = size.rollouts * size.tokens
+    rates = {"tokens_per_cpu_second": tokens / spent, "tokens_per_second": tokens / elapsed}
+    return {"replicas": replicas, "teachers": teachers, "ranks": ranks, **rates, **found}
 
 
 async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
@@ -177,8 +206,8 @@ async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
         return 1e3 * (time.process_time() - began) / rows
 
 
-def run(folder: Path, objectives: bool = True) -> Figures:
-    """Every objective, inline and by reference in turns; the medians of ROUNDS."""
+def run(folder: Path, objectives: bool = True, loaded: bool = True) -> Figures:
+    """Every objective, inline and by reference in turns, the medians of ROUNDS; and `load`."""
     rows: list[Figures] = []
     for name, shape in SHAPES.items() if objectives else ():
         for objective in OBJECTIVES:
@@ -193,7 +222,8 @@ def run(folder: Path, objectives: bool = True) -> Figures:
                     {"shape": name, **shape._asdict(), "objective": objective, "scores": way, **figures}
                 )
     fetches = {f"{tokens} × {4 * width}": asyncio.run(fetch_cost(tokens, width)) for tokens, width in FETCHED}
-    return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches}
+    under_load = {"load": load(folder / "load")} if loaded else {}
+    return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches, **under_load}
 
 
 def table(figures: Figures) -> str:
@@ -205,4 +235,13 @@ def table(figures: Figures) -> str:
         for one in figures["rows"]
     ]
     fetches = [f"a row of {size} bytes: {ms:.2f} ms to fetch" for size, ms in figures["fetch_ms"].items()]
-    return "\n".join([*markdown(head, rows), *fetches])
+    lines = [*markdown(head, rows), *fetches]
+    if (load := figures.get("load")) is not None:
+        fast, real = load["tokens_per_cpu_second"], load["tokens_per_second"]
+        who = f"{load['replicas']} replicas, {load['teachers']} teachers, {load['ranks']} ranks"
+        lines += [
+            f"{who}: {fast:,.0f} tokens a second of CPU time, {1e8 / fast:.0f} % of a core at 1 M tokens/s;",
+            f"{real:,.0f} tokens/s by the clock, the roles in the same process",
+            soak_table({"load": load}),
+        ]
+    return "\n".join(lines)

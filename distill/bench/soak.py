@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -53,6 +53,16 @@ class Size(NamedTuple):
     """Steps."""
 
 
+class Roles(NamedTuple):
+    """What is around the controller, in memory."""
+
+    replicas: dict[str, Any]
+    teachers: dict[str, Any]
+    """By the source of the prompts that are routed to them."""
+    prompts: Any
+    ranks: int
+
+
 class Usage(NamedTuple):
     """Memory and disk after so many rollouts."""
 
@@ -66,6 +76,8 @@ class Usage(NamedTuple):
     """ledger/, metrics.jsonl and timeline.jsonl."""
     objects: int
     """That the garbage collector tracks."""
+    cpu_seconds: float
+    """Of this process since its start."""
 
 
 @dataclass
@@ -106,13 +118,22 @@ def _name(handle: asyncio.Handle) -> str:
     return str(getattr(callback, "__qualname__", callback))
 
 
-def configuration(folder: Path, size: Size) -> RunConfig:
+def two_replicas(size: Size) -> Roles:
+    """Two replicas whose completions have any length, and one teacher."""
+    roles = of_tests("in_memory")
+    replicas = {f"student-{i}": roles.MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
+    teacher = roles.MemoryTeacher()
+    teacher.width = size.width
+    return Roles(replicas, {"default": teacher}, roles.MemoryPrompts(), 1)
+
+
+def configuration(folder: Path, size: Size, teachers: Iterable[str]) -> RunConfig:
     """A run of this size with default settings otherwise."""
     return RunConfig.model_validate(
         {
             "run": {"name": folder.name, "folder": folder.parent, "steps": size.rollouts // size.batch},
             "student": {"path": "student"},
-            "teachers": {"t": {"path": "teacher"}},
+            "teachers": {name: {"path": "teacher"} for name in teachers},
             "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
             "rollout": {"batch": size.batch, "max_tokens": size.tokens},
             "buffer": {"scores": "inline"},
@@ -123,38 +144,43 @@ def configuration(folder: Path, size: Size) -> RunConfig:
     )
 
 
-async def soak(folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB) -> list[Usage]:
+async def soak(
+    folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB, roles: Roles | None = None
+) -> list[Usage]:
     """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
-    config, roles = configuration(folder, size), of_tests("in_memory")
+    roles, memory = roles or two_replicas(size), of_tests("in_memory")
+    config = configuration(folder, size, roles.teachers)
     metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
-    replicas = {f"student-{i}": roles.MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
     ledgers: list[Ledger] = []
     usages: list[Usage] = []
-    teacher = roles.MemoryTeacher()
-    teacher.width = size.width
 
     def step(version: Version, figures: dict[str, float]) -> None:
         metrics.log(version.step, figures)
-        for kept in (teacher.requests, *(replica.updates for replica in replicas.values())):
-            kept.clear()
+        for teacher in roles.teachers.values():
+            teacher.requests.clear()
+        for replica in roles.replicas.values():
+            replica.updates.clear()
 
     def record(version: Version, shares: list[TrainBatch]) -> None:
         if not ledgers:
-            ledgers.append(Ledger(folder / "ledger", version, None, 0))
-        ids = [rollout for share in shares for rows in share.micro_batches for rollout in rows.ids]
-        ledgers[0].record(version.step + 1, ids, "")
+            ledgers.extend(Ledger(folder / "ledger", version, None, rank) for rank in range(roles.ranks))
+        for ledger, share in zip(ledgers, shares, strict=True):
+            ids = [rollout for rows in share.micro_batches for rollout in rows.ids]
+            ledger.record(version.step + 1, ids, "")
 
     parts = Components(
-        replicas=dict(replicas),
-        teachers={"t": teacher},
-        route=lambda source: "t",
-        prompts=PromptStream(roles.MemoryPrompts(), config.run.seed),
+        replicas=dict(roles.replicas),
+        teachers=dict(roles.teachers),
+        route=lambda source: source,
+        prompts=PromptStream(roles.prompts, config.run.seed),
         journal=Journal(folder / "journal", config.buffer.fsync, segment_bytes),
         want=needs(config.objective),
-        evaluator=roles.MemoryEvaluator(),
+        evaluator=memory.MemoryEvaluator(),
     )
     controller = Controller(config, parts, Hooks(step=step, span=spans.write))
-    trainer = roles.MemoryTrainer(controller.session, checkpoint_every=size.checkpoint_every, record=record)
+    trainer = memory.MemoryTrainer(
+        controller.session, roles.ranks, checkpoint_every=size.checkpoint_every, record=record
+    )
     with blocks.watched():
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
         for at in range(1, SAMPLES + 1):
@@ -185,6 +211,7 @@ def usage(folder: Path, rollouts: int) -> Usage:
         archive_mib=_mib(journal.glob("archive-*")),
         others_mib=_mib(others),
         objects=len(gc.get_objects()),
+        cpu_seconds=time.process_time(),
     )
 
 
@@ -196,15 +223,15 @@ def _mib(paths: Iterable[Path]) -> float:
     return total / MIB
 
 
-def part(folder: Path, size: Size) -> Figures:
+def part(folder: Path, size: Size, roles: Roles | None = None) -> Figures:
     """One soak in a new `folder`, the restart behind it, and the audit."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    blocks = Blocks()
-    usages = asyncio.run(soak(folder, size, blocks))
+    blocks, roles = Blocks(), roles or two_replicas(size)
+    usages = asyncio.run(soak(folder, size, blocks, roles=roles))
     moments = [time.monotonic()]
-    config, journal = configuration(folder, size), Journal(folder / "journal")
-    prompts = PromptStream(of_tests("in_memory").MemoryPrompts(), config.run.seed)
+    config, journal = configuration(folder, size, roles.teachers), Journal(folder / "journal")
+    prompts = PromptStream(roles.prompts, config.run.seed)
     RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
     journal.close()
     moments.append(time.monotonic())

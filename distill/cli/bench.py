@@ -68,11 +68,12 @@ def objective(
 @app.command()
 def controller(
     folder: Annotated[Path, typer.Option(help="For its journals")] = Path("runs/bench-controller"),
-    objectives: Annotated[bool, typer.Option("--objectives", help="Each kind of objective")] = True,
+    objectives: Annotated[bool, typer.Option(help="Each kind of objective")] = True,
+    load: Annotated[bool, typer.Option(help="512 replicas, 8 teachers and 64 ranks")] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """Processor time of the controller and bytes of its journal for a token of each kind of objective."""
-    bench("controller", folder, objectives, json_file=json_file)
+    """Processor time of the controller and bytes of its journal for a token; what it sustains under load."""
+    bench("controller", folder, objectives, load, json_file=json_file)
 
 
 @app.command("async")

@@ -12,7 +12,7 @@ import numpy as np
 from sync.errors import DataError
 
 
-class Prompt(msgspec.Struct, frozen=True, array_like=True):
+class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One prompt, tokenized once. Sources produce it; student and teacher engines consume it."""
 
     id: str

@@ -71,7 +71,7 @@ class Dispatcher:
                 while True:
                     while (loading := self._run_log.loading(self._new())) is not None:
                         await asyncio.wrap_future(loading)
-                    self._dispatch(group)
+                    await self._dispatch(group)
                     self._note_blocked()
                     await self._events.changed.wait()
             finally:
@@ -79,7 +79,8 @@ class Dispatcher:
 
     # --- prompts out --------------------------------------------------------------------------------------
 
-    def _dispatch(self, group: asyncio.TaskGroup) -> None:
+    async def _dispatch(self, group: asyncio.TaskGroup) -> None:
+        """As long as there are prompts and replicas with room, with others' turns between two requests."""
         while not self.paused and (replica := self._pool.least_busy()) and (count := self._count(replica)):
             rollouts = self._next(count)
             if not rollouts:
@@ -90,6 +91,7 @@ class Dispatcher:
             task = group.create_task(self._send(request))
             replica.streams.add(task)
             task.add_done_callback(partial(self._ended, request))
+            await asyncio.sleep(0)
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""

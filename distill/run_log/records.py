@@ -37,7 +37,7 @@ SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
 """Reasons that count towards `rollout.max_attempts`: the others are not the fault of the prompt."""
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of every journal entry."""
 
 

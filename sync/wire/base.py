@@ -32,7 +32,7 @@ Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
+class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An n-dimensional array; `data` is row-major, little-endian, exactly prod(shape) elements."""
 
     dtype: Literal["u1", "i4", "i8", "f2", "f4", "bf16"]
@@ -146,7 +146,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
         return other_run or (None not in (self.model, asking.model) and self.model != asking.model)
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Completion tokens [start, end) were sampled from `version`'s weights."""
 
     version: Version

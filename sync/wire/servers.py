@@ -203,7 +203,7 @@ class ScoreRequest(Message, frozen=True):
     """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a teacher keeps the scores of one sequence: GET {url}/v1/scores/{key} until they are released,
     evicted, or the process ends. The body: frames of ScoreReply, each with a Scored of the next positions."""
 
@@ -217,7 +217,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """BLAKE3 of the body, 32 bytes."""
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True):
+class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A teacher's scores of one sequence: nats, full support, at `Want.temperature`.
 
     Every array but `logprob` is None when it was not asked for, or is kept.

@@ -68,11 +68,14 @@ from sync.wire import (
 from teacher_service.client import Counters
 
 
+@dataclass
 class MemoryPrompts:
-    """Endless prompts without a tokenizer: row i is [i mod 50, 1, 2]."""
+    """Endless prompts without a tokenizer: row i is [i mod 50, 1, 2], of each of the sources in turn."""
+
+    sources: Sequence[str] = ("default",)
 
     def __getitem__(self, index: int) -> Prompt:
-        return Prompt(str(index), [index % 50, 1, 2])
+        return Prompt(str(index), [index % 50, 1, 2], self.sources[index % len(self.sources)])
 
 
 def some_ids(count: int, k: int) -> np.ndarray:
@@ -386,6 +389,7 @@ class MemoryTrainer:
 
     async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
         request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
+        await asyncio.sleep(0)  # a request of its own
         while True:
             body = await self.session.batch(request)
             answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
